@@ -1,0 +1,48 @@
+# Two commands do everything on a machine with python3 and make:  make demo   and   make test
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SOURCES := src tests benchmarks docs
+
+.PHONY: demo test check lint format docs lock clean
+
+# Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
+$(VENV)/.ready: requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+# The whole way on made slides, into demo/.
+demo: $(VENV)/.ready
+	$(BIN)/selfvitmil demo demo
+
+# All tests, slow ones too.
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 -q
+
+# For daily use: format, lint, types and the fast tests.
+check: format lint
+	$(BIN)/python -m pytest -n 2 -q -m "not slow"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/basedpyright
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+# Pages of the docs that are made from the code.
+docs: $(VENV)/.ready
+	$(BIN)/python docs/make_settings_page.py
+
+# Resolve the newest allowed versions anew.
+lock: $(VENV)/.ready
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --all-extras --group dev --group bench pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf $(VENV) demo dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""`python -m selfvitmil`."""
+
+from selfvitmil.cli import main
+
+main()

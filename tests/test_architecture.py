@@ -1,0 +1,85 @@
+"""Who may import whom, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import selfvitmil
+
+ROOT = Path(selfvitmil.__file__).parent
+
+BELOW = ["errors", "geometry", "settings", "artefact", "annotations", "metrics", "engine"]
+STAGES = ["cohort", "slides", "tissue", "stain", "tiles", "encoder", "pretrain", "bags", "embed", "aggregate"]
+STAGES += ["evaluate", "localize", "report", "view"]
+EDGE = ["package", "pipeline", "cli", "__main__", "__init__"]
+FLOW = [*BELOW, *STAGES, *EDGE]
+
+
+def stage_of(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imported_modules(path: Path):
+    """(stage, line) of every import of our own modules: absolute, relative and `import x.y` forms alike."""
+    package = ("selfvitmil", *path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = list(package[: len(package) - node.level + 1]) if node.level else []
+            base = start + (node.module.split(".") if node.module else [])
+            names = [base] if len(base) > 1 else [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for parts in names:
+            if parts[0] == "selfvitmil" and len(parts) > 1 and parts[1] in FLOW:
+                yield parts[1], node.lineno
+
+
+def test_stages_import_upstream_only():
+    for path in ROOT.rglob("*.py"):
+        here = stage_of(path)
+        for there, line in imported_modules(path):
+            allowed = here in EDGE or FLOW.index(there) <= FLOW.index(here)
+            assert allowed, f"{path.relative_to(ROOT)}:{line} imports {there}"
+
+
+def test_every_module_has_its_place_in_the_flow():
+    modules = {stage_of(path) for path in ROOT.rglob("*.py")}
+    assert modules <= set(FLOW)
+
+
+def test_import_walker_sees_all_forms(tmp_path: Path, monkeypatch):
+    file = tmp_path / "slides" / "a.py"
+    file.parent.mkdir()
+    file.write_text(
+        "import selfvitmil.tiles\nfrom selfvitmil.tiles import x\nfrom selfvitmil import tiles\n"
+        "from ..tiles import x\nfrom .. import tiles\nfrom . import b\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert [there for there, _ in imported_modules(file)] == ["tiles"] * 5 + ["slides"]
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split("\n")[-2].split())
+
+
+def test_import_and_help_stay_light():
+    heavy = {"torch", "openslide", "distributed", "scipy", "shapely"}
+    assert not modules_after("import selfvitmil") & heavy
+    help_code = "from selfvitmil import cli\ntry: cli.app(['tile', '--help'])\nexcept SystemExit: pass"
+    assert not modules_after(help_code) & heavy
+
+
+def test_stain_and_tiles_do_not_load_torch():
+    assert "torch" not in modules_after("import selfvitmil.pipeline, selfvitmil.tiles, selfvitmil.slides.synthetic")
+
+
+def test_public_names():
+    assert selfvitmil.__all__ == ["Slide", "__version__", "open_slide"]
+    assert all(hasattr(selfvitmil, name) for name in selfvitmil.__all__)

@@ -1,0 +1,102 @@
+"""Where a setting comes from, and what a wrong one gets told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import StudySettings, TileSettings, all_keys, parse, resolve_settings, tiling_name, to_toml
+
+
+def test_flags_outweigh_file_outweighs_preset_outweighs_default(tmp_path: Path):
+    file = tmp_path / "study.toml"
+    file.write_text('preset = "paper"\n[tile]\nsize_px = 256\nmpp = 1.0\n')
+    settings = resolve_settings(file, {"tile": {"mpp": 0.25}})
+    assert settings.tile.mpp == 0.25  # flag
+    assert settings.tile.size_px == 256  # file
+    assert settings.tile.min_tissue == 0.75  # preset
+    assert settings.tile.overlap_px == 0  # default
+
+
+@pytest.mark.parametrize("preset", ["paper", "authors-code"])
+def test_presets_hold_the_published_tiling(preset: str):
+    settings = resolve_settings(flags={"preset": preset})
+    assert (settings.tile.size_px, settings.tile.mpp, settings.tile.min_tissue) == (224, 0.5, 0.75)
+    assert (settings.tissue.fraction_from, settings.tissue.thumbnail_downsample) == ("pixels", 256)
+    assert settings.stain.method == "tile"
+
+
+@pytest.mark.parametrize(
+    ("values", "nearest"),
+    [
+        ({"tile": {"mmp": 0.5}}, "tile.mpp"),
+        ({"tiles": {"mpp": 0.5}}, "tile"),
+        ({"tile": {"min_contrast": 5}}, "tissue.min_contrast"),
+        ({"engine": {"batch": {"que": "gpu"}}}, "engine.batch.queue"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(values: dict[str, object], nearest: str):
+    with pytest.raises(ConfigError, match=f"did you mean '{nearest}'"):
+        parse(values, "study.toml")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tile": {"mpp": -1}},
+        {"tile": {"overlap_px": 224}},
+        {"tile": {"parent_mpp": [0.25]}},
+        {"tile": {"parent_mpp": [2.0], "overlap_px": 8}},
+        {"tissue": {"method": "own"}},
+        {"tissue": {"folder": "masks"}},
+        {"tissue": {"fraction_from": "pixels", "method": "saturation"}},
+        {"engine": {"workers": 2, "cluster": "tls://somewhere:8786"}},
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(values: dict[str, object]):
+    with pytest.raises(ConfigError):
+        parse(values, "study.toml")
+
+
+def test_toml_round_trip(tmp_path: Path):
+    flags = {
+        "tissue": {"method": "own", "folder": "my masks", "exclude": ['a "quoted" class', "µ"]},
+        "tile": {"parent_mpp": 2, "mpp": 0.5},
+        "engine": {"batch": {"kind": "slurm", "directives": ["--gres=gpu:1"]}},
+    }
+    settings = resolve_settings(flags=flags)
+    file = tmp_path / "settings.toml"
+    file.write_text(to_toml(settings), encoding="utf-8")
+    assert resolve_settings(file) == settings
+
+
+def test_broken_toml_is_a_clear_error(tmp_path: Path):
+    file = tmp_path / "study.toml"
+    file.write_text("[tile\nmpp = 0.5")
+    with pytest.raises(ConfigError, match=r"study\.toml: cannot be read as TOML"):
+        resolve_settings(file)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError):
+        TileSettings().mpp = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_setting_says_what_it_is():
+    undocumented = [
+        f"{section}.{name}"
+        for section, field in StudySettings.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
+        for name, inner in field.annotation.model_fields.items()  # pyright: ignore[reportOptionalMemberAccess]
+        if not inner.description
+    ]
+    assert undocumented == []
+    assert "tile.mpp" in all_keys()
+
+
+def test_tiling_name():
+    assert tiling_name(TileSettings()) == "0.5mpp_224px_0px"
+    assert tiling_name(TileSettings(overlap_px=16), mpp=2.0) == "2mpp_224px_16px"
