@@ -1,0 +1,45 @@
+"""The table of slides: reading it from many sources, checking it, writing it, and splitting it by patient.
+
+`read_cohort` takes a `cohort.csv`, a folder of slides, a Camelyon16 folder, or the tables of CLAM and STAMP to one
+`Cohort`; `write_cohort` stores it in a study; `merge_cohorts` adds to a study that has one. The functions of `splits`
+divide its patients into training, validation and test sets and exchange them with CLAM.
+What a reader should see but what stops nobody is text in `Cohort.warnings`; contradictions are a `CohortError`.
+"""
+
+from __future__ import annotations
+
+from selfvitmil.cohort.folder import SLIDE_SUFFIXES
+from selfvitmil.cohort.sources import read_cohort
+from selfvitmil.cohort.splits import (
+    Split,
+    carve_validation,
+    given,
+    hold_out,
+    k_fold,
+    monte_carlo,
+    read_splits,
+    repeated_k_fold,
+    write_splits,
+)
+from selfvitmil.cohort.table import COLUMNS, Cohort, MergeReport, SlideRow, make_cohort, merge_cohorts, write_cohort
+
+__all__ = [
+    "COLUMNS",
+    "SLIDE_SUFFIXES",
+    "Cohort",
+    "MergeReport",
+    "SlideRow",
+    "Split",
+    "carve_validation",
+    "given",
+    "hold_out",
+    "k_fold",
+    "make_cohort",
+    "merge_cohorts",
+    "monte_carlo",
+    "read_cohort",
+    "read_splits",
+    "repeated_k_fold",
+    "write_cohort",
+    "write_splits",
+]

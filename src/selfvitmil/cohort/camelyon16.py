@@ -1,0 +1,184 @@
+"""The Camelyon16 folder as its publishers laid it out, with what is known of its slides.
+
+Three layouts are around: `training/normal`, `training/tumor`, `testing/images`; the older `TrainingData/Train_Normal`,
+`TrainingData/Train_Tumor`, `Testset/Images`; and `images` beside `annotations` and `masks`. File names tell what a
+slide is (`normal_001.tif`, `Tumor_001.tif`, `test_001.tif`); the labels of the test slides are in `reference.csv`.
+As far as is known every slide is of another patient.
+Some slides are special: test_049 is a duplicate; the lesions of test_114 are not all outlined; normal_086 holds a
+tumour and was later published as tumor_111. With that in order there are 159 + 111 slides to train on and 129 to test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from selfvitmil.cohort.folder import Listing, is_slide, walk
+from selfvitmil.cohort.spreadsheet import read_text, split_lines
+from selfvitmil.cohort.table import Cohort, SlideRow, absolute, listing, make_cohort
+from selfvitmil.errors import CohortError
+
+_TRAIN_TEST_FOLDERS = re.compile(
+    r"training/(normal|tumor)|trainingdata/train_(normal|tumor)|(testing|testset)/images", re.IGNORECASE
+)
+_FLAT_COMPANIONS = frozenset(("annotations", "masks", "background_tissue", "evaluation"))
+_SLIDE_FILE = re.compile(r"(normal|tumor|test)_\d{3}\.tif", re.IGNORECASE)
+_REFERENCES = ("reference.csv", "reference.txt", "gt.csv")
+
+_OFFICIAL = {"train": {"normal": 159, "tumor": 111}, "test": {"normal": 80, "tumor": 49}}
+
+
+def is_camelyon16_name(file_name: str) -> bool:
+    """Whether a file is named like the slides of Camelyon16."""
+    return _SLIDE_FILE.fullmatch(file_name) is not None
+
+
+def read_camelyon16(root: Path) -> Cohort | None:
+    """The cohort of a Camelyon16 folder; None when the folder is none."""
+    places = list(walk(root))
+    top = {place.relative.parts[0].casefold() for place in places if place.relative.parts}
+    flat = "images" in top and bool(top & _FLAT_COMPANIONS)
+    slide_places = [place for place in places if _holds_slides(place, flat)]
+    files = [place.folder / file for place in slide_places for file in place.files if is_camelyon16_name(file)]
+    if not files:
+        return None
+    warnings = ["Taken as Camelyon16: labels and splits are those of its file names and reference table."]
+    used = set(files)
+    images = (
+        place.relative / f for place in places for f in place.files if is_slide(f) and place.folder / f not in used
+    )
+    if others := [str(image) for image in images]:
+        warnings.append(f"{len(others)} other images (masks, mostly) stay out: {listing(others, 4)}.")
+    rows = [_training_or_test_row(file) for file in sorted(files, key=lambda file: (file.stem.casefold(), str(file)))]
+    rows, notes = _in_order(rows)
+    warnings += notes
+    rows, notes = _with_reference(rows, places)
+    warnings += notes
+    rows, notes = _with_annotations(rows, places)
+    warnings += notes
+    warnings += _count_warnings(rows)
+    base = absolute(root)
+    where = [str(row.path.relative_to(base)) for row in rows]
+    return make_cohort(rows, base.name, where=where, warnings=warnings)
+
+
+def _holds_slides(place: Listing, flat: bool) -> bool:
+    if flat and place.relative.as_posix().casefold() == "images":
+        return True
+    return _TRAIN_TEST_FOLDERS.fullmatch(f"{place.folder.parent.name}/{place.folder.name}") is not None
+
+
+def _training_or_test_row(file: Path) -> SlideRow:
+    kind = file.stem.casefold().split("_")[0]
+    folder = file.parent.name.casefold().removeprefix("train_")
+    if folder in ("normal", "tumor") and kind != folder:
+        raise CohortError(
+            f"{file.name}: lies in the folder {file.parent.name}",
+            "name and folder tell different labels",
+            "Move it to the folder that its name tells",
+        )
+    return SlideRow(file.stem, file, None if kind == "test" else kind, split="test" if kind == "test" else "train")
+
+
+def _in_order(rows: list[SlideRow]) -> tuple[list[SlideRow], list[str]]:
+    """Without the duplicate slides, and normal_086 with its true label; a warning for all that is special."""
+    names = {row.slide.casefold() for row in rows}
+    kept: list[SlideRow] = []
+    warnings: list[str] = []
+    for row in rows:
+        name = row.slide.casefold()
+        if name == "test_049":
+            warnings.append(f"{row.slide} is left out: it is a duplicate, and the official test set excludes it.")
+            continue
+        if name == "normal_086" and "tumor_111" in names:
+            warnings.append(f"{row.slide} is left out: it holds a tumour and is the same slide as tumor_111.")
+            continue
+        if name == "normal_086":
+            warnings.append(f"{row.slide} is labelled tumor: it holds one, and was later published as tumor_111.")
+            row = replace(row, label="tumor")
+        if name == "test_114":
+            warnings.append(f"{row.slide} stays, but not in lesion scores: its lesions are not exhaustively annotated.")
+        kept.append(row)
+    return kept, warnings
+
+
+def _with_reference(rows: list[SlideRow], places: list[Listing]) -> tuple[list[SlideRow], list[str]]:
+    """Test slides with the labels of the reference table."""
+    if not any(row.split == "test" for row in rows):
+        return rows, []
+    tables = [place.folder / file for place in places for file in place.files if file.casefold() in _REFERENCES]
+    if not tables:
+        return rows, ["The test slides have no label: there is no testing/reference.csv in the folder."]
+    labels = _read_reference(tables[0])
+    labelled = [replace(row, label=labels.get(row.slide.casefold())) if row.split == "test" else row for row in rows]
+    several = f"There are {len(tables)} tables of test labels; the first, {tables[0].name}, is used."
+    return labelled, [several] if len(tables) > 1 else []
+
+
+def _read_reference(table: Path) -> dict[str, str]:
+    """Label by slide name. The table has a header or none, so cells are known by what they say."""
+    labels: dict[str, str] = {}
+    rows = split_lines(read_text(table), table.name, ",")
+    for k, (line, cells) in enumerate(rows):
+        folded = [cell.casefold().removesuffix(".tif") for cell in cells]
+        names = [cell for cell in folded if re.fullmatch(r"test_\d{3}", cell)]
+        kinds = [cell for cell in folded if cell in ("normal", "tumor")]
+        if k == 0 and not names:
+            continue
+        if len(names) != 1 or len(kinds) != 1 or labels.get(names[0], kinds[0]) != kinds[0]:
+            raise CohortError(
+                f"{table.name}: line {line} does not tell one slide and one label",
+                "the rows are like test_001,Tumor,IDC,Macro",
+                "Take the table from the data set again",
+            )
+        labels[names[0]] = kinds[0]
+    return labels
+
+
+def _with_annotations(rows: list[SlideRow], places: list[Listing]) -> tuple[list[SlideRow], list[str]]:
+    """Slides linked to the XML files of their names, and a warning for tumours without."""
+    outlines: dict[str, list[Path]] = defaultdict(list)
+    for place in places:
+        for file in place.files:
+            if file.lower().endswith(".xml"):
+                outlines[file[:-4].casefold()].append(place.folder / file)
+    linked: list[SlideRow] = []
+    for row in rows:
+        name = row.slide.casefold()
+        matches = outlines[name] or (outlines["tumor_111"] if name == "normal_086" else [])
+        if len(matches) > 1:
+            raise CohortError(
+                f"{row.slide}: has several annotations ({listing(f'{m.parent.name}/{m.name}' for m in matches)})",
+                "it cannot be told which is meant",
+                "Keep one of them in the folder",
+            )
+        linked.append(replace(row, annotation=matches[0]) if matches else row)
+    return linked, _annotation_warnings(linked, places)
+
+
+def _annotation_warnings(rows: list[SlideRow], places: list[Listing]) -> list[str]:
+    bare = [row.slide for row in rows if row.label == "tumor" and row.annotation is None]
+    if not bare:
+        return []
+    archives = [
+        str(place.relative / file)
+        for place in places
+        for file in place.files
+        if file.lower().endswith(".zip") and "annotation" in file.lower()
+    ]
+    remedy = f"; unzip {listing(archives)} beside itself" if archives else "; lesion scores cannot count them"
+    return [f"{len(bare)} tumour slides have no annotation{remedy}: {listing(bare)}."]
+
+
+def _count_warnings(rows: list[SlideRow]) -> list[str]:
+    counts = Counter((row.split, row.label) for row in rows)
+    train = {label: counts["train", label] for label in ("normal", "tumor")}
+    test = sum(row.split == "test" for row in rows)
+    if sum(train.values()) < 200 or (train == _OFFICIAL["train"] and test == sum(_OFFICIAL["test"].values())):
+        return []
+    return [
+        f"There are {train['normal']} normal and {train['tumor']} tumor slides to train on and {test} to test; "
+        "the official set has 159 and 111 (270 in all) and 129."
+    ]

@@ -1,0 +1,291 @@
+"""From whatever describes a cohort to a `Cohort`: a `cohort.csv`, a folder, Camelyon16, the tables of CLAM and STAMP.
+
+A source says which slides there are and where; a second table may say what is known of them. Labels are never taken
+from names or from the order of folders, except Camelyon16's own, which define them. Nothing in a table is dropped in
+silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from selfvitmil.cohort.camelyon16 import is_camelyon16_name, read_camelyon16
+from selfvitmil.cohort.folder import SLIDE_SUFFIXES, FoundSlide, find_slides
+from selfvitmil.cohort.spreadsheet import Sheet, check_columns, parse_mpp, read_sheet, split_name, whole_number
+from selfvitmil.cohort.table import (
+    COLUMNS,
+    Cohort,
+    SlideRow,
+    combine,
+    listing,
+    make_cohort,
+    name_key,
+    resolve_path,
+    specific_warnings,
+)
+from selfvitmil.errors import CohortError, ConfigError
+
+_FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may name a slide by its feature file
+
+
+def read_cohort(
+    source: Path, labels: Path | None = None, *, label_column: str | None = None, slides_folder: Path | None = None
+) -> Cohort:
+    """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are known by their names in any case.
+
+    read_cohort("cohort.csv")                          our own table: paths start at its folder, no other columns
+    read_cohort("slides/", "labels.xlsx")              a folder, searched to its depths, and a table slide,label,...
+    read_cohort("CAMELYON16/")                         the official folder: labels, split and annotations are known
+    read_cohort("clam.csv", slides_folder="slides/")   case_id,slide_id,label; or any table of slides without paths
+    read_cohort("slide_table.csv", "clini_table.xlsx", label_column="isMSIH", slides_folder="slides/")      STAMP
+
+    `labels` has a column for the slide (name, file name or feature file's name), or else one for the patient, and fills
+    what `source` leaves empty; a row for a slide that is not there is an error, a patient without slides is a warning.
+    `label_column` names the column of the label; without it that is `label`, or the only one of unknown meaning.
+    `slides_folder` is where slides of a table without paths lie, and where relative paths of a table with paths start.
+    Raises CohortError, with the lines, for contradictions; what only deserves a look is in the result's `warnings`.
+    """
+    source = _existing(source)
+    slides_folder = _existing(slides_folder) if slides_folder is not None else None
+    if not source.is_dir():
+        cohort = _from_table(read_sheet(source), slides_folder, label_column if labels is None else None)
+    elif slides_folder is not None:
+        raise ConfigError(
+            "a folder of slides and --slides-folder exclude each other",
+            how="Give the table as cohort, or only one folder",
+        )
+    else:
+        if labels is None and label_column is not None:
+            raise ConfigError(
+                f"--label-column {label_column} without a table of labels", how="Give the table with --labels"
+            )
+        official = read_camelyon16(source) if labels is None else None
+        cohort = official if official is not None else _from_folder(source, hint=labels is None)
+    return cohort if labels is None else _with_labels(cohort, read_sheet(_existing(labels)), label_column)
+
+
+def _existing(path: Path) -> Path:
+    path = Path(path)
+    if not os.path.exists(path):
+        raise CohortError(f"{path.name or path}: no such file or folder", how="Check the path")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- slides
+
+
+def _from_folder(folder: Path, *, hint: bool) -> Cohort:
+    found, warnings = find_slides(folder)
+    if hint and all(is_camelyon16_name(slide.path.name) for slide in found):
+        warnings.append(
+            "The names are those of Camelyon16, but not its folders (training/normal, training/tumor, testing/images), "
+            "so no labels are taken from them."
+        )
+    if (folder / "cohort.csv").is_file():
+        warnings.append("The folder holds a cohort.csv that was not read; give the file itself to use it.")
+    return make_cohort(
+        [SlideRow(slide.name, slide.path) for slide in found],
+        Path(os.path.abspath(folder)).name,
+        where=[slide.where for slide in found],
+        warnings=warnings,
+    )
+
+
+def _from_table(sheet: Sheet, slides_folder: Path | None, label_column: str | None) -> Cohort:
+    folded = [column.casefold() for column in sheet.columns]
+    ours = sheet.name == "cohort.csv" or {"slide", "path"} <= set(folded)
+    if ours:
+        check_columns(sheet, COLUMNS, required=("slide", "path"))
+    if sheet.find("slide") is None and sheet.find("path") is None:
+        raise CohortError(
+            f"{sheet.name}: no column names the slides",
+            f"its columns are {listing(filter(None, sheet.columns))}",
+            "The first line must name the columns: slide,path,label,patient,split,mpp,annotation",
+        )
+    label_index = sheet.named(label_column) if label_column is not None else sheet.find("label")
+    rows = list(_rows_of(sheet, label_index, keep_names=ours))
+    warnings = list(sheet.warnings)
+    if sheet.find("path") is None:
+        rows, unlisted = _located(sheet, rows, slides_folder)
+        warnings += unlisted
+    else:
+        base = Path(os.path.realpath(slides_folder)) if slides_folder is not None else sheet.folder
+        paths = _filled_cells(sheet, "path")
+        rows = [replace(row, path=resolve_path(path, base)) for row, path in zip(rows, paths, strict=True)]
+    return make_cohort(rows, sheet.name, where=sheet.where, warnings=warnings)
+
+
+def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iterator[SlideRow]:
+    """The rows as they stand in the table; `path` is only the name by which the table calls the slide."""
+    names = _filled_cells(sheet, "slide" if sheet.find("slide") is not None else "path")
+    columns = [sheet.cells(sheet.find(role)) for role in ("patient", "split", "mpp", "annotation")]
+    for where, name, label, patient, split, mpp, annotation in zip(
+        sheet.where, names, sheet.cells(label_index), *columns, strict=True
+    ):
+        yield SlideRow(
+            slide=name if keep_names else stem(name),
+            path=Path(name),
+            label=whole_number(label) or None,
+            patient=whole_number(patient),
+            split=split_name(split),
+            mpp=parse_mpp(mpp, sheet, where),
+            annotation=resolve_path(annotation, sheet.folder) if annotation else None,
+        )
+
+
+def _filled_cells(sheet: Sheet, role: str) -> list[str]:
+    cells = sheet.cells(sheet.find(role))
+    gaps = [where for where, cell in zip(sheet.where, cells, strict=True) if not cell]
+    if gaps:
+        raise CohortError(f"{sheet.name}: rows without {role}: {listing(gaps)}", how="Fill them in, or delete the rows")
+    return cells
+
+
+def stem(name: str) -> str:
+    """The slide's name in a file name, with or without folders, a feature file's ending and a slide's ending."""
+    name = PurePosixPath(name).name
+    for suffixes in (_FEATURE_SUFFIXES, SLIDE_SUFFIXES):
+        base, ending = os.path.splitext(name)
+        name = base if ending.lower() in suffixes else name
+    return name
+
+
+def _spellings(name: str) -> Iterator[str]:
+    # "b.1.tif" is mostly the slide b.1, but a slide may itself be called "b.1.tif".
+    yield from (name_key(name), name_key(PurePosixPath(name).name), name_key(stem(name)))
+
+
+def _located(sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None) -> tuple[list[SlideRow], list[str]]:
+    """The rows with the files that have their names in `slides_folder`, and warnings."""
+    if slides_folder is None:
+        raise CohortError(
+            f"{sheet.name}: names slides, but has no column of paths",
+            "the files cannot be found by their names alone",
+            "Give the folder that holds them with --slides-folder, or add a column path",
+        )
+    found, warnings = find_slides(slides_folder)
+    files: dict[str, list[FoundSlide]] = defaultdict(list)
+    for slide in found:
+        files[name_key(slide.name)].append(slide)
+    located: list[SlideRow] = []
+    missing: list[str] = []
+    used: set[str] = set()
+    for row, where in zip(rows, sheet.where, strict=True):
+        key = next((key for key in _spellings(str(row.path)) if key in files), None)
+        if key is None:
+            missing.append(f"{where} ({row.slide})")
+            continue
+        if len(files[key]) > 1:
+            raise CohortError(
+                f"{sheet.name}: {where}: several files are named {row.slide}: {listing(s.where for s in files[key])}",
+                "it cannot be told which is meant",
+                "Add a column path to the table",
+            )
+        located.append(replace(row, slide=files[key][0].name, path=files[key][0].path))
+        used.add(key)
+    if missing:
+        raise CohortError(
+            f"{sheet.name}: slides that are not in the slides folder: {listing(missing)}",
+            "a label without its slide is a mistake in the table or a lost file",
+            "Add the files, or delete the rows",
+        )
+    unlisted = [slide.where for key, group in files.items() if key not in used for slide in group]
+    if unlisted:
+        warnings.append(
+            f"{len(unlisted)} slides of the folder are not in {sheet.name} and stay out: {listing(unlisted)}."
+        )
+    return located, warnings
+
+
+# ---------------------------------------------------------------------------------------------------- labels
+
+
+def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None) -> Cohort:
+    """The cohort with its empty fields filled from a table of slides or, lacking a column for them, of patients."""
+    label_index, chosen = _label_index(sheet, label_column)
+    by_slide = sheet.find("slide") is not None or sheet.find("path") is not None
+    if not by_slide and sheet.find("patient") is None:
+        raise CohortError(
+            f"{sheet.name}: no column names slides or patients",
+            f"its columns are {listing(filter(None, sheet.columns))}",
+            "The first line must name the columns, for instance: slide,label",
+        )
+    additions = _by_slide(cohort, sheet, label_index) if by_slide else _by_patient(cohort, sheet, label_index)
+    rows = {row.slide: row for row in cohort.rows}
+    warnings = [*specific_warnings(cohort), *sheet.warnings, *chosen]
+    conflicts: list[str] = []
+    missing: list[str] = []
+    for where, name, addition in additions:
+        if addition is None:
+            missing.append(f"{where} ({name})")
+            continue
+        rows[name], disagreements = combine(rows[name], replace(addition, path=rows[name].path))
+        conflicts += [f"{where}: {disagreement}" for disagreement in disagreements]
+    if missing and by_slide:
+        raise CohortError(
+            f"{sheet.name}: labels of slides that are not there: {listing(missing)}",
+            "a label without its slide is a mistake in the table or a lost file",
+            "Add the files, or delete the rows",
+        )
+    if missing:
+        warnings.append(f"{sheet.name}: {len(missing)} patients have no slide: {listing(missing)}.")
+    if conflicts:
+        raise CohortError(
+            f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}",
+            "it cannot be told which is right",
+            "Correct one of the two",
+        )
+    return make_cohort(list(rows.values()), sheet.name, warnings=warnings)
+
+
+_Addition = tuple[str, str, SlideRow | None]  # place in the table; slide that it fills; with what, None: no such slide
+
+
+def _by_slide(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterator[_Addition]:
+    names = {name_key(slide): slide for slide in cohort.slides}
+    for where, row in zip(sheet.where, _rows_of(sheet, label_index, keep_names=True), strict=True):
+        name = next((names[key] for key in _spellings(row.slide) if key in names), None)
+        if name is None:
+            yield where, PurePosixPath(row.slide).name, None
+        else:
+            yield where, name, replace(row, slide=name, patient="" if row.patient == row.slide else row.patient)
+
+
+def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterator[_Addition]:
+    owned = cohort.patients
+    patients = [whole_number(cell) for cell in sheet.cells(sheet.find("patient"))]
+    if not set(patients) & set(owned):
+        raise CohortError(
+            f"{sheet.name}: none of its patients has a slide",
+            "the table names patients, not slides, and the cohort does not know them",
+            "Give a table that has patient and slide as the cohort (STAMP's slide table), or add a column slide",
+        )
+    labels, splits = sheet.cells(label_index), sheet.cells(sheet.find("split"))
+    for k, where in enumerate(sheet.where):
+        if not patients[k]:
+            raise CohortError(f"{sheet.name}: {where} has no patient", how="Fill it in, or delete the row")
+        if patients[k] not in owned:
+            yield where, patients[k], None
+        for row in owned.get(patients[k], ()):
+            yield where, row.slide, replace(row, label=whole_number(labels[k]) or None, split=split_name(splits[k]))
+
+
+def _label_index(sheet: Sheet, label_column: str | None) -> tuple[int | None, list[str]]:
+    """Which column holds the label, and a warning where that was concluded and not said."""
+    if label_column is not None:
+        return sheet.named(label_column), []
+    if sheet.find("label") is not None:
+        return sheet.find("label"), []
+    candidates = sheet.others()
+    if len(candidates) != 1:
+        raise CohortError(
+            f"{sheet.name}: it cannot be told which column is the label",
+            f"it could be any of {listing(candidates)}" if candidates else "no column is left that could be",
+            "Name it with --label-column" if candidates else "Add a column label",
+        )
+    note = f"{sheet.name}: labels are taken from {candidates[0]!r}, the only column that can be meant."
+    return sheet.named(candidates[0]), [note]

@@ -1,0 +1,335 @@
+"""Dividing a cohort into training, validation and test slides: always by patient, stratified by label, seeded.
+
+A patient's slides stay together, because they resemble each other. For stratification a patient counts under the
+rarest label among its slides (rarest in the whole cohort, by slides; of equally rare ones the last in class order), so
+one tumour slide among normal ones makes a tumour patient as long as tumours are the rarer. Every set gets at least one
+patient of every class, and as near to its share as whole patients allow. Slides without a label take no part
+(`Cohort.unlabelled`). The result depends on names, labels and the seed, not on the order of rows.
+
+`val` is everywhere the fraction of the patients left for training that is set aside, 0 for none.
+Splits are stored as CLAM stores them: `splits_<k>.csv` (three ragged columns of slide names), `splits_<k>_bool.csv` and
+`splits_<k>_descriptor.csv` (slides per class).
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from selfvitmil.artefact import write_text
+from selfvitmil.cohort.spreadsheet import read_sheet
+from selfvitmil.cohort.table import Cohort, listing
+from selfvitmil.errors import CohortError, ConfigError
+
+SIDES = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Names of the slides to train on, to choose by and to test on; each sorted by whoever made it."""
+
+    name: str
+    """For instance `fold0`; names the folder of models trained on it."""
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    test: tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------------------------------- making
+
+
+def hold_out(cohort: Cohort, *, test: float = 0.2, val: float = 0.0, seed: int = 0) -> Split:
+    """One split with the fraction `test` of the patients as test set."""
+    return _hold_out(cohort, "holdout", test, val, (_checked_seed(seed),))
+
+
+def monte_carlo(
+    cohort: Cohort, repeats: int, *, test: float = 0.2, val: float = 0.0, seed: int = 0
+) -> tuple[Split, ...]:
+    """`repeats` independent hold-outs. Their test sets overlap: scores are not a cross-validation's."""
+    _check_count("repeats", repeats, 1)
+    seed = _checked_seed(seed)
+    return tuple(_hold_out(cohort, f"repeat{r}", test, val, (seed, r)) for r in range(repeats))
+
+
+def k_fold(cohort: Cohort, k: int, *, val: float = 0.0, seed: int = 0) -> tuple[Split, ...]:
+    """`k` splits whose test sets divide the labelled slides among them."""
+    return tuple(_k_fold(cohort, k, val, (_checked_seed(seed),), ""))
+
+
+def repeated_k_fold(cohort: Cohort, k: int, repeats: int, *, val: float = 0.0, seed: int = 0) -> tuple[Split, ...]:
+    """`k_fold` done `repeats` times with other folds: `repeat0_fold0`, `repeat0_fold1`, ..."""
+    _check_count("repeats", repeats, 1)
+    seed = _checked_seed(seed)
+    return tuple(split for r in range(repeats) for split in _k_fold(cohort, k, val, (seed, r), f"repeat{r}_"))
+
+
+def given(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
+    """The split of the cohort's own column; `val` is carved from train only where the column has no val.
+
+    Slides with another word in the column (`external`, `unused`) belong to none of the three; one that looks like a
+    misspelt train, val or test, and an empty one, are errors.
+    """
+    rows = [row for row in cohort.rows if row.label is not None]
+    odd = [row for row in rows if row.split is None or _misspelt(row.split)]
+    if odd:
+        places = listing(f"{row.slide} ({row.split or 'empty'})" for row in odd)
+        raise CohortError(
+            f"cohort.csv: labelled slides without a usable split: {places}",
+            "the others have one, so these would be left out by accident",
+            "Fill the column split with train, val or test, or with unused",
+        )
+    train, held, test = (tuple(sorted(row.slide for row in rows if row.split == side)) for side in SIDES)
+    for side, slides in (("train", train), ("test", test)):
+        if not slides:
+            raise CohortError(
+                f"cohort.csv: no labelled slide has the split {side}",
+                "there would be nothing to " + ("learn from" if side == "train" else "report"),
+                "Fill the column split, or let the split be drawn",
+            )
+    split = Split("given", train, held, test)
+    _check_classes(_patients_by_class(cohort, train), "the training set")
+    return carve_validation(cohort, split, val, seed=seed) if not held else split
+
+
+def carve_validation(cohort: Cohort, split: Split, val: float, *, seed: int = 0) -> Split:
+    """The split with the fraction `val` of its training patients moved to validation."""
+    return _carved(cohort, split, val, (_checked_seed(seed),))
+
+
+def _hold_out(cohort: Cohort, name: str, test: float, val: float, entropy: tuple[int, ...]) -> Split:
+    by_class = _patients_by_class(cohort)
+    _check_classes(by_class, "the cohort")
+    if not 0 < test < 1:
+        raise ConfigError(
+            f"test = {test}", "the test set is a fraction of the patients", "Give a number between 0 and 1"
+        )
+    drawn = _draw(by_class, test, np.random.default_rng([*entropy, 0]), "test")
+    return _carved(cohort, _split_of(cohort, name, drawn), val, entropy)
+
+
+def _k_fold(cohort: Cohort, k: int, val: float, entropy: tuple[int, ...], prefix: str) -> Iterator[Split]:
+    _check_count("k", k, 2)
+    by_class = _patients_by_class(cohort)
+    _check_classes(by_class, "the cohort")
+    small = [f"{label} ({len(patients)})" for label, patients in by_class.items() if len(patients) < k]
+    if small:
+        raise CohortError(
+            f"{k} folds, but fewer patients of the classes {listing(small)}",
+            "every fold needs a patient of every class",
+            "Ask for fewer folds, or add patients",
+        )
+    generator = np.random.default_rng([*entropy, 0])
+    # Dealt like cards, one class after the other: folds differ by one patient at most, in each class and in all.
+    dealt = [patient for patients in by_class.values() for patient in _shuffled(patients, generator)]
+    for fold in range(k):
+        split = _split_of(cohort, f"{prefix}fold{fold}", set(dealt[fold::k]))
+        yield _carved(cohort, split, val, (*entropy, fold))
+
+
+def _split_of(cohort: Cohort, name: str, test_patients: set[str]) -> Split:
+    labelled = [row for row in cohort.rows if row.label is not None]
+    train = sorted(row.slide for row in labelled if row.patient not in test_patients)
+    test = sorted(row.slide for row in labelled if row.patient in test_patients)
+    return Split(name, tuple(train), (), tuple(test))
+
+
+def _carved(cohort: Cohort, split: Split, val: float, entropy: tuple[int, ...]) -> Split:
+    if not 0 <= val < 1:
+        raise ConfigError(
+            f"val = {val}",
+            "the validation set is a fraction of the patients to train on",
+            "Give a number from 0 to below 1",
+        )
+    if val == 0:
+        return split
+    by_class = _patients_by_class(cohort, split.train)
+    drawn = _draw(by_class, val, np.random.default_rng([*entropy, 1]), "validation")
+    held = [slide for slide in split.train if cohort[slide].patient in drawn]
+    train = tuple(slide for slide in split.train if cohort[slide].patient not in drawn)
+    return replace(split, train=train, val=tuple(sorted((*split.val, *held))))
+
+
+def _patients_by_class(cohort: Cohort, slides: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Sorted patients of each class, in class order; of the given slides, or of all that have a label."""
+    classes = cohort.class_counts
+    rarity = {label: (count, -place) for place, (label, count) in enumerate(classes.items())}
+    rows = cohort.rows if slides is None else [cohort[slide] for slide in slides]
+    labels: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.label is not None:
+            labels[row.patient].add(row.label)
+    by_class: dict[str, list[str]] = {label: [] for label in classes}
+    for patient in sorted(labels):
+        by_class[min(labels[patient], key=lambda label: rarity[label])].append(patient)
+    return {label: patients for label, patients in by_class.items() if patients}
+
+
+def _draw(by_class: dict[str, list[str]], fraction: float, generator: np.random.Generator, side: str) -> set[str]:
+    """Patients for one side: the nearest whole number to the fraction of all, spread over the classes by their size."""
+    patients = sum(map(len, by_class.values()))
+    total = math.floor(fraction * patients + 0.5)
+    if not 0 < total < patients:
+        nobody = "none there" if total == 0 else "none to train on"
+        raise CohortError(
+            f"{fraction:g} of {patients} patients for {side} leaves {nobody}",
+            "both sides need patients",
+            "Choose another fraction",
+        )
+    single = [label for label, members in by_class.items() if len(members) < 2]
+    if single:
+        raise CohortError(
+            f"only one patient of the classes {listing(single)} for {side} and training",
+            "both sides need a patient of every class",
+            "Add patients, merge the class with another, or leave it out",
+        )
+    quotas = {label: math.floor(fraction * len(members)) for label, members in by_class.items()}
+    by_remainder = sorted(by_class, key=lambda label: quotas[label] - fraction * len(by_class[label]))
+    for label in by_remainder[: max(0, total - sum(quotas.values()))]:
+        quotas[label] += 1
+    drawn: set[str] = set()
+    for label, members in by_class.items():
+        quota = min(max(quotas[label], 1), len(members) - 1)
+        drawn.update(_shuffled(members, generator)[:quota])
+    return drawn
+
+
+def _shuffled(patients: list[str], generator: np.random.Generator) -> list[str]:
+    return [patients[i] for i in generator.permutation(len(patients))]
+
+
+def _misspelt(split: str) -> bool:
+    return split not in SIDES and bool(difflib.get_close_matches(split, SIDES, n=1, cutoff=0.7))
+
+
+def _check_classes(by_class: dict[str, list[str]], whole: str) -> None:
+    if len(by_class) < 2:
+        raise CohortError(
+            f"{whole} has {f'one class only ({next(iter(by_class))})' if by_class else 'no labelled slide'}",
+            "a classifier needs two",
+            "Add slides of another class, or correct the labels",
+        )
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} = {value}", f"at least {least} is needed", f"Give a larger {name}")
+
+
+def _checked_seed(seed: int) -> int:
+    _check_count("seed", seed, 0)
+    return seed
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def write_splits(folder: Path, splits: Sequence[Split], cohort: Cohort) -> None:
+    """Write the splits as CLAM does, numbered in their order; splits of higher numbers from earlier are removed.
+
+    CLAM has no place for a split's name; it stands in the corner of the descriptor, which CLAM itself never reads.
+    """
+    for k, split in enumerate(splits):
+        check_split(split, cohort, split.name)
+        sides = [getattr(split, side) for side in SIDES]
+        depth = max(map(len, sides))
+        ragged = [[i, *(side[i] if i < len(side) else "" for side in sides)] for i in range(depth)]
+        flags = [[slide, *(i == j for j in range(3))] for i, side in enumerate(sides) for slide in side]
+        counts = [Counter(cohort[slide].label for slide in side) for side in sides]
+        descriptor = [[label, *(count[label] for count in counts)] for label in cohort.classes]
+        _write_csv(folder / f"splits_{k}.csv", [["", *SIDES], *ragged])
+        _write_csv(folder / f"splits_{k}_bool.csv", [["", *SIDES], *flags])
+        _write_csv(folder / f"splits_{k}_descriptor.csv", [[split.name, *SIDES], *descriptor])
+    for path in folder.glob("splits_*.csv"):
+        match = re.fullmatch(r"splits_(\d+)(_bool|_descriptor)?\.csv", path.name)
+        if match and int(match[1]) >= len(splits):
+            path.unlink()
+
+
+def _write_csv(path: Path, rows: list[list[object]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:
+    """Read the splits of a folder, ours or CLAM's, in the order of their numbers; checked against the cohort.
+
+    `splits_<k>.csv` counts; where there is only `splits_<k>_bool.csv`, that does. One without a stored name is
+    `fold<k>`.
+    """
+    files: dict[int, Path] = {}
+    for path in sorted(folder.glob("splits_*.csv"), reverse=True):  # ".csv" sorts below "_bool.csv", and so wins
+        if match := re.fullmatch(r"splits_(\d+)(_bool)?\.csv", path.name):
+            files[int(match[1])] = path
+    if not files:
+        raise CohortError(
+            f"{folder.name}: no splits in this folder",
+            "splits are files named splits_0.csv, splits_1.csv and so on",
+            "Give the folder that holds them",
+        )
+    splits = [_read_split(files[k], k) for k in sorted(files)]
+    for k, split in zip(sorted(files), splits, strict=True):
+        check_split(split, cohort, files[k].name)
+    return tuple(splits)
+
+
+def _read_split(path: Path, k: int) -> Split:
+    sheet = read_sheet(path)
+    columns = [[row[index] for row in sheet.rows] for index in map(sheet.named, SIDES)]
+    if path.stem.endswith("_bool"):
+        names = [row[0] for row in sheet.rows]
+        sides = [tuple(n for n, cell in zip(names, column, strict=True) if _true(cell, path)) for column in columns]
+    else:
+        sides = [tuple(filter(None, column)) for column in columns]
+    descriptor = path.with_name(f"splits_{k}_descriptor.csv")
+    name = read_sheet(descriptor).columns[0] if descriptor.is_file() else ""
+    return Split(name or f"fold{k}", *sides)
+
+
+def _true(cell: str, path: Path) -> bool:
+    if cell.casefold() not in ("true", "false"):
+        raise CohortError(f"{path.name}: {cell!r} is neither True nor False", how="Correct the file")
+    return cell.casefold() == "true"
+
+
+def check_split(split: Split, cohort: Cohort, source: str) -> None:
+    """Refuse unknown or unlabelled slides, a slide that occurs twice, a patient on two sides."""
+    everything = [*split.train, *split.val, *split.test]
+    unknown = [slide for slide in everything if slide not in cohort]
+    if unknown:
+        raise CohortError(
+            f"{source}: slides that the cohort does not have: {listing(unknown)}",
+            "the split was made for another cohort",
+            "Give the splits of this cohort, or correct the names",
+        )
+    twice = [slide for slide, count in Counter(everything).items() if count > 1]
+    if twice:
+        raise CohortError(f"{source}: slides that occur twice: {listing(twice)}", how="Keep each slide once")
+    bare = [slide for slide in everything if cohort[slide].label is None]
+    if bare:
+        raise CohortError(
+            f"{source}: slides without a label: {listing(bare)}",
+            "they can be neither trained on nor scored",
+            "Label them",
+        )
+    sides: dict[str, set[str]] = defaultdict(set)
+    for side in SIDES:
+        for slide in getattr(split, side):
+            sides[cohort[slide].patient].add(side)
+    torn = [f"{patient} ({', '.join(sorted(found))})" for patient, found in sides.items() if len(found) > 1]
+    if torn:
+        raise CohortError(
+            f"{source}: patients on more than one side: {listing(torn)}",
+            "slides of one patient resemble each other, and scores on the test set would be too good",
+            "Split by patient",
+        )
