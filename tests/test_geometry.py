@@ -19,8 +19,8 @@ def test_grid_fits_and_leaves_nothing_out(extent: int, size: float, stride: floa
     # The slow loop: walk on by one stride until a tile no longer fits.
     expected, k = [], 0
     while k * stride + size <= extent + 1e-9 * stride:
-        if round(k * stride) + size <= extent + 1e-6:
-            expected.append(round(k * stride))
+        origin = round(k * stride)
+        expected.append(origin if origin + size <= extent + 1e-6 else origin - 1)
         k += 1
     assert origins.tolist() == expected
 

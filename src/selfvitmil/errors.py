@@ -67,6 +67,10 @@ class BagError(SelfVitMilError):
     """A feature file that cannot be read, or a bag that nothing can be learned from."""
 
 
+class MetricError(SelfVitMilError):
+    """Numbers from which a score cannot be computed."""
+
+
 class ArtefactError(SelfVitMilError):
     """A file of the study that cannot be written, or read back, or is damaged."""
 

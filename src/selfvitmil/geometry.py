@@ -33,7 +33,7 @@ def grid_origins(extent: int, size: float, stride: float) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     origins = np.round(np.arange(last + 1) * stride).astype(np.int64)
     # Rounding up may push the last tile over the edge by a fraction of a pixel.
-    return origins[origins + size <= extent + 1e-6]
+    return np.minimum(origins, int(np.floor(extent - size + 1e-6)))
 
 
 def box_fractions(mask: NDArray[np.bool_], boxes_xyxy: NDArray[np.float64]) -> NDArray[np.float64]:
