@@ -1,0 +1,382 @@
+"""Encoders in files: our own folders, checkpoints of other trainers, models of timm and of the Hugging Face hub.
+
+A folder of ours holds `model.safetensors` and a `config.json` that timm reads as well
+(`timm.create_model("local-dir:FOLDER", pretrained=True)`, timm >= 1.0.16; for a ResNet with instance norm after
+importing selfvitmil.encoder). What timm has no word for lies under the key `selfvitmil`.
+
+What is unusual: the architecture of a bare ViT checkpoint is read off the shapes of its weights, so nobody has to say
+it; only the number of heads leaves no trace there. Files other than safetensors are unpickled without running anything
+they hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from torch import Tensor, nn
+
+from selfvitmil import artefact
+from selfvitmil.encoder.network import (
+    Encoder,
+    Layout,
+    build_backbone,
+    build_encoder,
+    describe_weights,
+    make_config,
+    network_explained,
+)
+from selfvitmil.errors import EncoderError
+
+FORMAT_VERSION = 1
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".tar")
+PUBLISHED_LAYOUTS: dict[str, Layout] = {
+    "mahmoodlab/uni": "cls",
+    "mahmoodlab/uni2-h": "cls",
+    "prov-gigapath/prov-gigapath": "cls",
+    "bioptimus/h-optimus-0": "cls",
+    "bioptimus/h-optimus-1": "cls",
+    "paige-ai/virchow": "cls+patchmean",
+    "paige-ai/virchow2": "cls+patchmean",
+}
+"""The vectors that are customary for public pathology models; other models get the default layout."""
+
+
+def save_encoder(folder: Path, encoder: Encoder) -> None:
+    """Write `model.safetensors` and `config.json`; the same encoder gives the same bytes.
+
+    The config is written last and holds the checksum of the weights: files of two encoders never pass for one.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.backbone.state_dict().items()}
+    # Not save_file, whose files only their owner may read.
+    weights = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    artefact.write_bytes(folder / WEIGHT_FILES[0], weights)
+    ours = {"format_version": FORMAT_VERSION, "weights_sha256": hashlib.sha256(weights).hexdigest()}
+    ours |= encoder.config.model_dump(mode="json")
+    size_px = encoder.config.size_px
+    content = {
+        "architecture": ours.pop("architecture"),
+        "num_classes": 0,
+        "num_features": encoder.backbone.num_features,
+        "model_args": ours.pop("model_args"),
+        "pretrained_cfg": {
+            "tag": "selfvitmil",
+            "input_size": [3, size_px, size_px],
+            "num_classes": 0,
+            "mean": ours.pop("mean"),
+            "std": ours.pop("std"),
+            "interpolation": "bicubic",
+            "crop_pct": 1.0,
+            "first_conv": encoder.backbone.pretrained_cfg["first_conv"],
+            "classifier": encoder.backbone.pretrained_cfg["classifier"],
+        },
+        "selfvitmil": ours,
+    }
+    artefact.write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------- load
+
+
+def load_encoder(
+    source: str | Path, *, checkpoint_key: str = "teacher", num_heads: int | None = None, **config: Any
+) -> Encoder:
+    """An encoder ready for use (eval mode) from any of these; only names touch the internet.
+
+    - a folder of ours, or one downloaded from the Hugging Face hub
+    - a checkpoint file of DINO, of a plain ViT or of DSMIL's ResNet-18
+    - a timm name such as `vit_small_patch16_224.dino`
+    - a hub name such as `MahmoodLab/UNI`, with or without `hf-hub:`
+
+    `checkpoint_key` is the network taken from a checkpoint of several, `num_heads` the one number that weights do not
+    tell (width / 64 otherwise). `config` replaces fields of the EncoderConfig: layout, mean, std, mpp, size_px, ...
+    """
+    path = Path(source).absolute()  # so that "." has a name
+    if path.is_dir():
+        encoder = _load_folder(path, num_heads, config)
+    elif path.is_file():
+        encoder = _load_file(path, checkpoint_key, num_heads, config)
+    elif isinstance(source, Path) or _looks_like_path(source):
+        raise EncoderError(f"{path.name}: there is no such file or folder", how="Correct the path of the encoder")
+    else:
+        encoder = _load_name(re.sub(r"^(hf[-_]hub:)?(timm/)?", "", source), num_heads, config)
+    return encoder.eval()
+
+
+def _looks_like_path(source: str) -> bool:
+    """A mistyped path must not become a request to the hub, whose names have the form owner/name."""
+    first, *rest = Path(source).parts or ("",)
+    in_a_folder = bool(rest) and (first in ("/", "..", "~") or Path(first).is_dir())
+    return in_a_folder or len(rest) > 1 or source.startswith(".") or Path(source).suffix in WEIGHT_SUFFIXES
+
+
+def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) -> Encoder:
+    content = _read_config(folder / "config.json", folder.name)
+    weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if weights is None:
+        missing = f"{' or '.join(WEIGHT_FILES)} is missing"
+        raise EncoderError(f"{folder.name}: there are no weights", missing, "Copy the whole folder of the encoder")
+    if "selfvitmil" not in content:
+        return _load_published(folder.name, content, weights, num_heads, config)
+    fields = dict(content["selfvitmil"])
+    version, digest = fields.pop("format_version", None), fields.pop("weights_sha256", None)
+    if version != FORMAT_VERSION:
+        raise EncoderError(
+            f"{folder.name}: its config.json has format version {version}",
+            f"this version of selfvitmil reads version {FORMAT_VERSION}",
+            "Use the version of selfvitmil that wrote the encoder, or a newer one",
+        )
+    if _sha256(weights) != digest:
+        raise EncoderError(
+            f"{folder.name}: {weights.name} is damaged, or not the one that config.json describes",
+            "its checksum differs",
+            "Copy the folder again, or train the encoder again",
+        )
+    fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
+    fields |= {key: content[key] for key in ("architecture", "model_args")}
+    made = make_config(**(fields | config))
+    backbone = build_backbone(made.architecture, made.model_args)
+    _load_strictly(folder.name, backbone, _read_weights(weights))
+    return Encoder(backbone, made)
+
+
+def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Encoder:
+    if "/" not in name:
+        described = timm.get_pretrained_cfg(name)
+        native_px = described.input_size[-1] if described else 224
+        return build_encoder(name, img_size=config.get("size_px", native_px), pretrained=True, **config)
+    repository, _, revision = name.partition("@")
+    fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision or None)
+    with network_explained(name):
+        content = _read_config(Path(fetch("config.json")), name)
+        try:
+            weights = Path(fetch(WEIGHT_FILES[0]))
+        except EntryNotFoundError:
+            weights = Path(fetch(WEIGHT_FILES[1]))
+    if repository.lower() in PUBLISHED_LAYOUTS:
+        config = {"layout": PUBLISHED_LAYOUTS[repository.lower()], **config}
+    return _load_published(name, content, weights, num_heads, config)
+
+
+def _load_published(
+    name: str, content: Mapping[str, Any], weights: Path, num_heads: int | None, config: dict[str, Any]
+) -> Encoder:
+    """A network with a config.json in timm's form. Some lack arguments that the network needs: then ask the weights."""
+    described = content.get("pretrained_cfg", content)
+    size_px = (described.get("input_size") or (3, 224, 224))[-1]
+    facts = {"size_px": size_px, "provenance": {"source": name}, **describe_weights(described), **config}
+    classifier = described.get("classifier") or "head"
+    state = _without(_read_weights(weights), [classifier] if isinstance(classifier, str) else classifier)
+    args = {key: value for key, value in (content.get("model_args") or {}).items() if key != "num_classes"}
+    try:
+        encoder = build_encoder(content["architecture"], img_size=size_px, model_args=args, **facts)
+        _load_strictly(name, encoder.backbone, state)
+        return encoder
+    except EncoderError:
+        if not _is_vit(state):
+            raise
+    architecture, args, notes = _read_off(name, state, num_heads)
+    encoder = build_encoder(architecture, model_args=args, **facts)
+    _load_strictly(name, encoder.backbone, state)
+    surprise = f"{name}: config.json and weights describe different networks; the weights were believed"
+    return Encoder(encoder.backbone, encoder.config, (surprise, *notes))
+
+
+def _load_file(path: Path, checkpoint_key: str, num_heads: int | None, config: dict[str, Any]) -> Encoder:
+    state = _find_backbone(path.name, _read_weights(path), checkpoint_key)
+    architecture, args, notes = _read_off(path.name, state, num_heads)
+    facts = {"size_px": args.get("img_size", 224), "trained_on": "unknown", "provenance": {"source": path.name}}
+    encoder = build_encoder(architecture, model_args=args, **(facts | config))
+    _load_strictly(path.name, encoder.backbone, state)
+    if "mean" not in config:
+        notes += (f"{path.name} does not say how pixels were normalized: ImageNet's mean and std are assumed",)
+    return Encoder(encoder.backbone, encoder.config, notes)
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[str, Tensor]:
+    """The weights of one network under timm's names, whatever it was wrapped in for training, without its heads."""
+    state = checkpoint
+    for wrapper in (key, "state_dict", "model"):
+        state = state[wrapper] if isinstance(state.get(wrapper), Mapping) else state
+    tensors = {k: value for k, value in state.items() if isinstance(value, Tensor)}
+    anchors = ("patch_embed.proj.weight", "layer1.0.conv1.weight", "features.4.0.conv1.weight")
+    prefixes = {k.removesuffix(anchor) for anchor in anchors for k in tensors if f".{k}".endswith(f".{anchor}")}
+    if len(prefixes) > 1:
+        prefixes = {prefix for prefix in prefixes if key in prefix.split(".")}
+    if len(prefixes) != 1:
+        raise EncoderError(
+            f"{name}: no ViT or ResNet-18 found under {key!r}",
+            f"the file holds {_brief(state)}",
+            "If one of these is the network, name it by checkpoint_key",
+        )
+    (prefix,) = prefixes
+    own = {k.removeprefix(prefix): value for k, value in tensors.items() if k.startswith(prefix)}
+    # SimCLR, as DSMIL uses it, puts the children of a ResNet into a list.
+    children = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+    own = {re.sub(r"^features\.([014567])\b", lambda m: children[m[1]], k): value for k, value in own.items()}
+    return _without(own, ("head", "head_dist", "fc", "l1", "l2", "mask_token", "masked_embed"))
+
+
+def _without(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The weights but those of modules or parameters that no vector depends on."""
+    return {key: value for key, value in state.items() if not any(f"{key}.".startswith(f"{name}.") for name in names)}
+
+
+def _is_vit(state: Mapping[str, Tensor]) -> bool:
+    ranks = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4}
+    ranks |= {"blocks.0.mlp.fc1.weight": 2, "blocks.0.mlp.fc2.weight": 2}
+    return all(key in state and state[key].ndim == rank for key, rank in ranks.items())
+
+
+def _read_off(
+    name: str, state: Mapping[str, Tensor], num_heads: int | None
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """timm's name and arguments of the network that has these weights, and what had to be assumed."""
+    if "layer1.0.conv1.weight" in state:
+        return ("resnet18" if "bn1.weight" in state else "resnet18_instancenorm"), {}, ()
+    if not _is_vit(state):
+        raise EncoderError(
+            f"{name}: these are no weights of a ViT with a class token",
+            f"they are {_brief(state)}",
+            "Use a ViT of DINO's or timm's form, a ResNet-18, or a timm or hub name",
+        )
+    width, _, patch, _ = state["patch_embed.proj.weight"].shape
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    positions = state["pos_embed"].shape[1]
+    # The class token and registers have positions too, or none of them has.
+    placed = math.isqrt(max(0, positions - 1 - registers)) ** 2 == positions - 1 - registers
+    grid = math.isqrt(positions - 1 - registers if placed else positions)
+    hidden, gated = state["blocks.0.mlp.fc1.weight"].shape[0], state["blocks.0.mlp.fc2.weight"].shape[1]
+    args: dict[str, Any] = {
+        "img_size": grid * patch,
+        "patch_size": patch,
+        "embed_dim": width,
+        "depth": len({key.split(".")[1] for key in state if key.startswith("blocks.")}),
+        "num_heads": num_heads or _usual_heads(name, width),
+        "mlp_ratio": (hidden + 0.5) / width if hidden % width else hidden // width,  # timm rounds hidden down
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "reg_tokens": registers,
+        "no_embed_class": not placed,
+    }
+    if "blocks.0.ls1.gamma" in state:
+        args["init_values"] = 1e-5  # asks for layer scales; their values come with the weights
+    notes = () if num_heads else (f"{name} does not tell its number of attention heads: {args['num_heads']} assumed",)
+    sizes = {192: "tiny", 384: "small", 1024: "large"}
+    # An MLP gated by SwiGLU has half as many inputs to its second layer; of timm's plain ViTs DINOv2's giant has such.
+    plain = f"vit_{sizes.get(width, 'base')}_patch16_224"
+    return (plain if hidden == gated else "vit_giant_patch14_reg4_dinov2"), args, notes
+
+
+def _usual_heads(name: str, width: int) -> int:
+    if width % 64:
+        raise EncoderError(
+            f"{name}: the number of attention heads is not known", "weights do not tell", "Give num_heads"
+        )
+    return {1280: 16, 1408: 16}.get(width, width // 64)
+
+
+def _load_strictly(name: str, backbone: nn.Module, state: Mapping[str, Tensor]) -> None:
+    own = backbone.state_dict()
+    state = {key: value for key, value in own.items() if key.endswith("num_batches_tracked")} | dict(state)
+    shapes = {key: (tuple(state[key].shape), tuple(own[key].shape)) for key in own if key in state}
+    problems = {
+        "missing": [key for key in own if key not in state],
+        "unexpected": [key for key in state if key not in own],
+        "of another shape": [f"{key} {has} for {needs}" for key, (has, needs) in shapes.items() if has != needs],
+        "not finite": [key for key, value in state.items() if not value.isfinite().all()],
+    }
+    if any(problems.values()):
+        raise EncoderError(
+            f"{name}: the weights do not fit the network",
+            "; ".join(f"{problem}: {_brief(keys)}" for problem, keys in problems.items() if keys),
+            "Use weights of this very architecture",
+        )
+    backbone.load_state_dict(state)
+
+
+def _brief(names: Iterable[str], limit: int = 3) -> str:
+    names = [str(name) for name in names]
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more if names else "nothing"
+
+
+# ---------------------------------------------------------------------------------------------------- read
+
+
+class _Shell:
+    """Stands for what a training run saved beside the weights: it comes out of the file as nothing at all."""
+
+    def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_NUMBERS = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+_SHELLS: list[Any] = [(_Shell, name) for name in ("argparse.Namespace", *_NUMBERS)]
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    """The mapping that a file of weights holds. Nothing in it is run: code and foreign objects are refused."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        with torch.serialization.safe_globals(_SHELLS):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes of any kind make the parsers fail in any way
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        if foreign:
+            raise EncoderError(
+                f"{path.name}: the file holds more than weights ({foreign[1]})",
+                "loading it could run code of whoever made it; nothing was run",
+                "Ask for the weights as safetensors, or as a plain state_dict",
+            ) from None
+        raise EncoderError(
+            f"{path.name}: cannot be read as weights", "it is damaged, cut short or of another kind", "Copy it again"
+        ) from error
+    if not isinstance(content, Mapping):
+        kind = type(content).__name__
+        raise EncoderError(f"{path.name}: holds a {kind}", "a state_dict is expected", "Save the network's state_dict")
+    return dict(content)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EncoderError(
+            f"{name}: there is no config.json",
+            "it is no folder of an encoder, or incomplete",
+            f"Pass a folder that holds config.json and {WEIGHT_FILES[0]}, or a checkpoint file",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise EncoderError(f"{name}: config.json cannot be read", str(error), "Copy the folder again") from None
+    if not isinstance(content, dict) or "architecture" not in content:
+        raise EncoderError(
+            f"{name}: its config.json names no timm architecture",
+            "it is of another library, or damaged",
+            "Look for a version of the model for timm on the hub",
+        )
+    return content

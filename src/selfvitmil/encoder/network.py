@@ -1,0 +1,321 @@
+"""The network of an encoder, what it was made for, and how its tokens become the vector of a tile.
+
+Normalized images or uint8 tiles (B, 3, H, W) come in, vectors (B, dim) go out; nothing here reads or writes files.
+Only `pretrained=True` touches the internet. What is unusual: inner blocks' tokens go through the final norm too, as in
+DINO, and only those tokens that end up in the vector do: norms work on each token alone.
+
+Axes in names: B images, 3 is RGB, H and W height and width, P prefix tokens (class, registers), L patches, D width.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import timm
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from pydantic import Field, JsonValue, PositiveFloat, ValidationError
+from timm.models import is_model_in_modules, register_model
+from torch import Tensor, nn
+
+from selfvitmil import artefact
+from selfvitmil.errors import EncoderError
+from selfvitmil.settings import Settings
+
+LAYOUTS = ("cls4+patchmean", "cls4+clsmean", "cls4", "cls", "cls+patchmean")
+"""Vectors made of tokens: the class token of the last 4 blocks or of the last, then the mean of patches or of those."""
+POOLED = "pooled"
+"""The network's own pooling: the layout of networks without a class token, such as ResNets."""
+Layout = Literal["cls4+patchmean", "cls4+clsmean", "cls4", "cls", "cls+patchmean", "pooled"]
+MPP_TOLERANCE = 0.05
+"""Relative difference of microns per pixel that counts as the same scale."""
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class EncoderConfig(Settings):
+    """What an encoder is and what it was made for. None means that nobody said."""
+
+    architecture: str
+    """timm's name of the network, without the tag of its weights."""
+    model_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of that network beyond timm's defaults."""
+    layout: Layout = "cls4+patchmean"
+    """How tokens become the vector of a tile."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    """Mean of the RGB channels, white = 1, that is subtracted from a tile."""
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
+    """What a tile is then divided by, per channel."""
+    mpp: float | None = Field(default=None, gt=0)
+    """Microns per pixel of the tiles."""
+    size_px: int = Field(default=224, gt=0)
+    """Edge of the tiles."""
+    stain: Literal["slide", "tile", "none"] | None = None
+    """How the stain of the tiles was normalized."""
+    trained_on: str = "unknown"
+    """`train split of ...`, `transductive` (test slides seen, without labels), `imagenet`, `nothing` or `unknown`."""
+    provenance: dict[str, JsonValue] = Field(default_factory=dict)
+    """Source, preset, method, steps, hash of the settings, version of the tool; neither paths nor times."""
+
+
+class Encoder(nn.Module):
+    """A network and how a tile becomes a vector with it."""
+
+    scale_311: Tensor
+    shift_311: Tensor
+
+    def __init__(self, backbone: nn.Module, config: EncoderConfig, warnings: tuple[str, ...] = ()):
+        super().__init__()
+        _check_layout(backbone, config.layout)
+        self.backbone: Any = backbone
+        self.config = config
+        self.warnings = warnings
+        """What had to be assumed while loading."""
+        mean, std = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (config.mean, config.std))
+        self.register_buffer("scale_311", (1 / (255 * std)).float(), persistent=False)
+        self.register_buffer("shift_311", (-mean / std).float(), persistent=False)
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        if self.config.layout == POOLED:
+            return self.backbone.head_hidden_size
+        pieces = 1 + 3 * self.config.layout.startswith("cls4") + self.config.layout.endswith("mean")
+        return pieces * self.backbone.num_features
+
+    def normalize(self, tiles_B3HW: Tensor) -> Tensor:
+        """uint8 tiles as the float32 images that the network takes."""
+        if tiles_B3HW.dtype != torch.uint8:
+            raise EncoderError(f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255")
+        return torch.addcmul(self.shift_311, tiles_B3HW.float(), self.scale_311)
+
+    def encode(self, tiles_B3HW: Tensor) -> Tensor:
+        """Vectors (B, dim) of uint8 tiles on the encoder's device."""
+        return self(self.normalize(tiles_B3HW))
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        """Vectors (B, dim) of normalized images.
+
+        For weights of half precision call `encoder.backbone.bfloat16()`: then mean and std stay exact.
+        """
+        images_B3HW = images_B3HW.to(next(self.backbone.parameters()).dtype)
+        if self.config.layout == POOLED:
+            return self.backbone(images_B3HW)
+        return embed_tokens(self.backbone, images_B3HW, self.config.layout)
+
+    def identity(self) -> str:
+        """Hash of all that the vectors depend on: weights, architecture, layout, mean and std."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.backbone.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        told = self.config.model_dump(mode="json", include={"architecture", "model_args", "layout", "mean", "std"})
+        return artefact.hash_of(digest.hexdigest(), told)
+
+
+# ---------------------------------------------------------------------------------------------------- vectors
+
+
+def embed_tokens(vit: Any, images_B3HW: Tensor, layout: str = "cls4+patchmean") -> Tensor:
+    """Vectors (B, k * D) of normalized images, from the tokens of a timm ViT or of an `Encoder` with one.
+
+    `cls4+patchmean` is [cls of the last 4 blocks, first to last | mean of the last block's patch tokens], each token
+    after the final norm; `cls4+clsmean` ends in the mean of those 4 instead. Registers never count as patches.
+    """
+    backbone = vit.backbone if isinstance(vit, Encoder) else vit
+    _check_layout(backbone, layout)
+    _check_images(backbone, images_B3HW)
+    outputs = backbone.forward_intermediates(
+        images_B3HW,
+        indices=4 if layout.startswith("cls4") else 1,
+        return_prefix_tokens=True,
+        output_fmt="NLC",
+        intermediates_only=True,
+    )
+    # Networks that pool by averaging keep their final norm behind the pooling, under another name.
+    norm = backbone.fc_norm if isinstance(backbone.norm, nn.Identity) else backbone.norm
+    parts = [norm(prefix_BPD[:, 0]) for _, prefix_BPD in outputs]
+    if layout.endswith("+patchmean"):
+        patches_BLD = outputs[-1][0]
+        parts.append(norm(patches_BLD).mean(dim=1))
+    elif layout.endswith("+clsmean"):
+        parts.append(torch.stack(parts).mean(dim=0))
+    return torch.cat(parts, dim=1)
+
+
+def has_class_token(backbone: nn.Module) -> bool:
+    """Whether this is a ViT whose tokens can be had, with a class token among them."""
+    return getattr(backbone, "cls_token", None) is not None and hasattr(backbone, "forward_intermediates")
+
+
+def _check_layout(backbone: nn.Module, layout: str) -> None:
+    if layout not in get_args(Layout):
+        raise EncoderError(f"unknown layout {layout!r}", how=f"Choose one of {', '.join(get_args(Layout))}")
+    if layout == POOLED and has_class_token(backbone):
+        raise EncoderError(f"layout {POOLED!r} is for networks without a class token", how="Use 'cls' or 'cls4'")
+    if layout != POOLED and not has_class_token(backbone):
+        kind = type(backbone).__name__
+        raise EncoderError(f"layout {layout!r} needs a class token", f"this {kind} has none", f"Use {POOLED!r}")
+    if layout.startswith("cls4") and len(getattr(backbone, "blocks", ())) < 4:
+        raise EncoderError(f"layout {layout!r} needs 4 blocks", "this network has fewer", "Use 'cls+patchmean'")
+
+
+def _check_images(backbone: Any, images_B3HW: Tensor) -> None:
+    if images_B3HW.ndim != 4 or images_B3HW.shape[1] != 3 or not images_B3HW.is_floating_point():
+        raise EncoderError(
+            f"images are {images_B3HW.dtype} of shape {tuple(images_B3HW.shape)}",
+            "normalized float images (B, 3, H, W) are expected",
+            "For uint8 tiles call Encoder.encode",
+        )
+    height, width = images_B3HW.shape[2:]
+    patch, native = backbone.patch_embed.patch_size, backbone.patch_embed.img_size
+    if height % patch[0] or width % patch[1]:
+        raise EncoderError(f"images of {width} x {height} px do not divide into patches of {patch[1]} x {patch[0]} px")
+    if not getattr(backbone, "dynamic_img_size", False) and native is not None and (height, width) != tuple(native):
+        raise EncoderError(f"images have {width} x {height} px", f"the network takes {native[1]} x {native[0]} only")
+
+
+def check_fits(config: EncoderConfig, tile_mpp: float, tile_size_px: int, stain_method: str) -> None:
+    """Raise EncoderError when tiles differ from those that the encoder was made for; what is not known fits."""
+    name = f"encoder {config.architecture}"
+    if config.mpp is not None and abs(tile_mpp / config.mpp - 1) > MPP_TOLERANCE:
+        raise EncoderError(
+            f"{name} was made for {config.mpp:g} microns per pixel, these tiles have {tile_mpp:g}",
+            "cells would have another size than it knows",
+            f"Tile with --tile.mpp {config.mpp:g}, or choose another encoder",
+        )
+    if tile_size_px != config.size_px:
+        raise EncoderError(
+            f"{name} was made for tiles of {config.size_px} px, these have {tile_size_px}",
+            "positions within a tile would mean something else",
+            f"Tile with --tile.size-px {config.size_px}, or choose another encoder",
+        )
+    if config.stain is not None and stain_method != config.stain:
+        raise EncoderError(
+            f"{name} was made for stain method {config.stain!r}, these tiles have {stain_method!r}",
+            "colours would differ from those it knows",
+            f"Use --stain.method {config.stain}, or choose another encoder",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- build
+
+
+@register_model
+def resnet18_instancenorm(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """ResNet-18 whose norms are instance norms without weights, as in DSMIL's SimCLR. timm finds it by this name."""
+    return timm.create_model("resnet18", pretrained=pretrained, norm_layer=nn.InstanceNorm2d, **kwargs)
+
+
+def build_backbone(
+    architecture: str, model_args: Mapping[str, Any] | None = None, *, pretrained: bool = False
+) -> nn.Module:
+    """A timm network without classifier.
+
+    The student of an encoder: build_backbone(config.architecture, {**config.model_args, "drop_path_rate": 0.1}).
+    """
+    base = architecture.split(".")[0]
+    if not timm.is_model(base):
+        nearest = difflib.get_close_matches(base, timm.list_models(), n=3)
+        raise EncoderError(
+            f"{architecture} is neither a file, a folder nor a network that timm knows",
+            how=f"Did you mean {' or '.join(nearest)}?" if nearest else "See timm.list_models() for all names",
+        )
+    try:
+        with network_explained(architecture), _forced_weights_only():
+            return timm.create_model(architecture, pretrained=pretrained, num_classes=0, **(model_args or {}))
+    except (TypeError, AssertionError, KeyError) as error:
+        what = f"{architecture}: cannot be built with {dict(model_args or {})}"
+        raise EncoderError(what, str(error) or type(error).__name__, "Correct model_args") from error
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        how = "See timm.list_pretrained() for names with weights that fit"
+        raise EncoderError(f"{architecture}: its weights cannot be loaded", reason, how) from error
+
+
+def build_encoder(
+    architecture: str,
+    *,
+    img_size: int = 224,
+    model_args: Mapping[str, Any] | None = None,
+    pretrained: bool = False,
+    **config: Any,
+) -> Encoder:
+    """An encoder with random weights, or with timm's; `config` gives further fields of its EncoderConfig.
+
+    ViTs interpolate their positions, so that images of other sizes than `img_size` work too. `model_args` makes them
+    as small as wanted, for instance {"embed_dim": 96, "depth": 6, "num_heads": 3}.
+    """
+    base = architecture.split(".")[0]
+    args = dict(model_args or {})
+    if is_model_in_modules(base, ("vision_transformer", "deit", "eva")):
+        args = {"img_size": img_size, "dynamic_img_size": True} | args
+    backbone: Any = build_backbone(architecture, args, pretrained=pretrained)
+    facts: dict[str, Any] = {"size_px": img_size, "trained_on": "nothing", "model_args": args}
+    facts["layout"] = LAYOUTS[0] if has_class_token(backbone) else POOLED
+    if pretrained:
+        facts |= describe_weights(backbone.pretrained_cfg) | {"provenance": {"source": architecture}}
+    return Encoder(backbone, make_config(architecture=base, **(facts | config)))
+
+
+def describe_weights(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an EncoderConfig from timm's description of weights."""
+    facts: dict[str, Any] = {key: tuple(pretrained_cfg[key]) for key in ("mean", "std") if pretrained_cfg.get(key)}
+    from_imagenet = re.search(r"in(1|12|21|22)k|^(dino|mae)$", pretrained_cfg.get("tag") or "")
+    return facts | {"trained_on": "imagenet" if from_imagenet else "unknown"}
+
+
+def make_config(**fields: Any) -> EncoderConfig:
+    """An EncoderConfig, or an EncoderError that names the wrong field."""
+    try:
+        return EncoderConfig(**fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        what = f"encoder {fields['architecture']}: {where} is not valid"
+        raise EncoderError(
+            what, str(problem["msg"]), f"The fields are {', '.join(EncoderConfig.model_fields)}"
+        ) from None
+
+
+@contextmanager
+def _forced_weights_only() -> Iterator[None]:
+    """Old versions of timm unpickle some downloads in full, unless torch itself is told to refuse."""
+    before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+        if before is not None:
+            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
+
+
+@contextmanager
+def network_explained(name: str) -> Iterator[None]:
+    """Turn what goes wrong while weights are fetched into an EncoderError that helps."""
+    by_hand = "download config.json and the weights elsewhere and pass the folder that holds them"
+    try:
+        yield
+    except GatedRepoError:
+        raise EncoderError(
+            f"{name}: its owners hand out the weights on request",
+            "you are not logged in to the Hugging Face hub, or have no access yet",
+            f"Ask for access on its page, then run `hf auth login` or set HF_TOKEN; or {by_hand}",
+        ) from None
+    except RepositoryNotFoundError:
+        raise EncoderError(
+            f"{name}: the Hugging Face hub knows no such model", how="Correct the name, or log in if it is private"
+        ) from None
+    except OSError as error:
+        raise EncoderError(
+            f"{name}: the weights cannot be fetched",
+            f"they are not in the Hugging Face cache and the hub was not reached ({type(error).__name__})",
+            f"Connect once, later runs use the cache (HF_HUB_OFFLINE=1 nothing else); or {by_hand}",
+        ) from error
