@@ -129,7 +129,7 @@ def test_files_that_are_no_tables(tmp_path: Path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CohortError, match=reason):
             read_cohort(tmp_path / name)
-    with pytest.raises(CohortError, match=r"absent\.csv: no such file"):
+    with pytest.raises(ConfigError, match=r"absent\.csv: no such file"):
         read_cohort(tmp_path / "absent.csv")
 
 

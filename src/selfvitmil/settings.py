@@ -112,6 +112,166 @@ def tiling_name(tile: TileSettings, mpp: float | None = None) -> str:
     return f"{mpp or tile.mpp:g}mpp_{tile.size_px}px_{tile.overlap_px}px"
 
 
+class PretrainSettings(Settings):
+    """How an encoder learns from the tiles of the study, without labels."""
+
+    method: Literal["dino", "simclr"] = "dino"
+    """`dino` teaches a ViT by its own moving average; `simclr` contrasts tiles (the ResNet-18 of the DSMIL rows)."""
+    architecture: str | None = None
+    """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm."""
+    width: int | None = Field(default=None, gt=0)
+    """Width of the ViT's tokens, where it shall differ from the architecture's."""
+    depth: int | None = Field(default=None, gt=0)
+    """Blocks of the ViT, where they shall differ."""
+    heads: int | None = Field(default=None, gt=0)
+    """Attention heads of the ViT, where they shall differ; they must divide its width."""
+    patch_px: int | None = Field(default=None, gt=0)
+    """Edge of the ViT's patches, where it shall differ."""
+    init: str = "scratch"
+    """Where the weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name."""
+    transductive: bool = False
+    """Train on all slides, those of the test split too (never on their labels); the encoder's config says so."""
+
+    epochs: int = Field(default=100, gt=0)
+    """How often the run goes through the slides, `tiles_per_slide` each."""
+    steps: int | None = Field(default=None, gt=0)
+    """Length of the run in steps, instead of `epochs`."""
+    batch: int = Field(default=256, gt=0)
+    """Tiles of one step, over all GPUs and all parts of `accumulate` together."""
+    accumulate: int = Field(default=1, gt=0)
+    """Parts in which a GPU works through its share of a batch, one after the other, to save memory."""
+    sampler: Literal["mixed", "one-slide"] = "mixed"
+    """`mixed`: batches of tiles of many slides; `one-slide`: each batch from one slide, slides in order (authors)."""
+    tiles_per_slide: int | None = Field(default=None, gt=0)
+    """Most tiles of a slide in an epoch; none means all. With `one-slide` exactly so many, drawn again if need be."""
+    resample: bool = True
+    """Draw those tiles anew in every epoch; off means the same ones in all epochs (authors)."""
+
+    lr: float = Field(default=5e-4, gt=0)
+    """Learning rate after the warm-up for a batch of 256; it grows with the batch."""
+    min_lr: float = Field(default=1e-6, ge=0)
+    """Learning rate at the end of the run (not scaled to the batch)."""
+    warmup_lr: float = Field(default=1e-6, ge=0)
+    """Learning rate at the first step (not scaled to the batch)."""
+    warmup_epochs: int | None = Field(default=None, ge=0)
+    """Epochs in which the learning rate rises; none means a tenth of the run."""
+    weight_decay: float = Field(default=0.04, ge=0)
+    """Weight decay at the first step; biases and norms have none."""
+    weight_decay_end: float = Field(default=0.4, ge=0)
+    """Weight decay at the end, reached along half a cosine."""
+    clip_grad: float = Field(default=3.0, ge=0)
+    """Longest gradient of each tensor of weights; 0 means no limit."""
+    drop_path: float = Field(default=0.1, ge=0, lt=1)
+    """Chance that the student's last block is left out for a view; earlier blocks have less, the teacher has none."""
+
+    momentum: float | None = Field(default=None, ge=0, le=1)
+    """Share the teacher keeps of itself at the first step (1 at the end); none means one that fits batch and run."""
+    student_temp: float = Field(default=0.1, gt=0)
+    """Temperature of the student's softmax."""
+    teacher_temp: float = Field(default=0.04, gt=0)
+    """Temperature of the teacher's softmax after its warm-up."""
+    warmup_teacher_temp: float = Field(default=0.01, gt=0)
+    """Temperature of the teacher's softmax at the first step."""
+    temp_ramp: Literal["linear", "step"] = "linear"
+    """How the one becomes the other: climbing (authors' code), or at once when the warm-up is over (paper)."""
+    warmup_temp_epochs: int | None = Field(default=None, ge=0)
+    """Epochs of that warm-up; none means a tenth of the run."""
+    center_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Share that the centre of the teacher's outputs keeps of itself in a step."""
+
+    out_dim: int | None = Field(default=None, gt=1)
+    """Outputs of the head that student and teacher compare; none means as many as fit the number of tiles."""
+    head_width: int = Field(default=2048, gt=0)
+    """Width of the head's hidden layers."""
+    head_layers: int = Field(default=3, gt=1)
+    """Linear layers of the head before its last one."""
+    bottleneck: int = Field(default=256, gt=0)
+    """Width of what the last layer sees; with `simclr` the length of the projections."""
+    norm_last_layer: bool = True
+    """Keep the rows of the last layer at length one, which steadies large networks."""
+    freeze_last_layer_epochs: int | None = Field(default=None, ge=0)
+    """Epochs in which the last layer stays as it is; none means a hundredth of the run."""
+    temperature: float = Field(default=0.5, gt=0)
+    """Temperature of the contrastive loss of `simclr`."""
+
+    global_px: int | None = Field(default=None, gt=0)
+    """Edge of the two large views; none means the edge of the tiles."""
+    local_px: int | None = Field(default=None, gt=0)
+    """Edge of the small views; none means 3/7 of the large one in whole patches, 96 for 224."""
+    num_local: int = Field(default=8, ge=0)
+    """Small views of each tile."""
+    global_scale: tuple[float, float] = (0.4, 1.0)
+    """Share of the tile's area that a large view shows, from and to; 0.08 and 1 are customary with `simclr`."""
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    """Share of the tile's area that a small view shows, from and to."""
+    hflip: float = Field(default=0.5, ge=0, le=1)
+    """Chance that left and right are swapped."""
+    vflip: float = Field(default=0.5, ge=0, le=1)
+    """Chance that top and bottom are swapped; tissue has no upside."""
+    right_angles: bool = True
+    """Turn views by 0, 90, 180 or 270 degrees, all equally likely."""
+    stain_jitter: float = Field(default=0.5, ge=0, le=1)
+    """Chance that the strengths of the two stains are varied."""
+    stain_scale: float = Field(default=0.2, ge=0, lt=1)
+    """Strength of each stain times 1 minus to 1 plus this."""
+    stain_shift: float = Field(default=0.02, ge=0)
+    """Then plus or minus up to this, in optical density."""
+    jitter: float = Field(default=0.8, ge=0, le=1)
+    """Chance of colour jitter by the next four."""
+    brightness: float = Field(default=0.4, ge=0)
+    """Brightness times 1 minus to 1 plus this."""
+    contrast: float = Field(default=0.4, ge=0)
+    """Contrast times 1 minus to 1 plus this."""
+    saturation: float = Field(default=0.2, ge=0)
+    """Saturation times 1 minus to 1 plus this."""
+    hue: float = Field(default=0.1, ge=0, le=0.5)
+    """Hue turned by up to this share of the colour circle."""
+    grey: float = Field(default=0.2, ge=0, le=1)
+    """Chance that a view loses its colours."""
+    blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
+    """Chance of a blur in the first large view, the second one and the small ones."""
+    solarize: float = Field(default=0.2, ge=0, le=1)
+    """Chance that bright pixels of the second large view are inverted."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of the tiles' RGB channels, white = 1; none measures it (or takes that of `init`)."""
+    std: tuple[float, float, float] | None = None
+    """Standard deviation of the tiles' RGB channels; none measures it (or takes that of `init`)."""
+    measure_tiles: int = Field(default=2048, gt=0)
+    """Tiles on which mean and standard deviation are measured."""
+
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """`auto`: bf16 on GPUs that have it, fp16 with a loss scale on others, fp32 on CPUs."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the networks: `auto` on GPUs, and goes on without where that fails."""
+    deterministic: bool = False
+    """On a GPU, the same run gives the same bits, at some loss of speed; on a CPU it does so anyway."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that read tiles; none means one per core less one, 0 reads in the training process."""
+    shuffle_tiles: int = Field(default=2048, gt=0)
+    """Tiles held in memory at once, from which batches are mixed."""
+    checkpoint_minutes: float = Field(default=15.0, gt=0)
+    """Time between checkpoints."""
+    log_steps: int = Field(default=10, gt=0)
+    """Steps between lines of metrics.jsonl."""
+    seed: int = Field(default=0, ge=0)
+    """Decides the starting weights, the order of the tiles and all that is random in their views."""
+
+
+class EmbedSettings(Settings):
+    """How tiles become vectors."""
+
+    batch: int = Field(default=256, gt=0)
+    """Tiles that the encoder sees at once."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a free GPU for every worker, or the CPU where there is none."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Numbers that the encoder computes in; `auto` is bf16 on GPUs that have it and fp32 on CPUs."""
+    compile: bool = False
+    """Compile the encoder first: worth a minute where thousands of slides follow."""
+    reader_threads: int | None = Field(default=None, gt=0)
+    """Threads that read tiles ahead of the encoder; none means one per core of the worker's share."""
+
+
 class ClusterSettings(Settings):
     """A batch system that dask-jobqueue speaks to; asked for by `kind`."""
 
@@ -149,7 +309,7 @@ class EngineSettings(Settings):
     insecure: bool = False
     """Allow a plain tcp:// address. Whoever reaches such a port can run any code as you."""
     retries: int = Field(default=1, ge=0)
-    """Further tries of a slide whose failure may pass (a network drive that hiccups); never of a crash."""
+    """Further tries of a slide whose failure may pass, such as a network drive that hiccups."""
     batch: ClusterSettings = ClusterSettings()
     """A batch system to start workers on."""
 
@@ -163,6 +323,8 @@ class StudySettings(Settings):
     tissue: TissueSettings = TissueSettings()
     stain: StainSettings = StainSettings()
     tile: TileSettings = TileSettings()
+    pretrain: PretrainSettings = PretrainSettings()
+    embed: EmbedSettings = EmbedSettings()
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")
@@ -179,9 +341,28 @@ class StudySettings(Settings):
             raise ValueError(f"tile.parent_mpp {tile.parent_mpp} must all be coarser than tile.mpp {tile.mpp}")
         if tile.parent_mpp and tile.overlap_px:
             raise ValueError("tile.parent_mpp needs tile.overlap_px 0: only then has a tile one parent")
+        _check_pretrain(self.pretrain)
         if sum((engine.workers is not None, engine.cluster is not None, engine.batch.kind != "none")) > 1:
             raise ValueError("workers, cluster and batch.kind exclude each other: choose one place to work")
         return self
+
+
+def _check_pretrain(pretrain: PretrainSettings) -> None:
+    """What the fields of this section must agree on."""
+    if pretrain.batch % pretrain.accumulate:
+        raise ValueError(f"pretrain.batch {pretrain.batch} does not divide into {pretrain.accumulate} equal parts")
+    if pretrain.method == "simclr" and pretrain.accumulate > 1:
+        raise ValueError("pretrain.accumulate must be 1 with simclr: it contrasts the tiles of a batch with each other")
+    if pretrain.sampler == "one-slide" and (pretrain.tiles_per_slide or 1) % pretrain.batch:
+        raise ValueError("pretrain.sampler 'one-slide' needs tiles_per_slide as a multiple of batch")
+    if (pretrain.mean is None) != (pretrain.std is None):
+        raise ValueError("pretrain.mean and pretrain.std go together: give both or neither")
+    if pretrain.std is not None and min(pretrain.std) <= 0:
+        raise ValueError("pretrain.std must be above 0 in all channels")
+    for name in ("global_scale", "local_scale"):
+        low, high = getattr(pretrain, name)
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"pretrain.{name} must be two shares of the tile, the smaller first, above 0 and up to 1")
 
 
 def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | None = None) -> StudySettings:
@@ -201,10 +382,12 @@ def parse(values: Mapping[str, Any], source: str) -> StudySettings:
     try:
         return StudySettings.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(problem) for problem in error.errors()]
-        raise ConfigError(
-            f"{source}: {'; '.join(problems)}", how="See `selfvitmil tile --help` for all settings"
-        ) from None
+        raise ConfigError(f"{source}: {describe(error)}", how="`selfvitmil tile --help` lists all settings") from None
+
+
+def describe(error: ValidationError) -> str:
+    """The problems that pydantic found, in one line that a user can act on."""
+    return "; ".join(_describe(problem) for problem in error.errors())
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -215,9 +398,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: cannot be read as TOML ({error})", how="Correct the file") from None
 
 
-def to_toml(settings: Settings) -> str:
-    """The settings as TOML that `resolve_settings` reads back to the same values; unset optional ones are left out."""
-    return _to_toml(json.loads(settings.model_dump_json(exclude_none=True)), prefix="").lstrip()
+def to_toml(settings: Settings, sections: set[str] | None = None) -> str:
+    """The settings, or some sections, as TOML that `resolve_settings` reads back; unset optional ones are left out."""
+    return _to_toml(json.loads(settings.model_dump_json(exclude_none=True, include=sections)), prefix="").lstrip()
 
 
 def _to_toml(values: Mapping[str, Any], prefix: str) -> str:

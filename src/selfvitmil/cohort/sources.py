@@ -71,7 +71,7 @@ def read_cohort(
 def _existing(path: Path) -> Path:
     path = Path(path)
     if not os.path.exists(path):
-        raise CohortError(f"{path.name or path}: no such file or folder", how="Check the path")
+        raise ConfigError(f"{path.name or path}: no such file or folder", how="Check the path")
     return path
 
 

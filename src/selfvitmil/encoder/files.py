@@ -55,11 +55,12 @@ PUBLISHED_LAYOUTS: dict[str, Layout] = {
 """The vectors that are customary for public pathology models; other models get the default layout."""
 
 
-def save_encoder(folder: Path, encoder: Encoder) -> None:
+def save_encoder(folder: str | Path, encoder: Encoder) -> None:
     """Write `model.safetensors` and `config.json`; the same encoder gives the same bytes.
 
     The config is written last and holds the checksum of the weights: files of two encoders never pass for one.
     """
+    folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.backbone.state_dict().items()}
     # Not save_file, whose files only their owner may read.
     weights = safetensors.torch.save(tensors, metadata={"format": "pt"})

@@ -1,0 +1,76 @@
+"""Can this slide be worked with? Opens it, reads some of it, and says what is known to make trouble later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from selfvitmil import annotations, artefact
+from selfvitmil.slides import open_slide
+
+NUM_REGIONS = 16
+REGION_PX = 224
+LARGE_L0 = 20_000
+"""Slides wider than this without a pyramid are slow to look at as a whole."""
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """All that a worker needs to check one slide."""
+
+    slide: str
+    path: Path
+    reader: str
+    mpp: float | None
+    annotation: Path | None = None
+
+
+@dataclass(frozen=True)
+class SlideCheck:
+    """A row of `check.csv`."""
+
+    slide: str
+    format: str
+    reader: str
+    width: int
+    height: int
+    mpp: float
+    mpp_source: str
+    levels: str
+    compression: str
+    fingerprint: str
+    warnings: tuple[str, ...]
+
+
+def check_slide(job: CheckJob) -> SlideCheck:
+    """Open the slide, read regions spread over all of it, look at its annotation. Raises SelfVitMilError on trouble."""
+    with open_slide(job.path, reader=job.reader, mpp=job.mpp) as slide:
+        mpp = slide.mpp
+        width, height = slide.size_l0
+        generator = np.random.default_rng([width, height])
+        for x, y in generator.random((NUM_REGIONS, 2)):
+            slide.read_tile(int(x * width), int(y * height), REGION_PX, mpp)
+        coarsest = slide.levels[-1]
+        slide.read_tile(0, 0, REGION_PX, mpp * coarsest.downsample)
+        warnings = list(slide.warnings)
+        if len(slide.levels) == 1 and max(width, height) > LARGE_L0:
+            warnings.append("no pyramid: looking at the whole slide means decoding all of it, which is slow")
+        if job.annotation is not None:
+            repaired = [region for region in annotations.read_annotations(job.annotation, repair=True) if region.repaired]
+            if repaired:
+                warnings.append(f"{len(repaired)} self-crossing polygons in {job.annotation.name} are repaired when read")
+        return SlideCheck(
+            slide=job.slide,
+            format=slide.vendor,
+            reader=slide.reader,
+            width=width,
+            height=height,
+            mpp=mpp,
+            mpp_source=slide.mpp_source,
+            levels=" ".join(f"{level.downsample:g}" for level in slide.levels),
+            compression=slide.compression,
+            fingerprint=artefact.fingerprint(job.path),
+            warnings=tuple(warnings),
+        )

@@ -1,0 +1,441 @@
+"""The fast path: JPEG-compressed tiled TIFF (SVS among them), decoded straight from the file.
+
+tifffile reads the layout once; after that a read is `pread` of the JPEG tiles that are needed, libjpeg-turbo, and a
+copy into place. Only files are taken that surely mean the same here as in OpenSlide: formats that it calls `aperio` or
+`generic-tiff`, with the levels that it sees, 8-bit RGB or YCbCr JPEG in tiles. All else is left to OpenSlide. At a
+level's own resolution the pixels equal OpenSlide's bit for bit.
+
+A stored tile is not a whole JPEG file: its tables may lie apart (tag JPEGTables), and whether it holds RGB or YCbCr is
+said by the TIFF, not by the JPEG. Many Aperio files hold RGB with no mark of it, and a JPEG decoder left alone takes
+that for YCbCr. So every tile gets a head that tells: an Adobe marker for RGB, a JFIF marker for YCbCr.
+
+JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in less time; `_shrink` tells when that is as good. Decoded tiles
+are kept for a while, because neighbouring tiles of a slide share them; all slides of a process share that memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import simplejpeg
+import tifffile
+from numpy.typing import NDArray
+
+from selfvitmil.errors import SlideError
+from selfvitmil.slides.contract import DAMAGED, Box, Slide, without_path
+from selfvitmil.slides.resample import Grid, Pixels, reduce_whole
+
+CACHE_BYTES = 64 << 20
+"""Decoded tiles kept, by all slides of a process together."""
+
+# What tifffile has to say about a damaged file, it would print; ours is said once, as an error.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+
+JPEG, RGB, YCBCR, CONTIGUOUS, REDUCED_IMAGE = 7, 2, 6, 1, 1
+JPEG_2000 = (33003, 33004, 33005, 34712)
+SOI = b"\xff\xd8"
+JFIF_MARKER = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"
+ADOBE_RGB_MARKER = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00"
+
+
+class Unsuitable(Exception):
+    """A slide that this reader leaves to OpenSlide; says why."""
+
+
+class CutShort(Exception):
+    """A slide of which a part is missing; says how much."""
+
+
+# ---------------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True, eq=False)
+class TiledLevel:
+    """Where the JPEG tiles of one level lie in the file, row by row."""
+
+    size: tuple[int, int]
+    tile_size: tuple[int, int]
+    num_across: int
+    num_down: int
+    offsets: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    head: bytes
+    """What comes before the bytes of each tile to make them a JPEG file."""
+    subsampling: str
+    """Of the colour channels: `444` is none, `420` half of both edges."""
+
+
+@dataclass(eq=False)
+class Layout:
+    """An open file. Closes itself when nobody reads from it any more."""
+
+    levels: tuple[TiledLevel, ...]
+    descriptor: int
+    identity: tuple[int, ...]
+    """Tells this file from others, and from itself after a change."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells the tiles of this opening from all others in the cache."""
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of the levels."""
+        return tuple(level.size for level in self.levels)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def open_layout(path: Path, vendor: str) -> Layout:
+    """Open a file of a format that OpenSlide calls `vendor`; raises Unsuitable, CutShort, OSError."""
+    if vendor not in ("aperio", "generic-tiff"):
+        raise Unsuitable(f"{vendor} files have rules of their own")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        levels = _read_levels(path, vendor, descriptor)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, Unsuitable | CutShort | OSError) or not isinstance(error, Exception):
+            raise
+        # A malformed TIFF makes tifffile stumble in any way; OpenSlide may know better.
+        raise Unsuitable(f"its layout is unusual ({type(error).__name__}: {error})") from error
+    status = os.fstat(descriptor)
+    return Layout(levels, descriptor, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+def _read_levels(path: Path, vendor: str, descriptor: int) -> tuple[TiledLevel, ...]:
+    with tifffile.TiffFile(path) as tiff:
+        levels = tuple(_tiled_level(page, descriptor) for page in _level_pages(tiff, vendor))
+    _check_length(levels, os.fstat(descriptor).st_size)
+    if vendor == "aperio" and len(levels) > 1 and any((level.counts == 0).any() for level in levels):
+        # A known fault of some scanners; where a tile is missing, OpenSlide draws the smaller levels from the larger.
+        raise Unsuitable("tiles are missing, and OpenSlide makes up what lies there in its smaller levels")
+    return levels
+
+
+def _level_pages(tiff: tifffile.TiffFile, vendor: str) -> list[Any]:
+    """The pages that are levels, largest first, found as OpenSlide finds them."""
+    pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage) and page.is_tiled]
+    if vendor == "generic-tiff":
+        pages = [page for page in pages if page.index == 0 or page.subfiletype & REDUCED_IMAGE]
+        pages.sort(key=lambda page: -page.imagewidth)
+        if len(pages) == 1:
+            pages += _sub_pages(pages[0])
+    return pages
+
+
+def _sub_pages(first: tifffile.TiffPage) -> list[Any]:
+    """Smaller levels that hang below the first page, as OME-TIFF has them; OpenSlide sees the first page alone."""
+    pages: list[Any] = list(first.pages or ()) if first.subifds else []
+    for page in pages:
+        ratio = first.imagewidth / page.imagewidth
+        is_level = page.subfiletype & REDUCED_IMAGE and abs(first.imagelength / ratio - page.imagelength) < 2
+        if not is_level or ratio <= 1:
+            raise Unsuitable("what hangs below its first page is no pyramid")
+    return sorted(pages, key=lambda page: -page.imagewidth)
+
+
+def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
+    is_plain = (
+        page.is_tiled
+        and page.compression == JPEG
+        and page.photometric in (RGB, YCBCR)
+        and page.bitspersample == 8
+        and page.samplesperpixel == 3
+        and page.planarconfig == CONTIGUOUS
+        and page.imagedepth == 1
+        and page.tilewidth % 8 == 0
+        and page.tilelength % 8 == 0
+    )
+    if not is_plain:
+        raise Unsuitable("not all of its levels are 8-bit colour JPEG in tiles")
+    num_across, num_down = -(-page.imagewidth // page.tilewidth), -(-page.imagelength // page.tilelength)
+    offsets = np.asarray(page.dataoffsets, np.int64)
+    counts = np.asarray(page.databytecounts, np.int64)
+    if not len(offsets) == len(counts) == num_across * num_down:
+        raise Unsuitable("it does not say where all of its tiles are")
+    marker = ADOBE_RGB_MARKER if page.photometric == RGB else JFIF_MARKER
+    head = SOI + marker + _tables(page.jpegtables or b"")
+    stored = np.flatnonzero(counts)
+    subsampling = "444"
+    if len(stored):
+        tile = os.pread(descriptor, int(counts[stored[0]]), int(offsets[stored[0]]))
+        subsampling = _check_tile(head, tile, (page.tilewidth, page.tilelength))
+    size, tile_size = (page.imagewidth, page.imagelength), (page.tilewidth, page.tilelength)
+    return TiledLevel(size, tile_size, num_across, num_down, offsets, counts, head, subsampling)
+
+
+def _tables(stream: bytes) -> bytes:
+    """The quantization and Huffman tables of the tag JPEGTables, without what else may stand there."""
+    kept = [stream[start:stop] for code, start, stop in _segments(stream) if code in (0xDB, 0xC4)]
+    return b"".join(kept)
+
+
+def _check_tile(head: bytes, tile: bytes, tile_size: tuple[int, int]) -> str:
+    """Look at one tile's markers; returns its subsampling."""
+    codes = [code for code, start, _ in _segments(tile) if start >= _after_marks(tile)]
+    if any(0xE0 <= code <= 0xEF for code in codes):
+        raise Unsuitable("its JPEG tiles have markers in unusual places")
+    height, width, _, subsampling = simplejpeg.decode_jpeg_header(head + tile[_after_marks(tile) :])
+    if (width, height) != tile_size:
+        raise Unsuitable("its JPEG tiles differ in size from what the TIFF says")
+    return str(subsampling)
+
+
+def _segments(stream: bytes) -> list[tuple[int, int, int]]:
+    """(code, start, stop) of the marker segments of a JPEG stream, up to the first scan."""
+    segments: list[tuple[int, int, int]] = []
+    place = 2
+    while place + 4 <= len(stream) and stream[place] == 0xFF and stream[place + 1] not in (0xD9, 0xDA):
+        stop = place + 2 + int.from_bytes(stream[place + 2 : place + 4], "big")
+        segments.append((stream[place + 1], place, stop))
+        place = stop
+    return segments
+
+
+def _after_marks(tile: bytes) -> int:
+    """Where a tile's own head ends: after its SOI and the application markers and comments that follow at once."""
+    place = 2
+    while tile[place : place + 1] == b"\xff" and (
+        b"\xe0" <= tile[place + 1 : place + 2] <= b"\xef" or tile[place + 1 : place + 2] == b"\xfe"
+    ):
+        place += 2 + int.from_bytes(tile[place + 2 : place + 4], "big")
+    return place
+
+
+def _check_length(levels: Sequence[TiledLevel], length: int) -> None:
+    missing = sum(int(((level.offsets + level.counts > length) & (level.counts > 0)).sum()) for level in levels)
+    if missing:
+        total = sum(len(level.counts) for level in levels)
+        raise CutShort(f"{missing} of its {total} JPEG tiles lie beyond its end")
+
+
+def tiff_compression(path: Path) -> str:
+    """How the first page of a TIFF file is compressed; `unknown` for other files."""
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            code = tifffile.COMPRESSION(tiff.pages.first.compression)
+    except Exception:  # not a TIFF, or one that tifffile does not understand; OpenSlide reads it all the same
+        return "unknown"
+    return "jpeg 2000" if code in JPEG_2000 else code.name.lower()
+
+
+# ---------------------------------------------------------------------------------------------------- cache
+
+
+class TileCache:
+    """Decoded tiles, the least recently used ones forgotten first. Safe to use from several threads."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tiles: OrderedDict[tuple[int, int, int, int], Pixels] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def get(self, key: tuple[int, int, int, int]) -> Pixels | None:
+        with self._lock:
+            tile = self._tiles.get(key)
+            if tile is not None:
+                self._tiles.move_to_end(key)
+            return tile
+
+    def put(self, key: tuple[int, int, int, int], tile: Pixels) -> None:
+        with self._lock:
+            if key not in self._tiles:
+                self._tiles[key] = tile
+                self.num_bytes += tile.nbytes
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._tiles.popitem(last=False)[1].nbytes
+
+
+_cache = TileCache(CACHE_BYTES)
+# Another thread may hold the lock while a process forks; and a child has no use for its parent's tiles.
+os.register_at_fork(after_in_child=_cache.clear)
+
+
+# ---------------------------------------------------------------------------------------------------- slide
+
+
+class JpegTiffSlide(Slide):
+    """A slide whose JPEG tiles are decoded here."""
+
+    reader: ClassVar[str] = "jpegtiff"
+
+    def _open(self) -> Layout:
+        try:
+            layout = open_layout(self.path, self.vendor)
+        except (Unsuitable, CutShort, OSError) as error:
+            reason = without_path(str(error), self.path)
+            raise SlideError(f"{self.name}: the slide cannot be opened any more", reason, DAMAGED) from None
+        if layout.sizes != tuple(level.size for level in self.levels):
+            raise SlideError(
+                f"{self.name}: the file has changed since it was first opened",
+                "its levels are others now",
+                "Run the command again",
+            )
+        return layout
+
+    def _shrink(self, index: int, grid: Grid) -> int:
+        """By how much the JPEG decoder may shrink: 1, 2, 4 or 8.
+
+        A JPEG decoder shrinks by leaving high frequencies out, which is close to the mean over 2, 4 or 8 pixels, but
+        not the same; and where a border of the result falls inside such a pixel, detail is lost that the area mean
+        would have seen. Difference from the area mean of the full pixels in grey levels, mean and 99th percentile, the
+        worst of Camelyon16 patches, breast tiles at 40x, an Aperio region and hard-edged discs in noise, each at JPEG
+        quality 75, 90 and 95:
+
+            borders on whole shrunk pixels:   factor 2, by 2   4, by 4    8, by 4    8, by 8
+                no subsampling                0.46   2         0.43   2   0.27   1   0.45   2
+                4:2:0                         1.46  10         0.73   4   0.39   2   0.48   2
+                4:2:2                         1.70  12         2.13  14   1.08   6   3.01  22
+            borders anywhere, any subsampling, result of r shrunk pixels:
+                factor 2.06 r 1  2.6 24     factor 4.1 r 2  1.7 11     factor 8.3 r 4  1.3 5     r 8  0.68 3
+
+        With subsampled colours the decoder shrinks brightness and colours differently, while the colours of the full
+        picture are smoothed (as OpenSlide shows them). How much that matters depends on the slide, so it is measured.
+        """
+        layout: Layout = self._use()
+        for shrink in (8, 4, 2):
+            if grid.factor / shrink >= 8:
+                return shrink
+            if grid.factor >= shrink and grid.lies_on(shrink) and shrinks_faithfully(layout, index, shrink):
+                return shrink
+        return 1
+
+    def _pixels(self, index: int, shrink: int, box: Box, dtype: type[np.generic]) -> NDArray[Any]:
+        layout: Layout = self._use()
+        level = layout.levels[index]
+        tile_width, tile_height = (edge // shrink for edge in level.tile_size)
+        width, height = (-(-edge // shrink) for edge in level.size)
+        left, top, right, bottom = box
+        x0, y0, x1, y1 = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
+        shape = (bottom - top, right - left, 3)
+        canvas = np.empty(shape, dtype) if (x0, y0, x1, y1) == box else np.full(shape, 255, dtype)
+        for row in range(y0 // tile_height, -(-y1 // tile_height)):
+            tile_top = row * tile_height
+            ya, yb = max(y0, tile_top), min(y1, tile_top + tile_height)
+            for column in range(x0 // tile_width, -(-x1 // tile_width)):
+                tile_left = column * tile_width
+                xa, xb = max(x0, tile_left), min(x1, tile_left + tile_width)
+                tile = self._tile(layout, index, row * level.num_across + column, shrink)
+                place = canvas[ya - top : yb - top, xa - left : xb - left]
+                if tile is None:
+                    place[...] = 255
+                else:
+                    place[...] = tile[ya - tile_top : yb - tile_top, xa - tile_left : xb - tile_left]
+        return canvas
+
+    def _tile(self, layout: Layout, index: int, number: int, shrink: int) -> Pixels | None:
+        """One decoded tile, None where nothing was scanned; what lies beyond the level's edges may hold anything."""
+        level = layout.levels[index]
+        if not level.counts[number]:
+            return None
+        key = (layout.number, index, number, shrink)
+        tile = _cache.get(key)
+        if tile is None:
+            try:
+                tile = _decode(layout.descriptor, level, number, shrink)
+            except (ValueError, OSError) as error:
+                row, column = divmod(number, level.num_across)
+                x, y = column * level.tile_size[0], row * level.tile_size[1]
+                box = (x, y, min(x + level.tile_size[0], level.size[0]), min(y + level.tile_size[1], level.size[1]))
+                raise self._unreadable(index, box, str(error)) from None
+            _cache.put(key, tile)
+        return tile
+
+
+MAX_MEAN, MAX_P99 = 0.8, 4.0
+"""Grey levels by which a tile that the decoder shrinks may differ from the mean of its full pixels."""
+_known_faithful: dict[tuple[Any, ...], bool] = {}
+
+
+def shrinks_faithfully(layout: Layout, index: int, shrink: int) -> bool:
+    """Whether the decoder's shrinking is as good as the area mean on this level; measured once per file where in doubt.
+
+    The judges are the 8 tiles with the most bytes, where detail is, and 8 spread over the level: all must agree.
+    """
+    level = layout.levels[index]
+    if level.subsampling == "444":
+        return True
+    key = (layout.identity, index, shrink)
+    if key not in _known_faithful:
+        stored = np.flatnonzero(level.counts)
+        detailed = stored[np.argsort(level.counts[stored], kind="stable")][-8:]
+        spread = stored[np.linspace(0, len(stored) - 1, 8).astype(int)] if len(stored) else stored
+        judges = np.union1d(detailed, spread).tolist()
+        _known_faithful[key] = all(_shrinks_well(layout.descriptor, level, number, shrink) for number in judges)
+    return _known_faithful[key]
+
+
+def _shrinks_well(descriptor: int, level: TiledLevel, number: int, shrink: int) -> bool:
+    try:
+        full = _decode(descriptor, level, number, 1)
+        shrunk = _decode_jpeg(_stream(descriptor, level, number), level.tile_size, shrink)
+    except (ValueError, OSError):
+        return True  # a damaged tile judges nothing; whoever reads it is told
+    difference = np.abs(reduce_whole(full, shrink).astype(np.int16) - shrunk)
+    return bool(difference.mean() <= MAX_MEAN and np.percentile(difference, 99) <= MAX_P99)
+
+
+def _decode(descriptor: int, level: TiledLevel, number: int, shrink: int) -> Pixels:
+    """Decode one tile; raises ValueError or OSError."""
+    stream = _stream(descriptor, level, number)
+    if shrink > 1 and not _ends_on_blocks(level, number):
+        return _decode_edge(stream, level, number, shrink)
+    return _decode_jpeg(stream, level.tile_size, shrink)
+
+
+def _stream(descriptor: int, level: TiledLevel, number: int) -> bytes:
+    """A tile as a JPEG file of its own."""
+    count = int(level.counts[number])
+    data = os.pread(descriptor, count, int(level.offsets[number]))
+    if len(data) != count:
+        raise ValueError(f"the file ends {count - len(data)} bytes before this tile does")
+    return level.head + data[_after_marks(data) :]
+
+
+def _ends_on_blocks(level: TiledLevel, number: int) -> bool:
+    """Whether no JPEG block (16 pixels with subsampled colours) of this tile crosses the level's edge.
+
+    The decoder would mix what was stored beyond the edge, which may be anything, into the last shrunk pixels.
+    """
+    row, column = divmod(number, level.num_across)
+    return (level.size[0] % 16 == 0 or column < level.num_across - 1) and (
+        level.size[1] % 16 == 0 or row < level.num_down - 1
+    )
+
+
+def _decode_edge(stream: bytes, level: TiledLevel, number: int, shrink: int) -> Pixels:
+    """A tile that crosses the level's edge, made white outside before it is shrunk."""
+    row, column = divmod(number, level.num_across)
+    tile = _decode_jpeg(stream, level.tile_size, 1)
+    tile[level.size[1] - row * level.tile_size[1] :] = 255
+    tile[:, level.size[0] - column * level.tile_size[0] :] = 255
+    return reduce_whole(tile, shrink)
+
+
+def _decode_jpeg(stream: bytes, tile_size: tuple[int, int], shrink: int) -> Pixels:
+    width, height = tile_size[0] // shrink, tile_size[1] // shrink
+    smallest: dict[str, Any] = {"min_width": width, "min_height": height} if shrink > 1 else {}
+    try:
+        tile = simplejpeg.decode_jpeg(stream, **smallest)
+    except ValueError as error:
+        # Bytes too many before the end of a stream: nothing is missing.
+        if "before marker 0xd9" not in str(error):
+            raise ValueError(f"a JPEG tile is damaged ({error})") from None
+        tile = simplejpeg.decode_jpeg(stream, strict=False, **smallest)
+    if tile.shape != (height, width, 3):
+        raise ValueError(f"a JPEG tile is {tile.shape[1]} x {tile.shape[0]} pixels instead of {width} x {height}")
+    return tile

@@ -1,0 +1,114 @@
+"""How large the pixels of a slide are: microns per level-0 pixel, and who says so.
+
+Comes in: the properties that OpenSlide reports for any format, and perhaps the user's own value. Goes out: a value with
+its source and warnings, or none with the reason. A value is never made up: what is missing, implausible or different
+along the two axes is left to the user to say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PLAUSIBLE_MPP = (0.05, 10.0)
+"""Finer than any light microscope, coarser than any slide scanner. Defaults of image software (72, 96, 300 dpi, one
+pixel per inch) all lie far above."""
+MAX_ANISOTROPY = 0.01
+"""x and y may differ by this share of their mean; tiles are square in microns only to that precision."""
+
+_OME_UNITS_UM = {"mm": 1e3, "cm": 1e4, "nm": 1e-3, "µm": 1.0, "μm": 1.0, "um": 1.0, "&#181;m": 1.0, "&#xB5;m": 1.0}
+
+
+@dataclass(frozen=True)
+class Mpp:
+    """Microns per level-0 pixel, or why there are none."""
+
+    value: float | None
+    source: str = ""
+    problem: str = ""
+    """With no value: what the file says instead."""
+    warnings: tuple[str, ...] = ()
+
+
+def find_mpp(properties: Mapping[str, str], vendor: str, override: float | None = None) -> Mpp:
+    """The value to work with; `override` wins over whatever the file says."""
+    found = _from_file(properties, vendor)
+    if override is None:
+        return found
+    if found.value is not None and abs(found.value - override) > MAX_ANISOTROPY * override:
+        warning = f"mpp {override:g} was given, the file says {found.value:g} ({found.source})"
+        return Mpp(override, "override", warnings=(warning,))
+    return Mpp(override, "override")
+
+
+def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
+    stated, source = _stated(properties, vendor)
+    if stated is not None:
+        x, y = stated
+        if abs(x - y) > MAX_ANISOTROPY * (x + y) / 2:
+            return Mpp(None, problem=f"{x:g} microns across but {y:g} down per pixel ({source}): pixels are not square")
+        mpp = (x + y) / 2
+        warnings = () if x == y else (f"mpp differs a little, {x:g} across and {y:g} down; the mean is used",)
+        if _is_plausible(mpp):
+            return Mpp(mpp, source, warnings=warnings)
+        if source not in _GUESSED_BY_SOFTWARE:
+            return Mpp(mpp, source, warnings=(*warnings, f"mpp {mpp:g} is implausible for a slide ({source})"))
+    power = objective_power(properties)
+    if power is not None:
+        mpp = 10 / power
+        warning = f"no mpp in the file: {mpp:g} guessed from the objective power of {power:g}x"
+        return Mpp(mpp, f"objective power {power:g}x", warnings=(warning,))
+    if stated is not None:
+        return Mpp(None, problem=f"its {source} gives {stated[0]:g} microns per pixel, which no slide has")
+    return Mpp(None, problem="no openslide.mpp-x/-y, no resolution tag, no objective power")
+
+
+_GUESSED_BY_SOFTWARE = ("tiff resolution tag",)
+"""Sources that image software fills with a default when it knows nothing."""
+
+
+def _stated(properties: Mapping[str, str], vendor: str) -> tuple[tuple[float, float] | None, str]:
+    ome = _ome_mpp(properties.get("tiff.ImageDescription", ""))
+    if ome is not None:
+        return ome, "OME PhysicalSize"
+    x, y = (_positive(properties.get(f"openslide.mpp-{axis}")) for axis in "xy")
+    if x is None or y is None:
+        return None, ""
+    # For plain TIFF files OpenSlide computes its mpp from the resolution tags and their unit.
+    return (x, y), "tiff resolution tag" if vendor == "generic-tiff" else "openslide.mpp-x"
+
+
+def _ome_mpp(description: str) -> tuple[float, float] | None:
+    """PhysicalSizeX and -Y of the first image of an OME-XML header; OpenSlide does not look there."""
+    pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", description) if "<OME" in description[:2000] else None
+    if pixels is None:
+        return None
+    sizes: list[float] = []
+    for axis in "XY":
+        size = re.search(rf'\bPhysicalSize{axis}="([^"]*)"', pixels[0])
+        unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]*)"', pixels[0])
+        value = _positive(size[1]) if size else None
+        scale = _OME_UNITS_UM.get(unit[1]) if unit else 1.0  # OME's default is the micron
+        if value is None or scale is None:
+            return None
+        sizes.append(value * scale)
+    return sizes[0], sizes[1]
+
+
+def objective_power(properties: Mapping[str, str]) -> float | None:
+    """Nominal magnification of the objective, when stated."""
+    return _positive(properties.get("openslide.objective-power"))
+
+
+def _is_plausible(mpp: float) -> bool:
+    return PLAUSIBLE_MPP[0] <= mpp <= PLAUSIBLE_MPP[1]
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None

@@ -1,0 +1,184 @@
+"""Pixels from one grid to another: the exact area mean, in numpy. Pure functions of arrays.
+
+A pixel (i, j) of an image is the unit square from (j, i) to (j + 1, i + 1) with one colour. Pixel (i, j) of the result
+is the mean colour of the square of `factor` source pixels from (x + j * factor, y + i * factor); source pixels that it
+covers in part count by the part. Where `factor` is below 1 the result is interpolated between the centres of the
+source pixels. Rounding is half up.
+
+The common filters of image libraries are no area means: a box filter, for one, takes each source pixel wholly or not at
+all, by where its centre lies. Ways to do it right were timed on a 224 px result (numpy 2.4, one core), at factors
+1.03 / 1.98: gathering and weighting rows and columns 1.1 / 1.3 ms, dense matrix products in bands 0.25 / 0.44 ms,
+sparse ones as below 0.22 / 0.36 ms (near half of it transposing); Pillow's box filter, which is something else,
+0.41 / 0.83 ms. Sparse products use one thread and add in a fixed order, so a tile is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+
+MAX_DRIFT_PX = 0.01
+"""A factor counts as whole when taking it so moves the far edge of the result by less than this."""
+MAX_WHOLE_FACTOR = 16
+"""255 * 16 * 16 is the largest sum that 16 bits hold."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the pixels of a result lie on a source: make it, read the pixels of `box`, hand them to `resample`."""
+
+    x: float
+    y: float
+    """Top left corner of the result, in source pixels."""
+    width: int
+    height: int
+    """Size of the result in its own pixels."""
+    factor: float
+    """Source pixels per pixel of the result."""
+
+    @classmethod
+    def over(cls, x: float, y: float, width: int, height: int, factor: float) -> Grid:
+        """A grid that is taken as whole where it misses that by nothing that could be seen."""
+        if factor > 0.5 and abs(factor - round(factor)) * max(width, height) < MAX_DRIFT_PX:
+            factor = float(round(factor))
+        return cls(_snapped(x), _snapped(y), width, height, factor)
+
+    def shrunk(self, shrink: int) -> Grid:
+        """The same grid on a source of which each `shrink` x `shrink` pixels have become one."""
+        return Grid(self.x / shrink, self.y / shrink, self.width, self.height, self.factor / shrink)
+
+    def part(self, left: int, top: int, right: int, bottom: int) -> Grid:
+        """A rectangle of the result."""
+        x, y = self.x + left * self.factor, self.y + top * self.factor
+        return Grid(_snapped(x), _snapped(y), right - left, bottom - top, self.factor)
+
+    def lies_on(self, step: int) -> bool:
+        """Whether all borders between pixels of the result are whole multiples of `step` source pixels."""
+        return self.factor % step == 0 and self.x % step == 0 and self.y % step == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every source pixel belongs to one pixel of the result only, and sums of them fit into 16 bits."""
+        return self.lies_on(1) and 1 <= self.factor <= MAX_WHOLE_FACTOR
+
+    @property
+    def source_dtype(self) -> type[np.generic]:
+        """The type in which `resample` likes its source best (it takes either)."""
+        return np.uint8 if self.is_whole else np.float32
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """(x0, y0, x1, y1): the source pixels that the result depends on."""
+        x0, x1 = _span(self.x, self.width, self.factor)
+        y0, y1 = _span(self.y, self.height, self.factor)
+        return x0, y0, x1, y1
+
+
+def resample(source: NDArray[Any], grid: Grid) -> Pixels:
+    """The result's pixels (height, width, 3) from the source's pixels in `grid.box`."""
+    if not grid.is_whole:
+        return _weighted(source, grid)
+    source = np.asarray(source, np.uint8)
+    return source if grid.factor == 1 else reduce_whole(source, int(grid.factor))
+
+
+def reduce_whole(source: Pixels, factor: int) -> Pixels:
+    """The mean of every `factor` x `factor` pixels, rounded half up; both edges are multiples of `factor` >= 2."""
+    height, width = source.shape[0] // factor, source.shape[1] // factor
+    rows = source.reshape(height * factor, -1)
+    sums = np.add(rows[0::factor], rows[1::factor], dtype=np.uint16)
+    for k in range(2, factor):
+        sums += rows[k::factor]
+    out = np.empty((height, width, 3), np.uint8)
+    area = factor * factor
+    for channel in range(3):  # one channel at a time: numpy is slow on an innermost axis of three
+        total = sums[:, channel :: 3 * factor] + sums[:, channel + 3 :: 3 * factor]
+        for k in range(2, factor):
+            total += sums[:, channel + 3 * k :: 3 * factor]
+        total += area // 2
+        out[..., channel] = total // area if area & (area - 1) else total >> (area.bit_length() - 1)
+    return out
+
+
+def _weighted(source: NDArray[Any], grid: Grid) -> Pixels:
+    x0, y0, _, _ = grid.box
+    height, width = source.shape[:2]
+    # Rounded, so that tiles whose corners lie alike between source pixels share their weights.
+    down = _weights(round(grid.y - y0, 6), grid.height, grid.factor, height, 1)
+    along = _weights(round(grid.x - x0, 6), grid.width, grid.factor, width, 3)
+    rows = down @ source.reshape(height, -1).astype(np.float32, copy=False)
+    columns = along @ _transposed(rows)
+    columns += 0.5
+    return _transposed(columns.astype(np.uint8)).reshape(grid.height, grid.width, 3)
+
+
+@lru_cache(maxsize=64)
+def _weights(start: float, num_out: int, factor: float, num_in: int, channels: int) -> Any:
+    """Sparse (num_out * channels, num_in * channels): the weights of source pixels along one axis."""
+    from scipy import sparse  # slow to import, and whole grids need none of it
+
+    edges = start + np.arange(num_out + 1) * factor
+    if factor >= AREA_FROM:
+        index, weight = _area_taps(edges, factor)
+    else:
+        index, weight = _linear_taps(edges)
+    weight[(index < 0) | (index >= num_in)] = 0  # rounding only: the box holds all that counts
+    index = np.clip(index, 0, num_in - 1)
+    if channels > 1:
+        index = (index[:, None, :] * channels + np.arange(channels)[:, None]).reshape(-1, index.shape[1])
+        weight = np.repeat(weight, channels, axis=0)
+    starts = np.arange(len(index) + 1) * index.shape[1]
+    shape = (num_out * channels, num_in * channels)
+    matrix = sparse.csr_array(
+        (weight.astype(np.float32).ravel(), index.astype(np.int32).ravel(), starts.astype(np.int32)), shape=shape
+    )
+    matrix.eliminate_zeros()
+    return matrix
+
+
+AREA_FROM = 0.995
+"""Factors from here on are area means; below, there is less than a source pixel to take the mean of."""
+
+
+def _area_taps(edges: NDArray[np.floating], factor: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    low, high = edges[:-1, None], edges[1:, None]
+    index = np.floor(low).astype(np.int64) + np.arange(int(np.ceil(factor)) + 1)
+    covered = np.minimum(high, index + 1) - np.maximum(low, index)
+    covered[covered < 1e-9] = 0
+    return index, covered / covered.sum(axis=1, keepdims=True)
+
+
+def _linear_taps(edges: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    centre = (edges[:-1] + edges[1:]) / 2 - 0.5  # of the result's pixels, counted from the centre of source pixel 0
+    first = np.floor(centre).astype(np.int64)
+    part = centre - first
+    return np.stack([first, first + 1], axis=1), np.stack([1 - part, part], axis=1)
+
+
+def _span(start: float, num_out: int, factor: float) -> tuple[int, int]:
+    if factor >= AREA_FROM:
+        low, high = start, start + num_out * factor
+        return int(np.floor(low)), max(int(np.ceil(high - 1e-6)), int(np.floor(low)) + 1)
+    first = start + factor / 2 - 0.5
+    last = first + (num_out - 1) * factor
+    return int(np.floor(first)), int(np.floor(last)) + 2
+
+
+def _transposed(array: NDArray[Any]) -> NDArray[Any]:
+    """A transposed copy, in strips whose lines stay in the cache: 1.3 to 2 times as fast as one go."""
+    strip = 64 if array.dtype == np.float32 else 224
+    out = np.empty(array.shape[::-1], array.dtype)
+    for k in range(0, len(array), strip):
+        out[:, k : k + strip] = array[k : k + strip].T
+    return out
+
+
+def _snapped(value: float) -> float:
+    nearest = round(value)
+    return float(nearest) if abs(value - nearest) < 1e-3 else value

@@ -1,0 +1,480 @@
+"""Tile tables: where a slide is cut. A slide and its tissue mask come in, one HDF5 file per slide goes out.
+
+No pixels are stored, only coordinates: tiles are read from the slide when they are needed. The grid is regular in
+microns, so a tile of 224 px at 0.5 um/px is 112 um wide on every scanner. Beside the table lie a picture of what was
+kept (`<slide>.jpg`) and the tissue's outline (`<slide>.geojson`, which QuPath opens).
+
+File layout (version 1): dataset `coords` (N, 2) int64, level-0 top left, in reading order, with TRIDENT's attributes;
+`tissue` (N,) float32; `annotated` (N,) float32, the share of each tile inside annotated tumour, when the cohort links
+an annotation; `parents/<tiling>` (N,) int64, row of the coarse tile around each tile, -1 where none fits into the
+slide; group `stain` with the slide's fit; file attributes `schema`, `format_version`, `made_from` (hash of settings
+and inputs), `settings` and `inputs` (JSON), so that a rerun can tell what changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from scipy import ndimage
+
+from selfvitmil import annotations, artefact, stain
+from selfvitmil.errors import ArtefactError, SlideError, TissueError
+from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
+from selfvitmil.settings import StudySettings, TileSettings, tiling_name
+from selfvitmil.slides import Slide, open_slide
+from selfvitmil.tissue import Tissue, find_tissue, grey_of
+
+SCHEMA = "selfvitmil.tiles"
+FORMAT_VERSION = 1
+SECTIONS = {"slide", "tissue", "stain", "tile"}
+"""Sections of the settings that can change a table."""
+QC_EDGE_PX = 1200
+"""Longer edge of the picture for people."""
+
+Coords = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """The tiles of one slide at one resolution."""
+
+    slide: str
+    coords_l0: Coords
+    """(N, 2) top left corners (x, y) in level-0 pixels."""
+    tissue: NDArray[np.float32]
+    """(N,) share of each tile that is tissue."""
+    size_px: int
+    mpp: float
+    """Microns per tile pixel."""
+    overlap_px: int
+    slide_mpp: float
+    size_l0: tuple[int, int]
+    stain: stain.StainFit | None = None
+    """The slide's stain fit; None when stains are normalized per tile or not at all."""
+    annotated: NDArray[np.float32] | None = None
+    """(N,) share of each tile inside annotated tumour; None without an annotation."""
+    parents: Mapping[str, Coords] = field(default_factory=dict)
+    """Tiling name of a coarser table -> (N,) its row around each tile, or -1."""
+    parent_digests: Mapping[str, str] = field(default_factory=dict)
+    """Tiling name -> digest of the coarse coordinates that the rows count in."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Counts and warnings for people: what `tiles.csv` shows."""
+
+    def __len__(self) -> int:
+        return len(self.coords_l0)
+
+    @property
+    def extent_l0(self) -> float:
+        return extent_l0(self.size_px, self.mpp, self.slide_mpp)
+
+    @property
+    def boxes_l0(self) -> NDArray[np.float64]:
+        """(N, 4) the tiles as (x0, y0, x1, y1)."""
+        return boxes_l0(self.coords_l0, self.extent_l0)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.coords_l0).tobytes()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------- cutting, pure
+
+
+def boxes_l0(coords_l0: Coords, extent: float) -> NDArray[np.float64]:
+    """Corners (x, y) to boxes (x0, y0, x1, y1)."""
+    corners = coords_l0.astype(np.float64)
+    return np.concatenate([corners, corners + extent], axis=1)
+
+
+def grid(size_l0: tuple[int, int], slide_mpp: float, size_px: int, tile_mpp: float, overlap_px: int = 0) -> Coords:
+    """All tiles that fit whole into the slide, in reading order."""
+    extent = extent_l0(size_px, tile_mpp, slide_mpp)
+    stride = extent_l0(size_px - overlap_px, tile_mpp, slide_mpp)
+    x, y = (grid_origins(edge, extent, stride) for edge in size_l0)
+    return np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2)
+
+
+def mask_fractions(boxes: NDArray[np.float64], tissue: Tissue, slide_mpp: float) -> NDArray[np.float64]:
+    """Share of each level-0 box that the tissue mask covers."""
+    return box_fractions(tissue.mask, boxes * (slide_mpp / tissue.mpp))
+
+
+def pixel_fractions(slide: Slide, coords_l0: Coords, tissue: Tissue, tile: TileSettings) -> NDArray[np.float64]:
+    """Share of pixels darker than the slide's threshold in each tile, read from the slide (as the authors' code does).
+
+    Tiles that cannot reach `min_tissue` are not read and get 0: when that share of a tile's pixels lies below the
+    threshold, its mean grey is at most min_tissue * threshold + (1 - min_tissue) * 255, and a thumbnail knows the mean.
+    """
+    if tissue.threshold is None:
+        raise TissueError(
+            f"{slide.path.name}: no grey threshold",
+            "the slide has hardly any glass, and tissue.fraction_from = pixels needs the grey level that parts the two",
+            "Use tissue.fraction_from = mask for this study",
+        )
+    look = slide.thumbnail(8.0)
+    boxes = boxes_l0(coords_l0, extent_l0(tile.size_px, tile.mpp, slide.mpp)) * (slide.mpp / 8.0)
+    bound = tile.min_tissue * tissue.threshold + (1 - tile.min_tissue) * 255
+    means = _box_means(grey_of(look).astype(np.float64), boxes)
+    fractions = np.zeros(len(coords_l0))
+    for row in np.flatnonzero(means <= bound + 6):  # 6 grey levels for the rounding and compression of coarse levels
+        x, y = coords_l0[row]
+        fractions[row] = np.mean(grey_of(slide.read_tile(int(x), int(y), tile.size_px, tile.mpp)) < tissue.threshold)
+    return fractions
+
+
+def _box_means(values: NDArray[np.float64], boxes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean of an image over boxes, fractional edges rounded outwards."""
+    table = np.zeros((values.shape[0] + 1, values.shape[1] + 1))
+    table[1:, 1:] = values.cumsum(axis=0).cumsum(axis=1)
+    x0, y0 = np.floor(boxes[:, :2]).astype(int).T
+    x1, y1 = np.minimum(np.ceil(boxes[:, 2:]).astype(int), values.shape[::-1]).T
+    return (table[y1, x1] - table[y0, x1] - table[y1, x0] + table[y0, x0]) / ((x1 - x0) * (y1 - y0))
+
+
+def parent_rows(fine: TileTable, size_l0: tuple[int, int], parent_mpp: float) -> tuple[Coords, Coords]:
+    """The coarse tiles that hold at least one fine tile, and each fine tile's row among them (-1: none fits).
+
+    Both grids start at the slide's corner; the parent is the coarse tile in which a fine tile's centre lies.
+    """
+    extent = extent_l0(fine.size_px, parent_mpp, fine.slide_mpp)
+    x, y = (grid_origins(edge, extent, extent) for edge in size_l0)
+    column, row = ((fine.coords_l0 + fine.extent_l0 / 2) // extent).astype(np.int64).T
+    fits = (column < len(x)) & (row < len(y))
+    cell = np.where(fits, row * max(len(x), 1) + column, -1)
+    used, rows = np.unique(cell, return_inverse=True)
+    if len(used) and used[0] == -1:
+        used, rows = used[1:], rows - 1
+    coords = (
+        np.stack([x[used % max(len(x), 1)], y[used // max(len(x), 1)]], axis=1)
+        if len(used)
+        else np.empty((0, 2), np.int64)
+    )
+    return coords, rows.astype(np.int64)
+
+
+# ---------------------------------------------------------------------------------------------------- one slide
+
+
+@dataclass(frozen=True)
+class TileJob:
+    """All that a worker needs to cut one slide."""
+
+    slide: str
+    path: Path
+    folder: Path
+    """The study's `tiles` folder."""
+    settings: StudySettings
+    mpp: float | None = None
+    """Microns per pixel from the cohort, over whatever the slide says."""
+    annotation: Path | None = None
+
+
+@dataclass(frozen=True)
+class TileResult:
+    """What became of one slide."""
+
+    num_tiles: int
+    note: str
+    """`made`, `current`, or `made again: ...` with the reason."""
+    attributes: Mapping[str, Any]
+
+
+def tile_slide(job: TileJob) -> TileResult:
+    """Cut one slide and write its files, unless they are current. Raises SelfVitMilError where it cannot."""
+    inputs = _inputs(job)
+    stale = _why_stale(job, inputs)
+    target = job.folder / tiling_name(job.settings.tile) / f"{job.slide}.h5"
+    if stale is None:
+        table = read_tiles(target)
+        return TileResult(len(table), "current", table.attributes)
+    with open_slide(job.path, reader=job.settings.slide.reader, mpp=job.mpp or job.settings.slide.mpp) as slide:
+        tissue = find_tissue(slide, job.settings.tissue, job.slide)
+        tables = _cut(slide, tissue, job)
+        picture = draw(tables[0], tissue, look(slide, tissue))
+    made_from = {"settings": _relevant(job.settings), "inputs": inputs}
+    for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
+        write_tiles(_path(job, table), table, made_from)
+    fine = tables[0]
+    artefact.write_bytes(target.with_suffix(".jpg"), picture)
+    outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
+    annotations.write_annotations(target.with_suffix(".geojson"), outline)
+    write_tiles(target, fine, made_from)
+    return TileResult(len(fine), stale, fine.attributes)
+
+
+def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
+    """The fine table and its parents."""
+    tile = job.settings.tile
+    candidates = grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px)
+    boxes = boxes_l0(candidates, extent_l0(tile.size_px, tile.mpp, slide.mpp))
+    if job.settings.tissue.fraction_from == "pixels":
+        fractions = pixel_fractions(slide, candidates, tissue, tile)
+    else:
+        fractions = mask_fractions(boxes, tissue, slide.mpp)
+    kept = fractions >= tile.min_tissue
+    if not kept.any():
+        raise TissueError(
+            f"{slide.path.name}: not one of {len(candidates)} tiles is at least {tile.min_tissue:.0%} tissue",
+            f"the slide has {tissue.area_mm2:.2f} mm2 of tissue",
+            "Lower tile.min_tissue or tile.size_px, or take the slide out of the cohort",
+        )
+    coverage, lost = _annotated(job.annotation, boxes, kept)
+    fine = TileTable(
+        slide=job.slide,
+        coords_l0=candidates[kept],
+        tissue=fractions[kept].astype(np.float32),
+        size_px=tile.size_px,
+        mpp=tile.mpp,
+        overlap_px=tile.overlap_px,
+        slide_mpp=slide.mpp,
+        size_l0=slide.size_l0,
+        annotated=None if coverage is None else coverage[kept].astype(np.float32),
+    )
+    fit = _fit_stain(slide, fine, job.settings)
+    notes = (*slide.warnings, *tissue.warnings, *lost.pop("warnings", ()))
+    if fit is not None and fit.reason:
+        notes += (f"stains not fitted, pixels stay as scanned: {fit.reason}",)
+    attributes = {
+        "tissue_mm2": round(tissue.area_mm2, 4),
+        "pen_fraction": round(tissue.pen_fraction, 5),
+        "stain_fitted": fit.fitted if fit is not None else None,
+        "reader": slide.reader,
+        "mpp_source": slide.mpp_source,
+        **lost,
+        "warnings": list(notes),
+    }
+    fine = replace(fine, stain=fit, attributes=attributes)
+    coarse = [_parent_table(fine, tissue, mpp) for mpp in tile.parent_mpp]
+    names = [tiling_name(tile, mpp) for mpp in tile.parent_mpp]
+    rows = {name: parent_rows(fine, slide.size_l0, table.mpp)[1] for name, table in zip(names, coarse, strict=True)}
+    digests = {name: table.digest for name, table in zip(names, coarse, strict=True)}
+    orphans = int(sum((row < 0).sum() for row in rows.values()))
+    if orphans:
+        note = f"{orphans} tiles at the slide's edge have no parent that fits into the slide"
+        fine = replace(fine, attributes={**attributes, "warnings": [*notes, note]})
+    return [replace(fine, parents=rows, parent_digests=digests), *coarse]
+
+
+def _parent_table(fine: TileTable, tissue: Tissue, mpp: float) -> TileTable:
+    coords, _ = parent_rows(fine, fine.size_l0, mpp)
+    boxes = boxes_l0(coords, extent_l0(fine.size_px, mpp, fine.slide_mpp))
+    fractions = mask_fractions(boxes, tissue, fine.slide_mpp).astype(np.float32)
+    return replace(fine, coords_l0=coords, tissue=fractions, mpp=mpp, annotated=None)
+
+
+def _annotated(
+    path: Path | None, boxes: NDArray[np.float64], kept: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64] | None, dict[str, Any]]:
+    """Share of every candidate tile inside annotated tumour, and how much of the tumour the tissue filter loses."""
+    if path is None:
+        return None, {}
+    regions = annotations.read_annotations(path, repair=True)
+    coverage = annotations.box_coverage(regions, boxes)
+    tumour, lost = coverage > 0, (coverage > 0) & ~kept
+    share = float(coverage[lost].sum() / coverage.sum()) if tumour.any() else 0.0
+    warnings = [
+        f"{region.name or 'a polygon'} in {path.name} crosses itself and was repaired"
+        for region in regions
+        if region.repaired
+    ]
+    if lost.any():
+        warnings.append(
+            f"{lost.sum()} of {tumour.sum()} tiles with annotated tumour are not kept ({share:.1%} of its area)"
+        )
+    return coverage, {"tumour_tiles": int(tumour.sum()), "tumour_tiles_lost": int(lost.sum()), "warnings": warnings}
+
+
+def _fit_stain(slide: Slide, table: TileTable, settings: StudySettings) -> stain.StainFit | None:
+    if settings.stain.method != "slide":
+        return None
+    generator = np.random.default_rng([settings.stain.seed, len(table)])
+    chosen = np.sort(generator.permutation(len(table))[: settings.stain.sample_tiles])
+    tiles = [slide.read_tile(int(x), int(y), table.size_px, table.mpp) for x, y in table.coords_l0[chosen]]
+    return stain.fit_slide(np.stack(tiles))
+
+
+# ---------------------------------------------------------------------------------------------------- is it current?
+
+
+def _path(job: TileJob, table: TileTable) -> Path:
+    return job.folder / tiling_name(job.settings.tile, table.mpp) / f"{job.slide}.h5"
+
+
+def _relevant(settings: StudySettings) -> dict[str, Any]:
+    """All settings that can change a table."""
+    return settings.model_dump(mode="json", include=SECTIONS)
+
+
+def _inputs(job: TileJob) -> dict[str, str | float | None]:
+    """Identity of the files that go in: changing one makes the tables stale."""
+    if not job.path.exists():
+        raise SlideError(
+            f"{job.path.name}: no such file",
+            "the cohort names it, but it is not there",
+            "Correct its path in cohort.csv",
+        )
+    own = job.settings.tissue.folder
+    masks = sorted(own.glob(f"{job.slide}.*")) if own is not None else []
+    return {
+        "slide": artefact.fingerprint(job.path),
+        "mpp": job.mpp,
+        "annotation": artefact.fingerprint(job.annotation) if job.annotation is not None else None,
+        "mask": artefact.hash_of(*(artefact.fingerprint(mask) for mask in masks)) if masks else None,
+    }
+
+
+def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
+    """None when the slide's files are current, otherwise the reason to (re)make them."""
+    tile = job.settings.tile
+    names = [tiling_name(tile), *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)]
+    for name in names:
+        target = job.folder / name / f"{job.slide}.h5"
+        if not target.exists():
+            return "made"
+        try:
+            with h5py.File(target, "r") as file:
+                attributes = {key: file.attrs[key] for key in ("format_version", "settings", "inputs")}
+                if "coords" not in file or "tissue" not in file:
+                    raise KeyError("coords")
+        except (OSError, KeyError):
+            return f"made again: {name}/{target.name} is damaged"
+        if attributes["format_version"] != FORMAT_VERSION:
+            return f"made again: written in format {attributes['format_version']}, now {FORMAT_VERSION}"
+        if changed := _changed(json.loads(str(attributes["settings"])), _relevant(job.settings)):
+            return f"made again: {', '.join(changed)}"
+        if changed := _changed(json.loads(str(attributes["inputs"])), inputs):
+            return f"made again: another {' and '.join(key.split(' ')[0] for key in changed)} than before"
+    missing = [
+        suffix for suffix in (".jpg", ".geojson") if not (job.folder / names[0] / f"{job.slide}{suffix}").exists()
+    ]
+    return f"made again: {missing[0]} was missing" if missing else None
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    changes: list[str] = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += _changed(old, new, f"{prefix}{key}.")
+        elif old != new:
+            changes.append(f"{prefix}{key} {old} -> {new}")
+    return changes
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def write_tiles(path: Path, table: TileTable, made_from: Mapping[str, Any]) -> None:
+    """Write a table atomically; equal tables give equal bytes."""
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
+        file.attrs["schema"] = SCHEMA
+        file.attrs["format_version"] = FORMAT_VERSION
+        file.attrs["made_from"] = artefact.hash_of(made_from, FORMAT_VERSION)
+        for key in ("settings", "inputs"):
+            file.attrs[key] = json.dumps(made_from[key], sort_keys=True)
+        file.attrs["attributes"] = json.dumps(table.attributes, sort_keys=True)
+        coords = file.create_dataset("coords", data=table.coords_l0.astype(np.int64))
+        coords.attrs.update(trident_attributes(table))
+        coords.attrs["mpp"] = table.mpp
+        coords.attrs["level0_mpp"] = table.slide_mpp
+        file.create_dataset("tissue", data=table.tissue.astype(np.float32))
+        if table.annotated is not None:
+            file.create_dataset("annotated", data=table.annotated.astype(np.float32))
+        for name, rows in table.parents.items():
+            file.create_dataset(f"parents/{name}", data=rows.astype(np.int64)).attrs["coords_sha256"] = (
+                table.parent_digests[name]
+            )
+        if table.stain is not None:
+            file.create_group("stain").attrs["fit"] = json.dumps(table.stain.to_attributes(), sort_keys=True)
+    artefact.write_bytes(path, content.getvalue())
+
+
+def read_tiles(path: Path) -> TileTable:
+    """Read a table back; ArtefactError when the file is damaged or of another kind."""
+    try:
+        with h5py.File(path, "r") as file:
+            return _table_from(file)
+    except (OSError, KeyError, ValueError) as error:
+        raise ArtefactError(
+            f"{path.name}: not a readable tile table",
+            str(error).strip("'\""),
+            "Remove it and run `selfvitmil tile` again",
+        ) from None
+
+
+def _table_from(file: Any) -> TileTable:
+    if file.attrs["schema"] != SCHEMA or file.attrs["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{file.attrs['schema']} in format {file.attrs['format_version']}, expected {SCHEMA} {FORMAT_VERSION}"
+        )
+    coords = file["coords"]
+    parents = file.get("parents", {})
+    return TileTable(
+        slide=str(coords.attrs["name"]),
+        coords_l0=coords[:],
+        tissue=file["tissue"][:],
+        size_px=int(coords.attrs["patch_size"]),
+        mpp=float(coords.attrs["mpp"]),
+        overlap_px=int(coords.attrs["overlap"]),
+        slide_mpp=float(coords.attrs["level0_mpp"]),
+        size_l0=(int(coords.attrs["level0_width"]), int(coords.attrs["level0_height"])),
+        stain=stain.StainFit.from_attributes(json.loads(file["stain"].attrs["fit"])) if "stain" in file else None,
+        annotated=file["annotated"][:] if "annotated" in file else None,
+        parents={name: parents[name][:] for name in parents},
+        parent_digests={name: str(parents[name].attrs["coords_sha256"]) for name in parents},
+        attributes=json.loads(file.attrs["attributes"]),
+    )
+
+
+def trident_attributes(table: TileTable) -> dict[str, Any]:
+    """What TRIDENT puts on `coords`, so that tools of its kind open our files. Its magnifications are words for mpp."""
+    return {
+        "patch_size": table.size_px,
+        "patch_size_level0": round(table.extent_l0),
+        "level0_magnification": nominal_magnification(table.slide_mpp),
+        "target_magnification": nominal_magnification(table.mpp),
+        "overlap": table.overlap_px,
+        "name": table.slide,
+        "savetodir": "",
+        "level0_width": table.size_l0[0],
+        "level0_height": table.size_l0[1],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- picture
+
+
+def look(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
+    """The slide at a size for people: finer than the tissue's thumbnail where the slide is small."""
+    mpp = max(slide.size_l0) * slide.mpp / QC_EDGE_PX
+    if mpp < tissue.mpp:
+        return slide.thumbnail(mpp)
+    height, width = (max(1, round(edge * tissue.mpp / mpp)) for edge in tissue.mask.shape)
+    return np.asarray(Image.fromarray(tissue.thumbnail).resize((width, height), Image.Resampling.BOX))
+
+
+def draw(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
+    """The slide with its tissue outlined in green and kept tiles tinted blue, as JPEG."""
+    height, width = picture.shape[:2]
+    tint = Image.new("RGBA", (width, height))
+    pen = ImageDraw.Draw(tint)
+    for x0, y0, x1, y1 in table.boxes_l0 * (width / table.size_l0[0]):
+        pen.rectangle((x0, y0, x1, y1), fill=(30, 90, 255, 40), outline=(30, 90, 255, 130))
+    blended = Image.alpha_composite(Image.fromarray(picture).convert("RGBA"), tint)
+    mask = np.asarray(Image.fromarray(tissue.mask).resize((width, height), Image.Resampling.NEAREST))
+    pixels = np.array(blended.convert("RGB"))
+    pixels[mask & ~ndimage.binary_erosion(mask, iterations=2)] = (0, 160, 60)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "JPEG", quality=88)
+    return content.getvalue()
