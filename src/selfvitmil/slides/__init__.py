@@ -19,12 +19,7 @@ from pathlib import Path
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.slides.contract import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
 
-__all__ = ["SLIDE_SUFFIXES", "Level", "Slide", "SlideCache", "open_slide"]
-
-SLIDE_SUFFIXES = frozenset(
-    {".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu"}
-)
-"""Endings, in lower case, of the files that may be slides. What a file is, its content decides."""
+__all__ = ["Level", "Slide", "SlideCache", "open_slide"]
 
 READERS = ("auto", "openslide", "jpegtiff")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,7 +60,7 @@ class SlideInfo:
     warnings: tuple[str, ...]
 
 
-class Slide:
+class Slide(ABC):
     """One open slide. Use it in a `with` block, or call `close`.
 
     Pickles as its path and metadata: the file is opened again where it is first read. Reading from several threads is
@@ -173,18 +174,18 @@ class Slide:
 
     # ------------------------------------------------------------------------------------------------ for readers
 
+    @abstractmethod
     def _open(self) -> Any:
         """Open the file. The handle frees itself when nobody refers to it any more."""
-        raise NotImplementedError
 
     def _shrink(self, index: int, grid: Grid) -> int:
         """By how much the reader itself may shrink the pixels of a level for this grid."""
         del index, grid
         return 1
 
+    @abstractmethod
     def _pixels(self, index: int, shrink: int, box: Box, dtype: type[np.generic]) -> NDArray[Any]:
         """The pixels of a rectangle of a level that is shrunk so, white outside; an array of its own."""
-        raise NotImplementedError
 
     def _use(self) -> Any:
         """The open handle. Callers keep it in a local name while they read, so that `close` elsewhere does no harm."""
