@@ -1,0 +1,182 @@
+"""What all metrics share: the interval, checks of labels and scores at the door, Wilson's interval, the bootstrap.
+
+Axes in names: N samples (slides, patients or tiles), C classes, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import ndtri
+
+from selfvitmil.errors import MetricError
+
+Labels = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Weights of resamples are made in pieces of about this many numbers, so that memory stays small at any cohort size.
+_PIECE = 2**21
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval; a value that the data do not define is NaN."""
+
+    value: float
+    low: float
+    high: float
+    method: str
+    level: float = 0.95
+
+
+def check_labels(labels: ArrayLike, num_classes: int = 2) -> Labels:
+    """Labels as integers 0 .. num_classes - 1, or an error that shows the first that is none."""
+    given = np.asarray(labels)
+    if given.ndim != 1 or not len(given):
+        raise MetricError(f"labels of shape {given.shape}", "one label per sample is needed", "Pass a list of labels")
+    numeric = given.dtype.kind in "biuf"
+    known = np.isin(given, np.arange(num_classes)) if numeric else np.zeros(len(given), dtype=bool)
+    if not known.all():
+        wrong = int(np.argmin(known))
+        raise MetricError(
+            f"label {given[wrong].item()!r} at position {wrong}",
+            f"labels are whole numbers from 0 to {num_classes - 1}",
+            "Translate class names to numbers, and leave samples without a label out",
+        )
+    return given.astype(np.int64)
+
+
+def check_scores(scores: ArrayLike, count: int, columns: int | None = None, infinite: bool = False) -> Floats:
+    """Scores as float64, one (or `columns`) for each of `count` samples, never NaN and finite unless `infinite`."""
+    given = np.asarray(scores, dtype=np.float64)
+    shape = (count,) if columns is None else (count, columns)
+    if given.shape != shape:
+        raise MetricError(
+            f"scores of shape {given.shape}", f"the labels ask for shape {shape}", "Pass scores in the labels' order"
+        )
+    bad = np.isnan(given) if infinite else ~np.isfinite(given)
+    if bad.any():
+        raise MetricError(
+            f"{int(bad.sum())} of {given.size} scores are NaN or infinite, the first at position {np.argwhere(bad)[0]}",
+            "no score can be computed from them",
+            "Look for NaN in the embeddings, or leave these samples out and say so",
+        )
+    return given
+
+
+def check_probabilities(probabilities: ArrayLike, count: int, columns: int | None = None) -> Floats:
+    given = check_scores(probabilities, count, columns)
+    if given.size and (given.min() < 0 or given.max() > 1):
+        raise MetricError(
+            f"probabilities from {given.min():.4g} to {given.max():.4g}",
+            "probabilities lie between 0 and 1",
+            "Put logits through the sigmoid or the softmax first",
+        )
+    return given
+
+
+def check_both_classes(labels: Labels) -> None:
+    if labels.min() == labels.max():
+        raise MetricError(
+            f"all {len(labels)} labels are {labels[0]}",
+            "telling classes apart needs samples of at least two",
+            "Take a split that holds positives and negatives",
+        )
+
+
+def check_binary(labels: ArrayLike, scores: ArrayLike) -> tuple[Labels, Floats]:
+    """Labels 0 and 1, both there, with scores that can be ranked."""
+    label = check_labels(labels)
+    score = check_scores(scores, len(label), infinite=True)
+    check_both_classes(label)
+    return label, score
+
+
+def check_groups(groups: ArrayLike | None, count: int) -> Labels:
+    """For each sample the number of its group (patient), counted from 0; without groups each is its own."""
+    if groups is None:
+        return np.arange(count)
+    given = np.asarray(groups)
+    if given.shape != (count,):
+        raise MetricError(
+            f"groups of shape {given.shape}", f"there are {count} samples", "Pass one group (patient) per sample"
+        )
+    return np.unique(given, return_inverse=True)[1].astype(np.int64)
+
+
+def first_of_ties(ordered: Floats) -> NDArray[np.int64]:
+    """Where each distinct value begins in an ordered array."""
+    return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+
+def normal_quantile(level: float) -> float:
+    """How many standard deviations an interval of this level reaches to either side."""
+    if not 0 < level < 1:
+        raise MetricError(f"confidence level {level}", "it lies between 0 and 1", "Pass 0.95 for 95 %")
+    return float(ndtri(0.5 + level / 2))
+
+
+def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
+    """A proportion with Wilson's score interval. No trials: the value is NaN and the interval from 0 to 1."""
+    z = normal_quantile(level)
+    if not 0 <= successes <= trials:
+        raise MetricError(f"{successes} of {trials}", "a part is not more than the whole", "Check the counts")
+    if trials == 0:
+        return Interval(np.nan, 0.0, 1.0, "Wilson", level)
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    reach = z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    # At the ends rounding would leave 1e-17 instead of 0.
+    low = 0.0 if successes == 0 else (centre - reach) / scale
+    high = 1.0 if successes == trials else (centre + reach) / scale
+    return Interval(share, float(low), float(high), "Wilson", level)
+
+
+def mean_of_independent(parts: Sequence[Interval], method: str) -> Interval:
+    """Interval of the mean of independent estimates: their distances to the limits add as squares (Newcombe 1998)."""
+    value = float(np.mean([part.value for part in parts]))
+    down = float(np.sqrt(sum((part.value - part.low) ** 2 for part in parts))) / len(parts)
+    up = float(np.sqrt(sum((part.high - part.value) ** 2 for part in parts))) / len(parts)
+    if np.isnan(value):
+        return Interval(value, 0.0, 1.0, method, parts[0].level)
+    return Interval(value, value - down, value + up, method, parts[0].level)
+
+
+def bootstrap(
+    statistic: Callable[[Floats], Floats], labels: Labels, groups: Labels, resamples: int, seed: int
+) -> Floats:
+    """Values (R, ...) of `statistic`, which takes how often each sample was drawn, (R, N), over seeded resamples.
+
+    Whole groups are drawn with replacement, among those that hold samples of the same classes: every resample has
+    every class, and as many groups of each kind as the data. With one sample a group that is the stratified bootstrap.
+    """
+    if resamples < 100:
+        raise MetricError(f"{resamples} resamples", "limits need at least 100", "Ask for 1,000 or more")
+    return np.concatenate([statistic(weights) for weights in _weights(labels, groups, resamples, seed)])
+
+
+def _weights(labels: Labels, groups: Labels, resamples: int, seed: int) -> Iterator[Floats]:
+    rng = np.random.default_rng(seed)
+    num_groups = int(groups.max()) + 1
+    holds = np.zeros((num_groups, int(labels.max()) + 1), dtype=bool)
+    holds[groups, labels] = True
+    kind = np.unique(np.packbits(holds, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    strata = [np.flatnonzero(kind == k) for k in range(kind.max() + 1)]
+    piece = max(1, _PIECE // len(groups))
+    for start in range(0, resamples, piece):
+        rows = min(piece, resamples - start)
+        drawn = np.empty((rows, num_groups))
+        for members in strata:
+            size = len(members)
+            picks = rng.integers(size, size=(rows, size)) + size * np.arange(rows)[:, None]
+            drawn[:, members] = np.bincount(picks.ravel(), minlength=rows * size).reshape(rows, size)
+        yield drawn[:, groups]
+
+
+def percentile_interval(value: float, values_R: Floats, level: float) -> Interval:
+    low, high = np.quantile(values_R, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high), f"bootstrap percentiles, {len(values_R)} resamples", level)
