@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import pytest
 
 from selfvitmil import artefact
@@ -126,3 +129,49 @@ def test_errors_survive_pickling_and_read_as_sentences():
     assert isinstance(again, SlideError)
     assert str(again) == "a.svs: no mpp, so a size in microns has no meaning. Pass --slide.mpp 0.25"
     assert Failure.of("a", "tile", again) == Failure("a", "tile", error.reason, error.how)
+
+
+def failure_of(function: Callable[[], object]) -> Failure:
+    try:
+        function()
+    except Exception as error:
+        return Failure.of("a", "tile", error)
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_of_the_system_names_the_file_and_the_remedy_but_no_folder(tmp_path: Path):
+    missing = failure_of((tmp_path / "Dr Who" / "a.svs").read_bytes)
+    assert missing.reason == "a.svs: no such file or directory"
+    assert "not mounted" in missing.remedy
+    assert failure_of(tmp_path.read_bytes).reason == f"{tmp_path.name}: is a directory"
+    full = Failure.of("a", "tile", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert (full.reason, full.remedy[:15]) == ("no space left on device", "Free some space")
+    assert Failure.of("a", "tile", OSError(errno.EIO, "Input/output error", 3)).reason == "input/output error"
+
+
+def test_words_of_other_libraries_lose_their_folders(tmp_path: Path):
+    folder = tmp_path / "Dr Who"
+    folder.mkdir()
+    (folder / "a.h5").write_text("not HDF5")
+    damaged = failure_of(lambda: h5py.File(folder / "a.h5"))
+    assert damaged.reason.startswith("OSError: Unable to")
+    assert damaged.remedy.startswith("Check the file")
+    missing = failure_of(lambda: h5py.File(folder / "b.h5"))
+    assert "'b.h5'" in missing.reason
+    assert "Who" not in missing.reason
+    texts = {
+        "cannot identify '/home/Dr Who/a.svs'": "cannot identify 'a.svs'",
+        'bad "/x/a b.svs" and /y/z/c.svs:3': 'bad "a b.svs" and c.svs:3',
+        "1/2 of tls://host:1/x, either/or\n  /": "1/2 of tls://host:1/x, either/or /",
+    }
+    for text, told in texts.items():
+        assert Failure.of("a", "tile", ValueError(text)).reason == f"ValueError: {told}"
+
+
+def test_an_unexpected_error_tells_the_innermost_line_of_ours():
+    failure = failure_of(lambda: artefact.hash_of({1, 2}))  # raised by json, which we called
+    words, file, line = re.findall(r"(.*) \((\w+\.py):(\d+)\)", failure.reason)[0]
+    assert words == "TypeError: Object of type set is not JSON serializable"
+    assert file == "artefact.py"
+    assert "json.dumps" in Path(artefact.__file__).read_text().splitlines()[int(line) - 1]
+    assert Failure.of("a", "tile", KeyError()).reason == "KeyError"  # no words, and it went through no line of ours

@@ -14,7 +14,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import socket
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
@@ -185,10 +187,61 @@ class Failure:
 
     @classmethod
     def of(cls, slide: str, stage: str, error: BaseException) -> Failure:
-        """From any exception; one that was not raised on purpose is shown with its type."""
+        """From any exception. One that was not raised on purpose is shown with its type and the line it came through.
+
+        Files are named without their folders, since a `failures.csv` may be mailed.
+        """
         if isinstance(error, SelfVitMilError):
             return cls(slide, stage, error.reason, error.how)
-        return cls(slide, stage, f"{type(error).__name__}: {error}", "Please report this, with the slide's format")
+        if isinstance(error, OSError):
+            remedy = _REMEDIES_ANY.get(
+                error.errno or 0, "Check the file and its drive, then run the same command again"
+            )
+            return cls(slide, stage, _reason_of_os_error(error), remedy)
+        return cls(slide, stage, _unexpected(error), "Please report this, with the slide's format")
+
+
+_REMEDIES_ANY = {
+    **_REMEDIES,
+    errno.EACCES: "Give yourself the right to read or write it",
+    errno.EPERM: "Give yourself the right to read or write it",
+    errno.ENOENT: "See whether it was moved or renamed, or its drive is not mounted",
+}
+"""For an OSError of which we do not know whether it came from reading or writing."""
+
+
+def _reason_of_os_error(error: OSError) -> str:
+    if not error.strerror:  # a library's own words
+        return _unexpected(error)
+    words = _without_folders(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
+    if isinstance(error.filename, str | bytes):
+        return f"{Path(os.fsdecode(error.filename)).name}: {words}"
+    return f"{words}{_place(error)}"
+
+
+def _unexpected(error: BaseException) -> str:
+    text = _without_folders(str(error))
+    return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of ours that the exception went through, as ` (tiles.py:123)`."""
+    package = Path(__file__).parent
+    lines = [
+        f" ({Path(frame.filename).relative_to(package).as_posix()}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(package)
+    ]
+    return lines[-1] if lines else ""
+
+
+_FOLDERS = re.compile(r"""(?<=["'])/[^"'\n]*/|(?<![\w.:/])/(?:[^\s"'/]+/)+""")
+"""The folders of an absolute path: all up to the last slash between quotes, or up to a blank outside of them."""
+
+
+def _without_folders(text: str) -> str:
+    """In one line, with absolute paths cut down to the name of the file."""
+    return " ".join(_FOLDERS.sub("", text).split())
 
 
 FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do")

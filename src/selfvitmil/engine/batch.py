@@ -1,0 +1,169 @@
+"""Workers as jobs of Slurm, PBS or LSF, through dask-jobqueue: one job, one core, one slide at a time.
+
+The jobs find the key of the run as files in a folder at home, which all nodes of a cluster see and only we can read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfvitmil.engine.workers import ALLOWED_FAILURES, ONE_THREAD, Workers, first_line
+from selfvitmil.errors import ConfigError, EngineError
+from selfvitmil.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_BATCH = {  # kind: dask-jobqueue's class, the command that submits
+    "slurm": ("SLURMCluster", "sbatch"),
+    "pbs": ("PBSCluster", "qsub"),
+    "lsf": ("LSFCluster", "bsub"),
+}
+
+
+@contextmanager
+def batch_workers(batch: ClusterSettings) -> Iterator[Workers]:
+    """Jobs, submitted when asked for and cancelled on leaving."""
+    from distributed import Client
+
+    submit = _BATCH[batch.kind][1]
+    if shutil.which(submit) is None:
+        raise EngineError(
+            f"{batch.kind}: the command {submit} is not found",
+            "no job can be started from here",
+            f"Run this on a machine of the cluster that has {submit}, or leave engine.batch.kind out to work here",
+        )
+    refusals: list[str] = []
+    with ExitStack() as stack:
+        folder = stack.enter_context(_shared_folder())
+        cluster = _batch_cluster(batch, folder, refusals)
+        stack.callback(cluster.close)
+        client = Client(cluster, security=cluster.security, set_as_default=False)
+        stack.callback(client.close)
+        yield _BatchWorkers(client, cluster, batch, refusals, folder)
+
+
+class _BatchWorkers(Workers):
+    def __init__(self, client: Client, cluster: Any, batch: ClusterSettings, refusals: list[str], folder: Path):
+        super().__init__(client)
+        self._cluster = cluster
+        self._batch = batch
+        self._refusals = refusals
+        self._number = 0
+        self.whereabouts = f"waiting for jobs of {batch.kind} to start (their logs are in {folder})"
+
+    def ask_for(self, number: int) -> None:
+        if min(number, self._batch.jobs) > self._number:
+            self._number = min(number, self._batch.jobs)
+            # adapt, unlike scale, replaces a job that has reached its time limit
+            self._cluster.adapt(minimum_jobs=self._number, maximum_jobs=self._number)
+
+    def check_patience(self, seconds: float) -> None:
+        if len(self._refusals) >= self._number:
+            raise EngineError(
+                f"{self._batch.kind} refuses the job", self._refusals[0], "Correct the settings under engine.batch"
+            )
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A folder that only we can read, where the jobs find the run's key; at home, which all nodes of a cluster see."""
+    cache = Path.home() / ".cache" / "selfvitmil"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="jobs-", dir=cache, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise EngineError(
+            "~/.cache/selfvitmil cannot be written",
+            f"{error.strerror}, and the jobs need a place to find the key of this run",
+            "Make room in your home folder",
+        ) from None
+    with folder:
+        yield Path(folder.name)
+
+
+def _key_files(folder: Path) -> Any:
+    """A key and certificate made for this run, as files in `folder` that only we can read."""
+    from distributed.security import Security
+
+    made = Security.temporary()
+    files = {"ca": made.tls_ca_file, "cert": made.tls_worker_cert, "key": made.tls_worker_key}
+    for name, content in files.items():
+        descriptor = os.open(folder / f"{name}.pem", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(content)
+    ca, cert, key = (str(folder / f"{name}.pem") for name in files)
+    roles = ("client", "scheduler", "worker")
+    return Security(
+        require_encryption=True,
+        tls_ca_file=ca,
+        **{f"tls_{role}_cert": cert for role in roles},
+        **{f"tls_{role}_key": key for role in roles},
+    )
+
+
+def _noting_job(job_class: Any, refusals: list[str]) -> Any:
+    """A job that notes why the batch system refused it, which dask-jobqueue only logs."""
+    from distributed.core import Status
+
+    class NotingJob(job_class):
+        async def start(self) -> None:
+            try:
+                await super().start()
+            except Exception as error:
+                complaint = str(error).rpartition("stderr:")[2].split()
+                refusals.append(" ".join(complaint) or type(error).__name__)
+                self.status = Status.failed  # or the cluster cannot be closed
+                raise
+
+    return NotingJob
+
+
+def _batch_cluster(batch: ClusterSettings, folder: Path, refusals: list[str]) -> Any:
+    """The dask-jobqueue cluster, with no job yet."""
+    try:
+        import dask_jobqueue
+    except ImportError:
+        raise ConfigError(
+            f"engine.batch.kind = {batch.kind!r} needs the package dask-jobqueue",
+            "it is not installed",
+            "Install it with: pip install 'selfvitmil[cluster]'",
+        ) from None
+    cluster_class = getattr(dask_jobqueue, _BATCH[batch.kind][0])
+    job_class = _noting_job(cluster_class.job_cls, refusals)
+    try:
+        return cluster_class(job_cls=job_class, **_options(batch, folder))
+    except ValueError as error:  # an amount of memory that is none, say
+        raise ConfigError(f"engine.batch: {first_line(error)}", how="Correct the settings under engine.batch") from None
+
+
+def _options(batch: ClusterSettings, folder: Path) -> dict[str, Any]:
+    walltime = batch.walltime
+    if batch.kind == "lsf" and walltime.count(":") == 2:
+        walltime = walltime.rpartition(":")[0]  # LSF knows hours and minutes only
+    environment = {**ONE_THREAD, "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]"}
+    secure = {"security": _key_files(folder), "protocol": "tls://"}
+    no_dashboard = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    return {
+        "cores": 1,
+        "processes": 1,
+        "memory": batch.memory,
+        "walltime": walltime,
+        "queue": batch.queue,
+        "project" if batch.kind == "lsf" else "account": batch.account,
+        "job_name": "selfvitmil",
+        "job_extra_directives": list(batch.directives),
+        "job_script_prologue": [*(f"export {name}={value}" for name, value in environment.items()), *batch.prologue],
+        # The batch system keeps the memory limit; dask's own would pause a worker for ever.
+        "worker_extra_args": ["--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"],
+        "log_directory": str(folder),
+        "silence_logs": "critical",
+        "scheduler_options": {**no_dashboard, **secure, "allowed_failures": ALLOWED_FAILURES},
+        **secure,
+    }

@@ -1,0 +1,167 @@
+"""Engine: what the stages call. It opens workers when there is something to do and closes them at the end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+
+from selfvitmil.engine.batch import batch_workers
+from selfvitmil.engine.foreign import check_address, foreign_workers
+from selfvitmil.engine.local import local_workers, num_cores
+from selfvitmil.engine.progress import Progress, show_progress
+from selfvitmil.engine.run import Run
+from selfvitmil.engine.work import Outcome, attempt
+from selfvitmil.engine.workers import Workers
+from selfvitmil.settings import EngineSettings
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+class Engine:
+    """Workers for one command, started at the first map that has something to do and shared by all its stages.
+
+    with Engine(settings.engine) as engine:
+        for outcome in engine.map(tile_slide, jobs, stage="tile", unit="tiles", count=len): ...
+
+    Leaving the block stops the workers. Ctrl-C and SIGTERM arrive as KeyboardInterrupt in the calling thread; slides in
+    work are then asked to stop, which lets them remove their temporary files, and their processes are killed a second
+    later. One stuck in native code may leave a `.part` file, which `artefact.remove_leftovers` clears in the next run.
+    """
+
+    def __init__(self, settings: EngineSettings):
+        check_address(settings)
+        self._settings = settings
+        self._stack = ExitStack()
+        self._open = False
+        self._workers: Workers | None = None
+        self._runs: list[Run[Any]] = []
+
+    def __enter__(self) -> Engine:
+        self._stack.enter_context(_sigterm_interrupts())
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = False
+        with self._stack:
+            for run in self._runs:
+                run.stop()
+        self._workers = None
+
+    def map(
+        self,
+        function: Callable[[Item], T],
+        items: Mapping[str, Item],
+        *,
+        stage: str,
+        unit: str = "slides",
+        count: Callable[[T], int] | None = None,
+    ) -> Iterator[Outcome[T]]:
+        """Apply `function` to every item; yield each outcome as it comes, every name exactly once.
+
+        `function` is defined at the top of a module (or is a `functools.partial` of such a one) and, like the items and
+        its results, can be pickled. It may be called twice for a slide whose worker died, so it writes whole files or
+        none. `stage` stands in failures and in the progress line. `count` tells from a value how many of `unit` it
+        stands for (tiles, say); the progress then shows their rate, else that of slides.
+        """
+        if not items:
+            return
+        with show_progress(stage, unit, total=len(items)) as progress:
+            for outcome in self._outcomes(function, items, stage, progress):
+                failed = outcome.failure is not None
+                amount = 1 if count is None else 0 if failed else count(cast(T, outcome.value))
+                progress.advance(failed, amount)
+                yield outcome
+
+    def _outcomes(
+        self, function: Callable[[Item], T], items: Mapping[str, Item], stage: str, progress: Progress
+    ) -> Iterator[Outcome[T]]:
+        settings = self._settings
+        if settings.workers == 0:
+            for name, item in items.items():
+                yield attempt(function, name, item, stage, settings.retries)
+            return
+        assert self._open, "workers need a `with` block that stops them"
+        if self._workers is None:
+            self._workers = self._stack.enter_context(_open_workers(settings))
+        self._workers.ask_for(len(items))
+        run: Run[T] = Run(self._workers, function, items, stage, settings.retries)
+        self._runs.append(run)
+        try:
+            yield from run.outcomes(progress)
+        finally:
+            run.stop()
+            self._runs.remove(run)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM (a batch system's polite request) is taken as Ctrl-C is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_DASK = {
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.http.routes": [],
+    "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.active-memory-manager.start": False,
+    "distributed.scheduler.worker-ttl": None,  # a slide that holds the interpreter for minutes is not dead
+    "distributed.worker.profile.enabled": False,
+    "distributed.diagnostics.nvml": False,
+}
+
+
+@contextmanager
+def _open_workers(settings: EngineSettings) -> Iterator[Workers]:
+    """Workers in the place that the settings name; stopped and tidied up on leaving."""
+    import dask.config
+    import distributed  # noqa: F401  (its loggers must exist to be silenced)
+
+    # dask gives up a worker, nanny and all, that is away this long after a death, be it for another death. A local
+    # nanny always brings it back; a batch job may be gone, and is then replaced.
+    patience = "2 minutes" if settings.batch.kind != "none" else "1000 days"
+    with ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="selfvitmil-", ignore_cleanup_errors=True)
+        own = {"temporary-directory": stack.enter_context(folder), "distributed.deploy.lost-worker-timeout": patience}
+        stack.enter_context(dask.config.set({**_DASK, **own}))
+        stack.enter_context(_quiet_dask())
+        if settings.cluster is not None:
+            yield stack.enter_context(foreign_workers(settings))
+        elif settings.batch.kind != "none":
+            yield stack.enter_context(batch_workers(settings.batch))
+        else:
+            yield stack.enter_context(local_workers(settings.workers or num_cores()))
+
+
+@contextmanager
+def _quiet_dask() -> Iterator[None]:
+    """Keep dask's log to itself: a dead worker is reported once, by us, with its slide."""
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] in ("distributed", "tornado")]
+    levels = {name: logging.getLogger(name).level for name in {*names, "distributed", "tornado", "asyncio"}}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

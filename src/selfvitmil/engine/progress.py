@@ -1,0 +1,112 @@
+"""How far a map is: one moving line on a terminal, plain lines at a calm pace everywhere else; on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_LINE_EVERY_S = 10.0
+_LINE_EVERY_SHARE = 0.05
+
+
+class Progress:
+    """Counts outcomes and shows them as plain lines, at a pace that suits the log of a job that runs for a day."""
+
+    def __init__(self, stage: str, unit: str, total: int):
+        self._stage = stage
+        self._unit = unit
+        self._total = total
+        self._done = self._failed = self._amount = 0
+        self._began = time.monotonic()
+        self._shown_at = float("-inf")
+        self._shown_done = 0
+        self._told_waiting = float("-inf")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown_done < self._done:
+            self._show()
+
+    def advance(self, failed: bool, amount: int) -> None:
+        """One more slide is done, which stands for `amount` of the unit."""
+        self._done += 1
+        self._failed += failed
+        self._amount += amount
+        if self._is_due():
+            self._show()
+
+    def waiting(self, why: str, seconds: float) -> None:
+        """There has been no worker for so long."""
+        if seconds >= 5 and time.monotonic() - self._told_waiting >= 60:
+            self._told_waiting = time.monotonic()
+            print(f"{self._stage}: {why}", file=sys.stderr, flush=True)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        pause = max(_LINE_EVERY_S, 0.02 * (now - self._began))
+        step = self._done - self._shown_done >= _LINE_EVERY_SHARE * self._total and now - self._shown_at >= 1.0
+        return step or now - self._shown_at >= pause or self._done == self._total
+
+    def _show(self) -> None:
+        self._shown_at, self._shown_done = time.monotonic(), self._done
+        seconds = time.monotonic() - self._began
+        left = seconds / self._done * (self._total - self._done)
+        times = f"{_clock(seconds)} so far" + (f", about {_clock(left)} left" if left else "")
+        print(f"{self._stage}: {self._counts()}, {times}", file=sys.stderr, flush=True)
+
+    def _counts(self) -> str:
+        rate = self._amount / max(time.monotonic() - self._began, 1e-9)
+        return f"{self._done}/{self._total} slides, {self._failed} failed, {_number(rate)} {self._unit}/s"
+
+
+class Bar(Progress):
+    """The same on one moving line of a terminal."""
+
+    def __init__(self, stage: str, unit: str, total: int):
+        from rich import progress as rich
+        from rich.console import Console
+
+        super().__init__(stage, unit, total)
+        self._rich = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.TextColumn("{task.fields[counts]}"),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),  # what is piped into a file stays there
+        )
+        self._task = self._rich.add_task(stage, total=total, counts="starting")
+
+    def __enter__(self) -> Progress:
+        self._rich.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._rich.stop()
+
+    def waiting(self, why: str, seconds: float) -> None:
+        if seconds >= 5:
+            self._rich.update(self._task, counts=why)
+
+    def _is_due(self) -> bool:
+        return True
+
+    def _show(self) -> None:
+        self._rich.update(self._task, completed=self._done, counts=self._counts())
+
+
+def show_progress(stage: str, unit: str, total: int) -> Progress:
+    """The kind that suits where standard error goes, to be used in a `with` statement."""
+    return (Bar if sys.stderr.isatty() else Progress)(stage, unit, total)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
