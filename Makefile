@@ -38,6 +38,7 @@ format: $(VENV)/.ready
 # Pages of the docs that are made from the code.
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_settings_page.py
+	$(BIN)/python docs/make_pictures.py
 
 # Resolve the newest allowed versions anew.
 lock: $(VENV)/.ready

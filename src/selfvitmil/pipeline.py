@@ -1,0 +1,347 @@
+"""The commands as functions: each takes a study folder and settings, runs its stage over the cohort, writes artefacts.
+
+Together with `cli` this is the only place that knows several stages. Every function returns a `Summary`; slides that
+failed are in `failures.csv` by then and did not stop the others. Functions that work on slides take the `Engine` to do
+it with, so that one command starts its workers once.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, write_cohort
+from selfvitmil.engine import Engine
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import StudySettings, SynthSettings, resolve_settings, tiling_name, to_toml
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a command did, for people: `lines` to print, and the failures among its slides."""
+
+    lines: tuple[str, ...]
+    failures: tuple[Failure, ...] = ()
+    table: tuple[tuple[str, ...], ...] = ()
+    """Rows to show, header first."""
+
+
+@dataclass(frozen=True)
+class CohortSource:
+    """Where a study's slides come from, when it is not yet (or no longer only) its own cohort.csv."""
+
+    cohort: Path | None = None
+    labels: Path | None = None
+    label_column: str | None = None
+    slides_folder: Path | None = None
+
+
+# ---------------------------------------------------------------------------------------------------- study
+
+
+@contextmanager
+def open_study(study: Path, command: str) -> Iterator[None]:
+    """Hold the study's lock, with what a killed run left behind swept away."""
+    with artefact.study_lock(study, command):
+        artefact.remove_leftovers(study)
+        yield
+
+
+def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
+    """Settings of a study: its `study.toml` if there is one, `flags` on top."""
+    toml_file = study / "study.toml"
+    return resolve_settings(toml_file if toml_file.exists() else None, flags)
+
+
+def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
+    """The study's cohort, extended by `source` when one is given; and lines that tell what was added."""
+    own = study / "cohort.csv"
+    if source.cohort is None:
+        if not own.exists():
+            raise ConfigError(
+                f"{study.name}: this study has no cohort.csv yet",
+                "so there is nothing to work on",
+                "Give --cohort with a folder of slides or a table of them",
+            )
+        return read_cohort(own), []
+    if own.exists() and source.cohort.resolve() == own.resolve():
+        return read_cohort(own), []
+    cohort = read_cohort(
+        source.cohort, labels=source.labels, label_column=source.label_column, slides_folder=source.slides_folder
+    )
+    lines: list[str] = []
+    if own.exists():
+        cohort, report = merge_cohorts(read_cohort(own), cohort)
+        lines = [
+            f"cohort.csv: {text}: {', '.join(slides)}"
+            for text, slides in (
+                ("new slides", report.added),
+                ("fields filled", report.filled),
+                ("files found in a new place", report.moved),
+                ("not in the given table, but kept", report.only_old),
+            )
+            if slides
+        ]
+    write_cohort(own, cohort)
+    return cohort, [*lines, *(f"note: {warning}" for warning in cohort.warnings)]
+
+
+def _map(
+    engine: Engine, study: Path, stage: str, function: Callable[[Any], T], jobs: Mapping[str, Any], **progress: Any
+) -> tuple[dict[str, T], list[Failure]]:
+    """Run a stage over its slides: results in the cohort's order, and failures, which are recorded whatever happens."""
+    done: dict[str, T] = {}
+    failures: list[Failure] = []
+    try:
+        for outcome in engine.map(function, jobs, stage=stage, **progress):
+            if outcome.failure is not None:
+                failures.append(outcome.failure)
+            else:
+                done[outcome.name] = cast(T, outcome.value)
+    finally:
+        artefact.record_failures(study, stage, [*done, *(failure.slide for failure in failures)], failures)
+    return {name: done[name] for name in jobs if name in done}, failures
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    artefact.write_text(path, text.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
+    """Write a cohort of made slides into `folder`."""
+    from selfvitmil.slides import synthetic
+
+    if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+        raise ConfigError(
+            f"{folder.name}: this folder is not empty", "made slides would mix with what is there", "Name a new one"
+        )
+    plans = synthetic.plan_cohort(
+        slides=settings.slides,
+        positives=settings.positives,
+        seed=settings.seed,
+        size=(settings.size_px, settings.size_px),
+        layout=settings.layout,
+    )
+    jobs = {plan.name: (plan, folder) for plan in plans}
+    truths, failures = {}, []
+    for outcome in engine.map(_write_planned, jobs, stage="synth"):
+        if outcome.failure is not None:
+            failures.append(outcome.failure)
+        else:
+            truths[outcome.name] = outcome.value
+    synthetic.finish_cohort(folder, [truths[plan.name] for plan in plans if plan.name in truths])
+    lines = [f"{len(truths)} slides written to {folder}"]
+    if settings.hostile:
+        lines.append(f"{len(synthetic.make_hostile(folder / 'hostile'))} hostile files written to {folder / 'hostile'}")
+    return Summary(tuple(lines), tuple(failures))
+
+
+def _write_planned(job: Any) -> Any:
+    from selfvitmil.slides import synthetic
+
+    plan, folder = job
+    return synthetic.write_planned(plan, folder)
+
+
+def check(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
+    """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`."""
+    from selfvitmil.slides.check import CheckJob, SlideCheck, check_slide
+
+    with open_study(study, "check"):
+        cohort, lines = study_cohort(study, source)
+        jobs = {
+            row.slide: CheckJob(
+                row.slide, row.path, settings.slide.reader, row.mpp or settings.slide.mpp, row.annotation
+            )
+            for row in cohort.rows
+        }
+        done, failures = _map(engine, study, "check", check_slide, jobs)
+        rows = _with_twins(list(done.values()))
+        header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
+        cells = [[_cell(asdict(row)[name]) for name in header] for row in rows]
+        _write_csv(study / "check.csv", header, cells)
+    lines += [f"{row.slide}: {warning}" for row in rows for warning in row.warnings]
+    lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
+    shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
+    table = (shown, *(tuple(_cell(asdict(row)[name]) for name in shown) for row in rows))
+    return Summary(tuple(lines), tuple(failures), table)
+
+
+def _with_twins(rows: Sequence[Any]) -> list[Any]:
+    """Rows with a warning on slides whose files are the same."""
+    first: dict[str, str] = {}
+    result = []
+    for row in rows:
+        twin = first.setdefault(row.fingerprint, row.slide)
+        warning = () if twin == row.slide else (f"the same file as {twin}: one slide under two names",)
+        result.append(replace(row, warnings=row.warnings + warning))
+    return result
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "; ".join(value) if isinstance(value, tuple | list) else "" if value is None else str(value)
+
+
+def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
+    """Find tissue, cut tiles, fit stains; writes `tiles/<tiling>/` and `failures.csv`."""
+    from selfvitmil.tiles import SECTIONS, TileJob, tile_slide
+
+    name = tiling_name(settings.tile)
+    folder = study / "tiles"
+    with open_study(study, "tile"):
+        cohort, lines = study_cohort(study, source)
+        jobs = {
+            row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows
+        }
+        done, failures = _map(engine, study, "tile", tile_slide, jobs, unit="tiles", count=_num_tiles)
+        if done:
+            artefact.write_text(folder / name / "settings.toml", to_toml(settings, SECTIONS))
+            rows = [_tiles_row(slide, result) for slide, result in done.items()]
+            _write_csv(folder / name / "tiles.csv", TILES_HEADER, rows)
+    lines += _tile_lines(done, len(jobs), name)
+    return Summary(tuple(lines), tuple(failures))
+
+
+def _num_tiles(result: Any) -> int:
+    return result.num_tiles
+
+
+TILES_HEADER = (
+    "slide",
+    "tiles",
+    "tissue_mm2",
+    "pen_fraction",
+    "stain_fitted",
+    "reader",
+    "mpp_source",
+    "tumour_tiles",
+    "tumour_tiles_lost",
+    "warnings",
+)
+
+
+def _tiles_row(slide: str, result: Any) -> list[str]:
+    return [slide, str(result.num_tiles), *(_cell(result.attributes.get(column)) for column in TILES_HEADER[2:])]
+
+
+def _tile_lines(done: Mapping[str, Any], asked: int, name: str) -> list[str]:
+    """What a person wants to read after tiling: changes, warnings, odd counts, totals."""
+    lines = [f"{slide}: {result.note}" for slide, result in done.items() if result.note not in ("made", "current")]
+    lines += [
+        f"{slide}: {warning}" for slide, result in done.items() for warning in result.attributes.get("warnings", ())
+    ]
+    counts = np.array([result.num_tiles for result in done.values()])
+    if len(counts) >= 5:
+        middle = float(np.median(counts))
+        odd = [slide for slide, result in done.items() if not middle / 10 <= result.num_tiles <= middle * 10]
+        lines += [
+            f"{slide}: {done[slide].num_tiles} tiles, where the median is {middle:.0f}: look at its picture"
+            for slide in odd
+        ]
+    current = sum(result.note == "current" for result in done.values())
+    total = (
+        f"{counts.sum():,} tiles of {len(done)} of {asked} slides in tiles/{name}"
+        if len(counts)
+        else f"no tiles of {asked} slides"
+    )
+    return [*lines, total + (f" ({current} were current and left alone)" if current else "")]
+
+
+def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
+    """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`."""
+    from selfvitmil.embed import embed_slide
+    from selfvitmil.encoder import load_encoder
+
+    tilings = [tiling_name(settings.tile, mpp) for mpp in (settings.tile.mpp, *settings.tile.parent_mpp)]
+    sources = {encoder_name(source): encoder_source(study, source) for source in encoders}
+    for source in sources.values():  # one clear error, and one download, instead of one per slide
+        load_encoder(source)
+    lines: list[str] = []
+    failures: list[Failure] = []
+    with open_study(study, "embed"):
+        cohort, _ = study_cohort(study, CohortSource())
+        for tiling, name in itertools.product(tilings, sources):
+            jobs, missing = _embed_jobs(study, cohort, tiling, name, sources[name], settings)
+            done, failed = _map(engine, study, f"embed {name}", embed_slide, jobs, unit="tiles", count=_num_tiles)
+            artefact.record_failures(study, f"embed {name}", [failure.slide for failure in missing], missing)
+            failures += [*missing, *failed]
+            folder = study / "bags" / tiling / f"features_{name}"
+            if done:
+                artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+            lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
+    return Summary(tuple(lines), tuple(failures))
+
+
+def encoder_name(source: str) -> str:
+    """What an encoder is called in file names: the last part of its folder, file or hub name."""
+    name = Path(source.removeprefix("hf-hub:")).name or source
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def encoder_source(study: Path, source: str) -> str:
+    """An encoder of the study by its name, else `source` as it is."""
+    own = study / "encoders" / source
+    return str(own) if own.is_dir() else source
+
+
+def _embed_jobs(
+    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Jobs for the slides that have tiles, and a failure for each that has none."""
+    from selfvitmil.embed import EmbedJob
+
+    jobs: dict[str, Any] = {}
+    missing: list[Failure] = []
+    for row in cohort.rows:
+        table = study / "tiles" / tiling / f"{row.slide}.h5"
+        bag = study / "bags" / tiling / f"features_{name}" / f"{row.slide}.h5"
+        if table.exists():
+            jobs[row.slide] = EmbedJob(
+                row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
+                settings.slide.reader, row.mpp or settings.slide.mpp,
+            )  # fmt: skip
+        else:
+            reason = f"{row.slide}: no tile table in tiles/{tiling}"
+            missing.append(Failure(row.slide, f"embed {name}", reason, "Run `selfvitmil tile` and see what it says"))
+    return jobs, missing
+
+
+def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
+    lines = [f"{slide}: {result.note}" for slide, result in done.items() if result.note not in ("made", "current")]
+    lines += [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
+    total = sum(result.num_tiles for result in done.values())
+    made = [result for result in done.values() if result.note != "current"]
+    wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
+    return [*lines, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
+
+
+def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
+    """The whole way on made slides: yields a summary after each step."""
+    slides = study / "slides"
+    if not (slides / "cohort.csv").exists():
+        yield synth(slides, SynthSettings(), engine)
+    source = CohortSource(cohort=slides / "cohort.csv")
+    yield check(study, source, settings, engine)
+    yield tile(study, source, settings, engine)

@@ -1,0 +1,258 @@
+"""The commands as a user meets them: exit status, messages, files; bad input and interruptions included."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from selfvitmil.cli import main
+from selfvitmil.slides import synthetic
+
+TILING = "0.5mpp_224px_0px"
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def selfvitmil(*arguments: object) -> Done:
+    """Run a command in this process; what it does not raise on purpose fails the test with its traceback."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return Done(int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def artefacts(study: Path) -> dict[str, bytes]:
+    """All files that must be identical however a study came about."""
+    found = (path for path in (study / "tiles").rglob("*") if path.is_file())
+    return {str(path.relative_to(study)): path.read_bytes() for path in found}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four small slides with labels, patients and annotations."""
+    folder = tmp_path_factory.mktemp("made") / "cohort"
+    synthetic.make_cohort(folder, slides=4, seed=1, size=(1536, 1536))
+    return folder
+
+
+def test_from_made_slides_to_tile_tables(made: Path, tmp_path: Path):
+    study = tmp_path / "study"
+    checked = selfvitmil("check", study, "--cohort", made / "cohort.csv", "--workers", 0)
+    assert checked.returncode == 0, checked.stderr
+    assert "4 of 4 slides can be worked with" in checked.stdout
+    assert len(rows_of(study / "check.csv")) == 4
+    tiled = selfvitmil("tile", study, "--workers", 0)
+    assert tiled.returncode == 0, tiled.stderr
+    names = {row["slide"] for row in rows_of(study / "cohort.csv")}
+    assert {path.stem for path in (study / "tiles" / TILING).glob("*.h5")} == names
+    assert {path.stem for path in (study / "tiles" / TILING).glob("*.jpg")} == names
+    assert {row["slide"] for row in rows_of(study / "tiles" / TILING / "tiles.csv")} == names
+    assert not (study / "failures.csv").exists()
+    # Nothing in the study names a place on this machine.
+    for path in study.rglob("*"):
+        if path.is_file() and path.suffix in (".csv", ".h5", ".geojson", ".toml"):
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+    again = selfvitmil("tile", study, "--workers", 0)
+    assert "4 were current and left alone" in again.stdout
+
+
+def test_processes_and_calling_process_give_the_same_bytes(made: Path, tmp_path: Path):
+    for name, workers in (("one", 0), ("two", 2)):
+        done = selfvitmil("tile", tmp_path / name, "--cohort", made / "cohort.csv", "--workers", workers)
+        assert done.returncode == 0, done.stderr
+    assert artefacts(tmp_path / "one") == artefacts(tmp_path / "two")
+
+
+def test_synth_refuses_a_folder_with_things_in_it(tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("precious")
+    done = selfvitmil("synth", tmp_path, "--workers", 0)
+    assert done.returncode == 2
+    assert "not empty" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tyle", "study"], "tile"),
+        (["tile"], "STUDY"),
+        (["tile", "study", "--tile.mmp", "0.5"], "--tile.mpp"),
+        (["tile", "study", "--tile.mpp", "-1"], "greater than 0"),
+        (["tile", "study", "--tile.overlap-px", "224"], "leaves no way forward"),
+        (["tile", "study"], "no cohort.csv yet"),
+        (["tile", "study", "--cohort", "nowhere"], "nowhere"),
+        (["tile", "study", "--workers", "1", "--cluster", "tls://host:1"], "exclude each other"),
+    ],
+)
+def test_usage_errors_end_with_2_and_say_what_was_meant(arguments: list[str], says: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = selfvitmil(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+
+
+def test_a_plain_address_is_refused(made: Path, tmp_path: Path):
+    done = selfvitmil("tile", tmp_path, "--cohort", made / "cohort.csv", "--cluster", "tcp://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "--insecure" in done.stderr
+
+
+def test_unknown_key_in_study_toml(made: Path, tmp_path: Path):
+    (tmp_path / "study.toml").write_text("[tile]\nmin_tisue = 0.5\n")
+    done = selfvitmil("tile", tmp_path, "--cohort", made / "cohort.csv")
+    assert done.returncode == 2
+    assert "did you mean 'tile.min_tissue'" in done.stderr
+
+
+def test_empty_cohort(tmp_path: Path):
+    (tmp_path / "slides").mkdir()
+    done = selfvitmil("tile", tmp_path / "study", "--cohort", tmp_path / "slides")
+    assert done.returncode == 3
+    assert "slides" in done.stderr
+
+
+def test_hostile_files_cost_only_themselves(made: Path, tmp_path: Path):
+    folder = tmp_path / "slides"
+    shutil.copytree(made / "slides", folder)
+    hostile = synthetic.make_hostile(folder / "hostile")
+    good = {path.stem for path in (made / "slides").iterdir()}
+    study = tmp_path / "study"
+    done = selfvitmil("tile", study, "--cohort", folder, "--workers", 2)
+    assert done.returncode == 3, done.stderr
+    tiled = {path.stem for path in (study / "tiles" / TILING).glob("*.h5")}
+    failed = {row["slide"]: row for row in rows_of(study / "failures.csv")}
+    cohort = {row["slide"] for row in rows_of(study / "cohort.csv")}
+    assert good <= tiled
+    assert tiled | set(failed) == cohort  # every slide is either done or explained
+    assert not tiled & set(failed)
+    assert {path.stem for path in hostile.values() if path.suffix in (".svs", ".tif")} <= cohort
+    for row in failed.values():
+        assert row["stage"] == "tile"
+        assert row["reason"]
+        assert row["what to do"]
+        assert "Error:" not in row["reason"], f"not raised on purpose: {row}"
+    assert str(tmp_path) not in (study / "failures.csv").read_text()
+    # Fix one: its row goes when the stage succeeds.
+    name = sorted(failed)[0]
+    broken = next(path for path in hostile.values() if path.stem == name)
+    shutil.copy(next((made / "slides").iterdir()), broken)
+    selfvitmil("tile", study, "--workers", 0)
+    still = {row["slide"] for row in rows_of(study / "failures.csv")}
+    assert name not in still or broken.suffix not in (".svs", ".tif")
+
+
+def test_check_tells_twins_and_missing_resolution(made: Path, tmp_path: Path):
+    slide = next((made / "slides").iterdir())
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    shutil.copy(slide, folder / f"a{slide.suffix}")
+    shutil.copy(slide, folder / f"b{slide.suffix}")
+    shutil.copy(synthetic.make_hostile(tmp_path / "hostile")["no_mpp"], folder / "c.tif")
+    done = selfvitmil("check", tmp_path / "study", "--cohort", folder, "--workers", 0)
+    assert done.returncode == 3
+    assert "the same file as a" in done.stdout
+    (failed,) = rows_of(tmp_path / "study" / "failures.csv")
+    assert failed["slide"] == "c"
+    assert "microns per pixel" in failed["reason"]
+    assert "--slide.mpp" in failed["what to do"]
+    assert selfvitmil("check", tmp_path / "study", "--slide.mpp", 0.25, "--workers", 0).returncode == 0
+    assert rows_of(tmp_path / "study" / "failures.csv") == []
+
+
+def test_kill_in_the_middle_then_rerun_is_identical(made: Path, tmp_path: Path):
+    """kill -9 while tables are being written; the rerun ends with the bytes of an undisturbed run."""
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    assert selfvitmil("tile", calm, "--cohort", made / "cohort.csv", "--workers", 0).returncode == 0
+    command = [
+        sys.executable,
+        "-m",
+        "selfvitmil",
+        "tile",
+        str(killed),
+        "--cohort",
+        str(made / "cohort.csv"),
+        "--workers",
+        "0",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(killed.glob(f"tiles/{TILING}/*.h5")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 0 < len(list(killed.glob(f"tiles/{TILING}/*.h5"))) < 4
+    (killed / "tiles" / TILING / ".s.h5.1.part").write_bytes(b"left behind")
+    done = selfvitmil("tile", killed, "--workers", 0)
+    assert done.returncode == 0, done.stderr
+    assert artefacts(killed) == artefacts(calm)
+
+
+def test_a_folder_that_cannot_be_written(made: Path, tmp_path: Path):
+    (tmp_path / "study").write_text("a file where a folder should be")
+    done = selfvitmil("tile", tmp_path / "study", "--cohort", made / "cohort.csv")
+    assert done.returncode == 3
+    assert "cannot be written" in done.stderr
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or sys.platform != "linux", reason="a full disk is made with mount, which needs root"
+)
+def test_a_full_disk_names_itself_and_the_rerun_completes(made: Path, tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this machine does not allow mounts, so no disk can be filled")
+    try:
+        done = selfvitmil("tile", disk / "study", "--cohort", made / "cohort.csv", "--workers", 0)
+        assert done.returncode == 3
+        assert "no space left" in (done.stdout + done.stderr).lower()
+        assert not list(disk.rglob("*.part"))
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert selfvitmil("tile", disk / "study", "--cohort", made / "cohort.csv", "--workers", 0).returncode == 0
+        assert not rows_of(disk / "study" / "failures.csv") if (disk / "study" / "failures.csv").exists() else True
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_camelyon16_folder(tmp_path: Path):
+    folder = tmp_path / "CAMELYON16"
+    synthetic.make_cohort(folder, slides=4, seed=2, size=(1024, 1024), layout="camelyon16")
+    done = selfvitmil("check", tmp_path / "study", "--cohort", folder, "--workers", 0)
+    assert done.returncode == 0, done.stderr
+    rows = {row["slide"]: row for row in rows_of(tmp_path / "study" / "cohort.csv")}
+    assert {row["split"] for row in rows.values()} == {"train", "test"}
+    for name, row in rows.items():
+        assert row["label"] in ("normal", "tumor")
+        assert bool(row["annotation"]) == (row["label"] == "tumor"), name
+
+
+def test_settings_page_is_current():
+    done = subprocess.run(
+        [sys.executable, "-c", "import make_settings_page as m; print(m.page(), end='')"],
+        cwd=Path(__file__).parents[1] / "docs",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    written = (Path(__file__).parents[1] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert done.stdout == written, "run `make docs`"
