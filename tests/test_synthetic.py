@@ -114,7 +114,7 @@ def positives(tmp_path_factory: pytest.TempPathFactory) -> Made:
     made = []
     for seed, layout in enumerate(("svs40", "svs20", "tiff", "svs40"), start=10):
         path = folder / f"{seed}.svs"
-        truth = make_slide(path, seed, size=(3584, 3584), lesions=3, lesion_um=(150, 300), layout=layout)
+        truth = make_slide(path, seed, size=(3200, 3200), lesions=3, lesion_um=(150, 300), layout=layout)
         made.append((pixels_of(path), truth))
     return made
 

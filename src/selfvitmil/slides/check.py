@@ -58,9 +58,13 @@ def check_slide(job: CheckJob) -> SlideCheck:
         if len(slide.levels) == 1 and max(width, height) > LARGE_L0:
             warnings.append("no pyramid: looking at the whole slide means decoding all of it, which is slow")
         if job.annotation is not None:
-            repaired = [region for region in annotations.read_annotations(job.annotation, repair=True) if region.repaired]
+            repaired = [
+                region for region in annotations.read_annotations(job.annotation, repair=True) if region.repaired
+            ]
             if repaired:
-                warnings.append(f"{len(repaired)} self-crossing polygons in {job.annotation.name} are repaired when read")
+                warnings.append(
+                    f"{len(repaired)} self-crossing polygons in {job.annotation.name} are repaired when read"
+                )
         return SlideCheck(
             slide=job.slide,
             format=slide.vendor,

@@ -8,8 +8,9 @@ lymphocytes, uneven staining, folds, dust; and lesions are told from normal tiss
 by their colour, whose mean is by construction that of the tissue that they replace. Nothing learnt from them holds for
 patients.
 
-`anatomy` decides where everything lies, `painter` turns any window of that into pixels, `pyramid` writes slide files,
-`slide` and `cohort` put it together.
+`anatomy` decides (on a coarse `grid`) where everything lies, `painter` turns any window of that into concentrations of
+the two stains with the pictures of `cells`, `colour` turns these into pixels, `pyramid` writes slide files, `slide` and
+`cohort` put it together.
 """
 
 from selfvitmil.slides.synthetic.cohort import (

@@ -5,15 +5,13 @@ the capsule, fibrous stroma, sinuses, germinal centres, lesions, and how strongl
 points with a kind. Distances are microns unless a name says otherwise; maps are arrays [y, x] whose cell (i, j) covers
 `step_px` pixels from (j * step_px, i * step_px).
 
-The normal tissue is planned everywhere, also where lesions are: the painter gives a lesion the mean colour of the
-tissue whose place it takes.
+The normal tissue is planned everywhere, also where lesions are: they take over some of the unevenness of its colour.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +19,7 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 
 from selfvitmil.errors import ConfigError
-
-Map = NDArray[np.floating[Any]]
-"""Values on the cells of the plan, or on pixels: float32."""
-Points = NDArray[np.floating[Any]]
-"""Numbers about points, mostly (x, y) in rows: float64."""
+from selfvitmil.slides.synthetic.grid import Grid, Map, Points, loosen, sample, scatter, smooth_step
 
 LYMPHOCYTE, BLAST, HISTIOCYTE, SPINDLE, RED_CELL, TUMOUR_BODY, TUMOUR_NUCLEUS = range(7)
 FAT, VESSEL, LUMEN = range(3)
@@ -101,7 +95,7 @@ def grow_anatomy(
     step_px = max(1, round(4.0 / mpp))
     # Separate streams, so that asking for lesions changes the rest as little as can be.
     outline_rng, stain_rng, cell_rng, lesion_rng, cavity_rng = rng.spawn(5)
-    grid = _Grid.over(size_px, step_px, mpp)
+    grid = Grid.over(size_px, step_px, mpp)
 
     depth, hilum = _outline(outline_rng, grid)
     near_hilum = np.exp(-0.5 * (grid.distance_to(hilum) / (0.2 * grid.short_um)) ** 2)
@@ -113,11 +107,11 @@ def grow_anatomy(
     edge = np.exp(-((depth / 45) ** 2))
     across = edge * depth + (1 - edge) * 110 * bands
 
-    lesions = place_lesions(lesion_rng, grid, depth, num_lesions, lesion_um)
+    lesions = _place_lesions(lesion_rng, grid, depth, num_lesions, lesion_um)
     inside = _lesion_map(grid, lesions)
     septum = np.exp(-((grid.noise(lesion_rng, 55) / 0.16) ** 2))
     cavities = _cavities(cavity_rng, grid, depth, hilum, stroma)
-    cavities = _select(cavities, _sample(grid, inside, cavities.xy_um) < -cavities.radius_um)
+    cavities = _select(cavities, sample(grid, inside, cavities.xy_um) < -cavities.radius_um)
     lumina = _lumina(lesion_rng, grid, inside)
 
     density = _density(cell_rng, grid, depth, stroma, sinus, centre, mantle)
@@ -143,7 +137,7 @@ def grow_anatomy(
         septum=septum.astype(np.float32),
         lesions_um=lesions,
         cells=cells,
-        replaced=_sample(grid, inside, cells.xy_px * mpp) > 0,
+        replaced=sample(grid, inside, cells.xy_px * mpp) > 0,
         tumour_cells=tumour_cells,
         cavities=cavities,
         lumina=lumina,
@@ -153,8 +147,8 @@ def grow_anatomy(
 
 def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
     """Whether points lie in tissue: under its surface and in no cavity."""
-    grid = _Grid.over(anatomy.size_px, anatomy.step_px, anatomy.mpp)
-    found = _sample(grid, anatomy.depth_um, xy_um) > 0
+    grid = Grid.over(anatomy.size_px, anatomy.step_px, anatomy.mpp)
+    found = sample(grid, anatomy.depth_um, xy_um) > 0
     tree = KDTree(xy_um)
     for cavities in (anatomy.cavities, anatomy.lumina):
         for centre, radius in zip(cavities.xy_um, cavities.radius_um, strict=True):
@@ -162,81 +156,10 @@ def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- the grid
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Cell centres of the coarse maps, and random maps over them."""
-
-    shape: tuple[int, int]
-    cell_um: float
-    mpp: float
-    width_um: float
-    height_um: float
-
-    @classmethod
-    def over(cls, size_px: tuple[int, int], step_px: int, mpp: float) -> _Grid:
-        width, height = size_px
-        # One cell more than covers the slide, so that interpolation never looks past the end.
-        shape = (math.ceil(height / step_px) + 1, math.ceil(width / step_px) + 1)
-        return cls(shape, step_px * mpp, mpp, width * mpp, height * mpp)
-
-    @property
-    def short_um(self) -> float:
-        return min(self.width_um, self.height_um)
-
-    @property
-    def area_mm2(self) -> float:
-        return self.width_um * self.height_um / 1e6
-
-    def xy(self) -> tuple[Points, Points]:
-        """Cell centres, x as a row and y as a column."""
-        x = (np.arange(self.shape[1]) + 0.5) * self.cell_um
-        y = (np.arange(self.shape[0]) + 0.5) * self.cell_um
-        return x[None, :], y[:, None]
-
-    def distance_to(self, point_um: tuple[float, float]) -> Points:
-        x, y = self.xy()
-        return np.hypot(x - point_um[0], y - point_um[1])
-
-    def noise(self, rng: np.random.Generator, scale_um: float) -> Map:
-        """Smooth noise of about unit variance with features of about `scale_um`: B-splines on ever finer lattices."""
-        out = np.zeros(self.shape)
-        for share, weight in ((1.0, 1.0), (0.5, 0.45), (0.25, 0.2)):
-            step = max(1.5, scale_um * share / self.cell_um)
-            values = rng.standard_normal([int(extent / step) + 5 for extent in self.shape])
-            for extent in self.shape:  # one axis, then the other
-                values = _spline(values, np.arange(extent) / step + rng.random()).T
-            out += weight * values
-        return (out / 0.56).astype(np.float32)  # the basis takes that much of the deviation away
-
-
-def _spline(knots: Points, at: Points) -> Points:
-    """Uniform cubic B-spline over the rows of `knots`, at positions counted in rows."""
-    low = at.astype(np.int64)
-    t = (at - low)[:, None]
-    basis = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-    return sum((weight / 6 * knots[low + k] for k, weight in enumerate(basis)), np.zeros(()))
-
-
-def _sample(grid: _Grid, values: Map, xy_um: Points) -> Points:
-    """Values of a map at points, linearly between cell centres."""
-    if not len(xy_um):
-        return np.empty(0)
-    return ndimage.map_coordinates(values, xy_um.T[::-1] / grid.cell_um - 0.5, order=1, mode="nearest")
-
-
-def _step(values: Map, low: float | Map, high: float | Map) -> Map:
-    """0 below `low`, 1 above `high`, smooth between; falling when `low` > `high`."""
-    t = np.clip((values - low) / (high - low), 0, 1)
-    return t * t * (3 - 2 * t)
-
-
 # ---------------------------------------------------------------------------------------------------- tissue
 
 
-def _outline(rng: np.random.Generator, grid: _Grid) -> tuple[Map, tuple[float, float]]:
+def _outline(rng: np.random.Generator, grid: Grid) -> tuple[Map, tuple[float, float]]:
     """Depth under the surface of a bean-shaped node, and where its hilum is."""
     x, y = grid.xy()
     centre = np.array([grid.width_um, grid.height_um]) * rng.uniform(0.47, 0.53, 2)
@@ -262,26 +185,26 @@ def _largest_piece(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray(ndimage.binary_fill_holes(labels == sizes.argmax()), bool)
 
 
-def _stroma(rng: np.random.Generator, grid: _Grid, depth: Map, bands: Map, near_hilum: Points) -> Map:
+def _stroma(rng: np.random.Generator, grid: Grid, depth: Map, bands: Map, near_hilum: Points) -> Map:
     """Capsule, the trabeculae that run in from it, and the fibrous hilum."""
     capsule_um = np.maximum(15 + 7 * grid.noise(rng, 140), 5)
-    capsule = _step(depth, capsule_um + 3, capsule_um - 3)
-    width = 0.07 * _step(grid.noise(rng, 250), 0.1, 1.0) * _step(depth, 420, 120) + 0.10 * near_hilum + 1e-3
-    trabeculae = np.exp(-((bands / width) ** 2)) * _step(width, 0.01, 0.03)
-    core = _step(near_hilum + 0.12 * grid.noise(rng, 90), 0.72, 0.9)
+    capsule = smooth_step(depth, capsule_um + 3, capsule_um - 3)
+    width = 0.07 * smooth_step(grid.noise(rng, 250), 0.1, 1.0) * smooth_step(depth, 420, 120) + 0.10 * near_hilum + 1e-3
+    trabeculae = np.exp(-((bands / width) ** 2)) * smooth_step(width, 0.01, 0.03)
+    core = smooth_step(near_hilum + 0.12 * grid.noise(rng, 90), 0.72, 0.9)
     return np.clip(np.maximum(np.maximum(capsule, trabeculae), core), 0, 1).astype(np.float32)
 
 
-def _sinus(rng: np.random.Generator, grid: _Grid, depth: Map, near_hilum: Points) -> Map:
+def _sinus(rng: np.random.Generator, grid: Grid, depth: Map, near_hilum: Points) -> Map:
     """Loose channels: under the capsule, and a net of them towards the hilum."""
-    under = np.exp(-(((depth - 30) / 10) ** 2)) * _step(grid.noise(rng, 140), -0.4, 0.7)
+    under = np.exp(-(((depth - 30) / 10) ** 2)) * smooth_step(grid.noise(rng, 140), -0.4, 0.7)
     net = np.exp(-((grid.noise(rng, 80) / 0.22) ** 2))
-    gate = _step(near_hilum + 0.25 * grid.noise(rng, 200), 0.15, 0.55)
-    patches = 0.7 * _step(grid.noise(rng, 180), 0.9, 1.7)
+    gate = smooth_step(near_hilum + 0.25 * grid.noise(rng, 200), 0.15, 0.55)
+    patches = 0.7 * smooth_step(grid.noise(rng, 180), 0.9, 1.7)
     return np.clip(np.maximum(under, net * np.maximum(gate, patches)), 0, 1).astype(np.float32)
 
 
-def _follicles(rng: np.random.Generator, grid: _Grid, depth: Map) -> tuple[Map, Map]:
+def _follicles(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
     """Germinal centres and the dark mantles round them."""
     centre, mantle = np.zeros(grid.shape), np.zeros(grid.shape)
     ripple = grid.noise(rng, 60)
@@ -289,19 +212,19 @@ def _follicles(rng: np.random.Generator, grid: _Grid, depth: Map) -> tuple[Map, 
     for _ in range(int(40 * grid.area_mm2) + 4):
         x, y = rng.random(2) * (grid.width_um, grid.height_um)
         radius = rng.uniform(55, 105)
-        here = _sample(grid, depth, np.array([[x, y]]))[0]
+        here = sample(grid, depth, np.array([[x, y]]))[0]
         if not radius + 45 < here < radius + 260:
             continue
         if any(math.hypot(x - a, y - b) < radius + r + 70 for a, b, r in taken):
             continue
         taken.append((x, y, radius))
         distance = grid.distance_to((x, y)) + 9 * ripple
-        centre = np.maximum(centre, _step(distance, radius + 8, radius - 12))
+        centre = np.maximum(centre, smooth_step(distance, radius + 8, radius - 12))
         mantle = np.maximum(mantle, np.exp(-(((distance - radius - 18) / 18) ** 2)))
     return centre.astype(np.float32), mantle.astype(np.float32)
 
 
-def _stain_maps(rng: np.random.Generator, grid: _Grid, depth: Map) -> tuple[Map, Map]:
+def _stain_maps(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
     """How much more or less haematoxylin and eosin each place takes: uneven baths, uneven thickness, a fold."""
     thickness = 0.07 * grid.noise(rng, 90)
     h_gain = np.exp(thickness + 0.05 * grid.noise(rng, 400) + 0.11 * grid.noise(rng, 110))
@@ -314,20 +237,20 @@ def _stain_maps(rng: np.random.Generator, grid: _Grid, depth: Map) -> tuple[Map,
         aside = aside - rng.uniform(-0.3, 0.3) * grid.short_um - 25 * grid.noise(rng, 250)
         start, length = rng.uniform(-0.45, 0.1) * grid.short_um, rng.uniform(0.2, 0.45) * grid.short_um
         width = 14 * np.sqrt(np.clip(1 - ((along - start - length / 2) / (length / 2)) ** 2, 1e-4, 1))
-        fold = _step(np.abs(aside), width, width * 0.5) * (depth > 15)
+        fold = smooth_step(np.abs(aside), width, width * 0.5) * (depth > 15)
         h_gain, e_gain = h_gain * (1 + 0.55 * fold), e_gain * (1 + 0.75 * fold)
     return h_gain.astype(np.float32), e_gain.astype(np.float32)
 
 
-def _cavities(rng: np.random.Generator, grid: _Grid, depth: Map, hilum: tuple[float, float], stroma: Map) -> Cavities:
+def _cavities(rng: np.random.Generator, grid: Grid, depth: Map, hilum: tuple[float, float], stroma: Map) -> Cavities:
     """Fat cells packed about the hilum, vessels here and there."""
     spacing = 50.0
-    fat = _scatter(rng, grid, spacing, jitter=0.16)
+    fat = scatter(rng, grid, spacing, jitter=0.16)
     reach = rng.uniform(0.10, 0.2) * min(grid.short_um, 1500)
-    away = np.hypot(fat[:, 0] - hilum[0], fat[:, 1] - hilum[1]) + 40 * _sample(grid, grid.noise(rng, 70), fat)
-    fat = fat[(away < reach) & (_sample(grid, depth, fat) > 28)]
+    away = np.hypot(fat[:, 0] - hilum[0], fat[:, 1] - hilum[1]) + 40 * sample(grid, grid.noise(rng, 70), fat)
+    fat = fat[(away < reach) & (sample(grid, depth, fat) > 28)]
     vessels = rng.random((rng.poisson(22 * grid.area_mm2), 2)) * (grid.width_um, grid.height_um)
-    vessels = vessels[_sample(grid, depth, vessels) > 55]
+    vessels = vessels[sample(grid, depth, vessels) > 55]
     radius = np.concatenate([rng.uniform(19, 25, len(fat)), np.exp(rng.normal(2.1, 0.5, len(vessels)))])
     xy = np.concatenate([fat, vessels])
     kind = np.repeat(np.array([FAT, VESSEL], np.int8), [len(fat), len(vessels)])
@@ -351,8 +274,8 @@ def _select(cavities: Cavities, keep: NDArray[np.bool_]) -> Cavities:
 # ---------------------------------------------------------------------------------------------------- lesions
 
 
-def place_lesions(
-    rng: np.random.Generator, grid: _Grid, depth: Map, num_lesions: int, lesion_um: tuple[float, float]
+def _place_lesions(
+    rng: np.random.Generator, grid: Grid, depth: Map, num_lesions: int, lesion_um: tuple[float, float]
 ) -> tuple[Points, ...]:
     """Outlines of irregular islands that lie in the tissue and 80 um apart where there is room, never touching."""
     smallest, largest = lesion_um
@@ -384,7 +307,7 @@ ROOM = 0.2
 """Free depth about the centre of a lesion in diameters; less than a radius, since it may spread along the capsule."""
 
 
-def _island(rng: np.random.Generator, grid: _Grid, depth: Map, free: Map, centre: Points, radius: float) -> Points:
+def _island(rng: np.random.Generator, grid: Grid, depth: Map, free: Map, centre: Points, radius: float) -> Points:
     """A star-shaped outline about `centre`, held back where it would leave the tissue or meet another lesion."""
     angle = np.arange(NUM_CORNERS) * (2 * np.pi / NUM_CORNERS)
     reach = np.ones(NUM_CORNERS)
@@ -394,7 +317,7 @@ def _island(rng: np.random.Generator, grid: _Grid, depth: Map, free: Map, centre
     direction = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
     steps = np.linspace(0, radius, 65)[1:]
     along = centre + direction[:, None, :] * steps[None, :, None]
-    clear = (_sample(grid, depth, along.reshape(-1, 2)) > 6) & (_sample(grid, free, along.reshape(-1, 2)) > 2)
+    clear = (sample(grid, depth, along.reshape(-1, 2)) > 6) & (sample(grid, free, along.reshape(-1, 2)) > 2)
     clear = np.logical_and.accumulate(clear.reshape(NUM_CORNERS, -1), axis=1)
     reach = np.minimum(reach, clear.sum(axis=1) * (radius / 64))
     return centre + direction * np.maximum(reach, 4.0)[:, None]
@@ -402,21 +325,21 @@ def _island(rng: np.random.Generator, grid: _Grid, depth: Map, free: Map, centre
 
 def _inside(outline: Points, x: Points, y: Points) -> Points:
     """About the distance inside a star-shaped outline, exactly 0 on it; negative outside."""
-    centre = outline_centre(outline)
+    centre = _outline_centre(outline)
     reach = np.hypot(*(outline - centre).T)
     angle = np.arctan2(y - centre[1], x - centre[0]) % (2 * np.pi)
     corners = np.arange(NUM_CORNERS + 1) * (2 * np.pi / NUM_CORNERS)
     return np.interp(angle, corners, np.append(reach, reach[0])) - np.hypot(x - centre[0], y - centre[1])
 
 
-def outline_centre(outline: Points) -> Points:
+def _outline_centre(outline: Points) -> Points:
     """The centre of a star-shaped outline: where the lines between opposite corners cross."""
     a, b = outline[0], outline[NUM_CORNERS // 2]
     c, d = outline[NUM_CORNERS // 4], outline[3 * NUM_CORNERS // 4]
     return np.array([(c[0] + d[0]) / 2, (a[1] + b[1]) / 2])
 
 
-def _lesion_map(grid: _Grid, lesions: tuple[Points, ...]) -> Map:
+def _lesion_map(grid: Grid, lesions: tuple[Points, ...]) -> Map:
     x, y = grid.xy()
     inside = np.full(grid.shape, -1e4)
     for outline in lesions:
@@ -424,10 +347,10 @@ def _lesion_map(grid: _Grid, lesions: tuple[Points, ...]) -> Map:
     return inside.astype(np.float32)
 
 
-def _lumina(rng: np.random.Generator, grid: _Grid, inside: Map) -> Cavities:
+def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
     """Open spaces of tumour glands."""
-    xy = _scatter(rng, grid, 75.0, jitter=0.4)
-    keep = (_sample(grid, inside, xy) > 25) & (rng.random(len(xy)) < 0.35)
+    xy = scatter(rng, grid, 75.0, jitter=0.4)
+    keep = (sample(grid, inside, xy) > 25) & (rng.random(len(xy)) < 0.35)
     xy, count = xy[keep], int(keep.sum())
     return Cavities(xy, rng.uniform(5, 13, count), np.full(count, LUMEN, np.int8), rng.uniform(0, 2 * np.pi, count))
 
@@ -435,44 +358,18 @@ def _lumina(rng: np.random.Generator, grid: _Grid, inside: Map) -> Cavities:
 # ---------------------------------------------------------------------------------------------------- cells
 
 
-def _scatter(rng: np.random.Generator, grid: _Grid, spacing_um: float, jitter: float) -> Points:
-    """Points over the slide on a loosened triangular lattice."""
-    rows = np.arange(0, grid.height_um + spacing_um, spacing_um * math.sqrt(0.75))
-    columns = np.arange(-spacing_um, grid.width_um + spacing_um, spacing_um)
-    x = columns[None, :] + (np.arange(len(rows)) % 2 * spacing_um / 2)[:, None]
-    xy = np.stack([x, np.broadcast_to(rows[:, None], x.shape)], axis=-1).reshape(-1, 2)
-    return xy + rng.normal(0, jitter * spacing_um, xy.shape)
-
-
-def _loosen(xy: Points, apart_um: float, rounds: int) -> Points:
-    """Push points that are nearer than `apart_um` away from each other."""
-    for _ in range(rounds):
-        if len(xy) < 2:
-            return xy
-        pairs = KDTree(xy).query_pairs(apart_um, output_type="ndarray")
-        gap = xy[pairs[:, 1]] - xy[pairs[:, 0]]
-        length = np.hypot(gap[:, 0], gap[:, 1])[:, None] + 1e-9
-        push = gap / length * (apart_um - length) * 0.45
-        moved = xy.copy()
-        for axis in range(2):
-            moved[:, axis] += np.bincount(pairs[:, 1], push[:, axis], len(xy))
-            moved[:, axis] -= np.bincount(pairs[:, 0], push[:, axis], len(xy))
-        xy = moved
-    return xy
-
-
 def _density(
-    rng: np.random.Generator, grid: _Grid, depth: Map, stroma: Map, sinus: Map, centre: Map, mantle: Map
+    rng: np.random.Generator, grid: Grid, depth: Map, stroma: Map, sinus: Map, centre: Map, mantle: Map
 ) -> Map:
     """Chance that a place of the lattice holds a cell of lymphoid tissue."""
     base = 0.83 + 0.08 * grid.noise(rng, 130) + 0.05 * grid.noise(rng, 35) + 0.15 * mantle
     base = base * (1 - 0.80 * sinus) * (1 - 0.42 * centre)
-    return (np.clip(base, 0.05, 1) * (1 - 0.96 * stroma) * _step(depth, 5, 12)).astype(np.float32)
+    return (np.clip(base, 0.05, 1) * (1 - 0.96 * stroma) * smooth_step(depth, 5, 12)).astype(np.float32)
 
 
 def _normal_cells(
     rng: np.random.Generator,
-    grid: _Grid,
+    grid: Grid,
     depth: Map,
     across: Map,
     stroma: Map,
@@ -482,18 +379,18 @@ def _normal_cells(
     cavities: Cavities,
 ) -> Cells:
     """Lymphocytes, blasts, histiocytes; spindle cells of the stroma and the vessels; red cells in some vessels."""
-    xy = _scatter(rng, grid, 7.1, jitter=0.28)
-    xy = xy[rng.random(len(xy)) < _sample(grid, density, xy)]
-    xy = _loosen(_outside(xy, cavities, 1.0, 3.5), 6.4, rounds=2)
-    in_centre, in_sinus = _sample(grid, centre, xy), _sample(grid, sinus, xy)
+    xy = scatter(rng, grid, 7.1, jitter=0.28)
+    xy = xy[rng.random(len(xy)) < sample(grid, density, xy)]
+    xy = loosen(_outside(xy, cavities, 1.0, 3.5), 6.4, rounds=2)
+    in_centre, in_sinus = sample(grid, centre, xy), sample(grid, sinus, xy)
     draw = rng.random(len(xy))
     kind = np.full(len(xy), LYMPHOCYTE, np.int8)
     kind[draw < 0.10 + 0.60 * in_centre] = BLAST
     kind[draw < 0.015 + 0.28 * in_sinus + 0.05 * in_centre] = HISTIOCYTE
 
-    fibres = _scatter(rng, grid, 14.0, jitter=0.3)
-    fibres = fibres[rng.random(len(fibres)) < 0.75 * _sample(grid, stroma, fibres) + 0.03]
-    fibres = _outside(fibres[_sample(grid, depth, fibres) > 4], cavities, 1.0, 3.0)
+    fibres = scatter(rng, grid, 14.0, jitter=0.3)
+    fibres = fibres[rng.random(len(fibres)) < 0.75 * sample(grid, stroma, fibres) + 0.03]
+    fibres = _outside(fibres[sample(grid, depth, fibres) > 4], cavities, 1.0, 3.0)
     lining, lining_angle, red = _vessel_cells(rng, cavities)
     points = np.concatenate([xy, fibres, lining, red])
     kinds = np.concatenate(
@@ -520,16 +417,16 @@ def _vessel_cells(rng: np.random.Generator, cavities: Cavities) -> tuple[Points,
 
 
 def _tumour_cells(
-    rng: np.random.Generator, grid: _Grid, inside: Map, septum: Map, across: Map, lumina: Cavities
+    rng: np.random.Generator, grid: Grid, inside: Map, septum: Map, across: Map, lumina: Cavities
 ) -> Cells:
     """Tumour cells crowded between septa and lumina; spindle cells and strays of lymphocytes in the septa."""
-    xy = _scatter(rng, grid, 14.5, jitter=0.25)
-    xy = xy[_sample(grid, inside, xy) > 7]
-    in_septum = _sample(grid, septum, xy)
-    xy = _loosen(_outside(xy[in_septum < 0.75], lumina, 1.0, 4.0), 13.0, rounds=2)
-    small = _scatter(rng, grid, 9.0, jitter=0.3)
-    small = small[_sample(grid, inside, small) > 2]
-    in_septum, draw = _sample(grid, septum, small), rng.random(len(small))
+    xy = scatter(rng, grid, 14.5, jitter=0.25)
+    xy = xy[sample(grid, inside, xy) > 7]
+    in_septum = sample(grid, septum, xy)
+    xy = loosen(_outside(xy[in_septum < 0.75], lumina, 1.0, 4.0), 13.0, rounds=2)
+    small = scatter(rng, grid, 9.0, jitter=0.3)
+    small = small[sample(grid, inside, small) > 2]
+    in_septum, draw = sample(grid, septum, small), rng.random(len(small))
     spindle = draw < 0.3 * in_septum
     lymphocyte = ~spindle & (draw > 1 - 0.025 - 0.22 * in_septum)
     # All bodies before all nuclei, so that no nucleus is hidden by a neighbour's cytoplasm.
@@ -550,12 +447,12 @@ def _outside(xy: Points, cavities: Cavities, scale: float, margin_um: float) -> 
     return xy[~taken]
 
 
-def _fibre_angle(grid: _Grid, across: Map, xy_um: Points) -> Points:
+def _fibre_angle(grid: Grid, across: Map, xy_um: Points) -> Points:
     """Direction along the level lines of `across`."""
-    slopes = [_sample(grid, np.asarray(slope), xy_um) for slope in np.gradient(across)]
+    slopes = [sample(grid, np.asarray(slope), xy_um) for slope in np.gradient(across)]
     return np.arctan2(*slopes) + np.pi / 2
 
 
-def _as_cells(rng: np.random.Generator, grid: _Grid, xy_um: Points, kind: NDArray[np.int8], angle: Points) -> Cells:
+def _as_cells(rng: np.random.Generator, grid: Grid, xy_um: Points, kind: NDArray[np.int8], angle: Points) -> Cells:
     shape = rng.integers(0, 1 << 30, len(xy_um), dtype=np.int32)
     return Cells(np.round(xy_um / grid.mpp).astype(np.int32), kind, shape, angle.astype(np.float32))

@@ -26,7 +26,7 @@ from PIL import Image
 
 from selfvitmil.artefact import atomic_path
 from selfvitmil.errors import ConfigError
-from selfvitmil.slides.synthetic.painter import BLOCK_PX
+from selfvitmil.slides.synthetic.cells import BLOCK_PX
 
 Layout = Literal["svs40", "svs20", "tiff"]
 Pixels = NDArray[np.uint8]

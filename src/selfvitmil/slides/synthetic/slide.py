@@ -16,7 +16,8 @@ from selfvitmil.artefact import write_bytes
 from selfvitmil.errors import ConfigError
 from selfvitmil.geometry import size_at_mpp
 from selfvitmil.slides.synthetic.anatomy import Anatomy, grow_anatomy, is_tissue
-from selfvitmil.slides.synthetic.painter import Palette, Stain, Window, draw_stain, mix_palette, render
+from selfvitmil.slides.synthetic.colour import Palette, Stain, draw_stain, mix_palette, render
+from selfvitmil.slides.synthetic.painter import Window
 from selfvitmil.slides.synthetic.pyramid import (
     FORMS,
     EncodedLevel,
@@ -31,6 +32,7 @@ from selfvitmil.slides.synthetic.pyramid import (
 
 TISSUE_MPP = 8.0
 SMALLEST_SIDE_UM = 200.0
+SMALLEST_LESION_UM = 40.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +136,10 @@ def _make_scene(seed: int, size: tuple[int, int], mpp: float, lesions: int, lesi
             f"its sides must be {SMALLEST_SIDE_UM:g} um or more, its pixels 0.1 to 1 um",
             "Choose another size or mpp",
         )
-    if not 0 < lesion_um[0] <= lesion_um[1] or lesions < 0:
+    if not SMALLEST_LESION_UM <= lesion_um[0] <= lesion_um[1] or lesions < 0:
         raise ConfigError(
             f"{lesions} lesions of {lesion_um[0]:g} to {lesion_um[1]:g} um were asked for",
-            "that is not a number and a range of diameters",
+            f"that is not a number and a range of diameters from {SMALLEST_LESION_UM:g} um up",
             "Give none or more, and the smaller diameter first",
         )
     stain_rng, anatomy_rng = np.random.default_rng(seed).spawn(2)
