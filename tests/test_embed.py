@@ -1,0 +1,132 @@
+"""Tiles to feature files: against encoding every tile by hand, and what makes a file stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from selfvitmil import embed, stain
+from selfvitmil.bags import read_bag
+from selfvitmil.embed import EmbedJob, embed_slide
+from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
+from selfvitmil.errors import ConfigError, EncoderError, SelfVitMilError
+from selfvitmil.settings import EmbedSettings, parse
+from selfvitmil.slides import open_slide
+from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+
+TILING = "0.5mpp_32px_0px"
+
+
+def tiny_encoder(folder: Path, *, seed: int = 0, stain: str = "slide", mpp: float = 0.5, gain: float = 1.0) -> Path:
+    """A random ViT; `gain` scales its vectors."""
+    torch.manual_seed(seed)
+    model_args = {"embed_dim": 16, "depth": 4, "num_heads": 2}
+    encoder = build_encoder("vit_tiny_patch16_224", img_size=32, model_args=model_args, mpp=mpp, stain=stain)
+    with torch.no_grad():
+        encoder.backbone.norm.weight.mul_(gain)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    save_encoder(folder, encoder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small slide with its tile table, and an encoder."""
+    folder = tmp_path_factory.mktemp("tiled")
+    make_slide(folder / "s.svs", seed=5, size=(1024, 1024))
+    tile_slide(TileJob("s", folder / "s.svs", folder / "tiles", parse({"tile": {"size_px": 32}}, "test")))
+    tiny_encoder(folder / "vit")
+    return folder
+
+
+def job_for(folder: Path, out: Path, encoder: Path | None = None, method: str = "slide", batch: int = 16) -> EmbedJob:
+    return EmbedJob(
+        slide="s",
+        path=folder / "s.svs",
+        table=folder / "tiles" / TILING / "s.h5",
+        bag=out / "bags" / TILING / "features_vit" / "s.h5",
+        encoder=str(encoder or folder / "vit"),
+        name="vit",
+        stain_method=method,
+        settings=EmbedSettings(batch=batch, reader_threads=2),
+    )
+
+
+def by_hand(folder: Path, method: str) -> np.ndarray:
+    """One tile at a time."""
+    encoder = load_encoder(folder / "vit")
+    table = read_tiles(folder / "tiles" / TILING / "s.h5")
+    rows = []
+    with open_slide(folder / "s.svs") as slide, torch.inference_mode():
+        for x, y in table.coords_l0:
+            tile = slide.read_tile(int(x), int(y), 32, 0.5)
+            if method == "slide":
+                assert table.stain is not None
+                tile = stain.apply(tile, table.stain)
+            rows.append(encoder.encode(torch.from_numpy(tile).permute(2, 0, 1)[None])[0].numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("method", ["slide", "none"])
+def test_vectors_are_those_of_the_tiles_in_the_order_of_the_table(tiled: Path, tmp_path: Path, method: str):
+    encoder = tiny_encoder(tmp_path / "vit", stain=method)
+    job = job_for(tiled, tmp_path, encoder, method)
+    result = embed_slide(job)
+    bag = read_bag(job.bag)
+    table = read_tiles(job.table)
+    assert result.note == "made"
+    assert result.num_tiles == len(table) == len(bag) > 20
+    assert bag.coords is not None
+    assert np.array_equal(bag.coords, table.coords_l0)
+    assert np.abs(np.asarray(bag.features_ND, np.float32) - by_hand(tiled, method)).max() < 5e-3  # float16
+
+
+def test_batch_size_does_not_matter(tiled: Path, tmp_path: Path):
+    for batch in (7, 1000):
+        embed_slide(job_for(tiled, tmp_path / str(batch), batch=batch))
+    few, many = (read_bag(job_for(tiled, tmp_path / str(batch)).bag).features_ND for batch in (7, 1000))
+    assert np.abs(few.astype(np.float32) - many.astype(np.float32)).max() < 5e-3
+
+
+def test_current_files_are_left_alone(tiled: Path, tmp_path: Path):
+    job = job_for(tiled, tmp_path)
+    embed_slide(job)
+    before = job.bag.read_bytes()
+    assert embed_slide(job).note == "current"
+    other = tiny_encoder(tmp_path / "other", seed=1)
+    assert embed_slide(job_for(tiled, tmp_path, other)).note == "made again: another encoder than before"
+    assert job.bag.read_bytes() != before
+    job.bag.write_bytes(before[:1000])
+    assert "damaged" in embed_slide(job).note
+    assert job.bag.read_bytes() == before
+
+
+def test_what_does_not_fit_is_refused(tiled: Path, tmp_path: Path):
+    coarse = tiny_encoder(tmp_path / "coarse", mpp=2.0)
+    with pytest.raises(SelfVitMilError, match="2"):
+        embed_slide(job_for(tiled, tmp_path, coarse))
+    with pytest.raises(SelfVitMilError):
+        embed_slide(job_for(tiled, tmp_path, method="none"))  # the encoder was made for normalized stains
+    gone = replace(job_for(tiled, tmp_path), path=tiled / "gone.svs")
+    with pytest.raises(SelfVitMilError, match=r"gone\.svs"):
+        embed_slide(gone)
+    assert not list(tmp_path.rglob("features_vit/*.h5"))
+
+
+def test_vectors_that_are_not_numbers(tiled: Path, tmp_path: Path):
+    huge = tiny_encoder(tmp_path / "huge", gain=1e6)
+    with pytest.raises(EncoderError, match="not numbers"):
+        embed_slide(job_for(tiled, tmp_path, huge))
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert embed.choose_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="nonsense"):
+        embed.choose_device("nonsense")
+    assert embed.choose_precision("auto", torch.device("cpu")) == torch.float32
+    monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert [embed._claim_gpu(2) for _ in range(3)] == [0, 1, 0]
