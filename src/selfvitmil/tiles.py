@@ -457,7 +457,7 @@ def trident_attributes(table: TileTable) -> dict[str, Any]:
 
 def look(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
     """The slide at a size for people: finer than the tissue's thumbnail where the slide is small."""
-    mpp = max(slide.size_l0) * slide.mpp / QC_EDGE_PX
+    mpp = max(max(slide.size_l0) * slide.mpp / QC_EDGE_PX, slide.mpp)
     if mpp < tissue.mpp:
         return slide.thumbnail(mpp)
     height, width = (max(1, round(edge * tissue.mpp / mpp)) for edge in tissue.mask.shape)
