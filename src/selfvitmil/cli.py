@@ -20,6 +20,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import (
     EmbedSettings,
     EngineSettings,
+    PretrainSettings,
     SlideSettings,
     StainSettings,
     SynthSettings,
@@ -135,6 +136,31 @@ def tile(
 
 
 @app.command
+def pretrain(
+    study: Study,
+    /,
+    *,
+    name: Annotated[str, Parameter(help="What to call the encoder in the study.")] = "dino",
+    images: Annotated[
+        Path | None, Parameter(help="Train on a folder of tile images instead of the study's slides.")
+    ] = None,
+    preset: PresetOption = None,
+    pretrain: PretrainSettings = PretrainSettings(),
+    tile: TileSettings = TileSettings(),
+    stain: StainSettings = StainSettings(),
+    slide: SlideSettings = SlideSettings(),
+):
+    """Train an encoder on the tiles of the training split, without labels; goes on where it was stopped.
+
+    For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
+    """
+    from selfvitmil import pipeline
+
+    flags = _typed(preset=preset, pretrain=pretrain, tile=tile, stain=stain, slide=slide)
+    return _end([pipeline.pretrain(study, name, pipeline.study_settings(study, flags), images)])
+
+
+@app.command
 def embed(
     study: Study,
     /,
@@ -164,6 +190,7 @@ def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
     from selfvitmil import pipeline
     from selfvitmil.engine import Engine
 
+    pipeline.start_demo(study)
     settings = pipeline.study_settings(study, _typed(engine=engine))
     with Engine(settings.engine) as workers:
         return _end(pipeline.demo(study, settings, workers))

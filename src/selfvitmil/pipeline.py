@@ -10,10 +10,15 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -269,6 +274,79 @@ def _tile_lines(done: Mapping[str, Any], asked: int, name: str) -> list[str]:
     return [*lines, total + (f" ({current} were current and left alone)" if current else "")]
 
 
+def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
+    """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
+
+    Under torchrun every process calls this; the first one holds the lock and writes.
+    """
+    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.pretrain.train import Origin
+    from selfvitmil.pretrain.train import pretrain as train
+
+    if encoder_name(name) != name:
+        raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
+    first = os.environ.get("RANK", "0") == "0"
+    with open_study(study, "pretrain") if first else nullcontext():
+        if images is not None:
+            source, lines, trained_on = ImageTiles(images), [], f"images of {images.name}"
+        else:
+            source, lines, trained_on = _training_tiles(study, settings)
+        show = _training_lines() if first else None
+        out = study / "encoders" / name
+        result = train(source, out, settings.pretrain, Origin(trained_on, settings.preset), report=show)
+        if first:
+            artefact.write_text(
+                out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"})
+            )
+    lines += [f"note: {warning}" for warning in result.warnings]
+    loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
+    lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
+    return Summary(tuple(lines)) if first else Summary(())
+
+
+def _training_tiles(study: Path, settings: StudySettings) -> tuple[Any, list[str], str]:
+    """The tiles that self-supervision may see, lines on what it does not, and the words for the encoder's config."""
+    from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
+
+    cohort, _ = study_cohort(study, CohortSource())
+    transductive = settings.pretrain.transductive
+    rows = cohort.rows if transductive else cohort.select(split="train").rows
+    if not rows:
+        raise ConfigError(
+            "no slide of the cohort is in the split `train`",
+            "self-supervision must not see slides that a classifier is tested on later",
+            "Fill the column split of cohort.csv, or add --pretrain.transductive to use all slides",
+        )
+    tables = {row.slide: study / "tiles" / tiling_name(settings.tile) / f"{row.slide}.h5" for row in rows}
+    found = [row for row in rows if tables[row.slide].exists()]
+    slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
+    missing = [row.slide for row in rows if row not in found]
+    lines = [f"note: {len(missing)} slides have no tiles and are left out: {', '.join(missing)}"] if missing else []
+    source = SlideTiles(
+        slides, stain_method=settings.stain.method, reader=settings.slide.reader, slide_mpp=settings.slide.mpp
+    )
+    which = "all slides of the cohort (transductive)" if transductive else "train split"
+    return source, lines, f"{which}, {len(slides)} slides"
+
+
+def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
+    """Prints how training goes, the first line at once and then no more often than every `seconds`."""
+    last = -math.inf
+
+    def show(line: dict[str, Any]) -> None:
+        nonlocal last
+        if time.monotonic() - last < seconds:
+            return
+        last = time.monotonic()
+        parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
+        print(f"pretrain: step {line['step']}, {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+SHOWN_METRICS = ("loss", "teacher_entropy", "feature_rank", "tiles_per_s", "data_wait_share")
+
+
 def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
     """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`."""
     from selfvitmil.embed import embed_slide
@@ -337,6 +415,14 @@ def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
     return [*lines, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
 
 
+def start_demo(study: Path) -> None:
+    """Give a new study the demo's settings; one that has settings keeps them."""
+    if not (study / "study.toml").exists():
+        artefact.write_bytes(
+            study / "study.toml", (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes()
+        )
+
+
 def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
     """The whole way on made slides: yields a summary after each step."""
     slides = study / "slides"
@@ -345,3 +431,5 @@ def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summa
     source = CohortSource(cohort=slides / "cohort.csv")
     yield check(study, source, settings, engine)
     yield tile(study, source, settings, engine)
+    yield pretrain(study, "demo", settings)
+    yield embed(study, ["demo"], settings, engine)

@@ -32,7 +32,7 @@ class SynthSettings(Settings):
     """How many slides."""
     positives: float = Field(default=0.5, ge=0, le=1)
     """Share of slides with lesions."""
-    size_px: int = Field(default=4096, ge=512)
+    size_px: int = Field(default=4096, ge=1024)
     """Edge of a slide in level-0 pixels."""
     seed: int = Field(default=0, ge=0)
     """The same seed gives the same files, byte for byte."""
@@ -242,7 +242,7 @@ class PretrainSettings(Settings):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on GPUs that have it, fp16 with a loss scale on others, fp32 on CPUs."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the networks: `auto` on GPUs, and goes on without where that fails."""
+    """Compile the networks: `auto` on GPUs for runs of 3,000 steps or more, and goes on without where that fails."""
     deterministic: bool = False
     """On a GPU, the same run gives the same bits, at some loss of speed; on a CPU it does so anyway."""
     workers: int | None = Field(default=None, ge=0)

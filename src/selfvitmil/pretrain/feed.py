@@ -1,0 +1,358 @@
+"""Tiles for training: which ones, in which order, and read ahead of the training by worker processes.
+
+In comes a source of tiles (see `sources`), out go batches of uint8 tiles with a stable number and a map
+of stain normalization each. Which tiles make up a step is a pure function of (seed, step) and of nothing else, neither
+of the number of processes nor of what was read before, so a resumed run needs no state but its step.
+
+What is unusual is the order. Neighbouring tiles share compressed blocks of the slide, so they are read in runs of up
+to `RUN` neighbours; the runs of all slides are shuffled. Some hundred runs make a pool, which is held in memory, and
+batches are drawn at random from the pool. So a batch mixes many slides while disk and decoder see runs.
+
+Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from selfvitmil import stain
+from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
+from selfvitmil.pretrain.sources import RUN, Indices, Pixels, TileReader, TileSource
+
+# ---------------------------------------------------------------------------------------------------- order, pure
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which tiles make up which step. Tiles are numbered through all slides, slide after slide, in table order."""
+
+    counts: tuple[int, ...]
+    """Tiles of every slide."""
+    batch: int
+    seed: int = 0
+    sampler: Literal["mixed", "one-slide"] = "mixed"
+    tiles_per_slide: int | None = None
+    resample: bool = True
+    run: int = RUN
+    pool: int = 2048
+    """Tiles from which batches are drawn, rounded up to whole batches."""
+
+    @property
+    def tiles_per_epoch(self) -> int:
+        """Tiles that an epoch chooses; what does not fill a last batch is left to other epochs."""
+        if self.sampler == "one-slide":
+            return len(self.counts) * (self.tiles_per_slide or 0)
+        return sum(min(count, self.tiles_per_slide or count) for count in self.counts)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.tiles_per_epoch // self.batch
+
+    @property
+    def batches_per_pool(self) -> int:
+        return -(-self.pool // self.batch)
+
+    def epoch(self, epoch: int) -> Indices:
+        """The tiles of an epoch in the order in which they are read, cut to whole batches."""
+        return _epoch_cached(self, epoch)
+
+    def pools(self, first_step: int, last_step: int) -> Iterator[Pool]:
+        """The batches of steps `first_step` to before `last_step`, pool by pool."""
+        step = first_step
+        while step < last_step:
+            epoch, place = divmod(step, self.steps_per_epoch)
+            number, skip = divmod(place, self.batches_per_pool)
+            start = number * self.batches_per_pool * self.batch
+            tiles = self.epoch(epoch)[start : start + self.batches_per_pool * self.batch]
+            places = np.arange(len(tiles))
+            if self.sampler == "mixed":
+                places = np.random.default_rng([self.seed, epoch, 2, number]).permutation(places)
+            batches = [np.sort(part) for part in places.reshape(-1, self.batch)][skip : skip + last_step - step]
+            yield Pool(step, tiles, batches)
+            step += len(batches)
+
+
+class Pool(NamedTuple):
+    """Tiles that are in memory together, and the batches that are drawn from them."""
+
+    first_step: int
+    tiles: Indices
+    """In reading order."""
+    batches: list[Indices]
+    """Places among `tiles`, in rising order."""
+
+    def share(self, rank: int, world: int) -> Pool:
+        """A process's part: an equal part of each batch, neighbours together. The batches as a whole stay the same."""
+        size = len(self.batches[0]) // world
+        parts = [batch[rank * size : (rank + 1) * size] for batch in self.batches]
+        used = np.unique(np.concatenate(parts))
+        return Pool(self.first_step, self.tiles[used], [np.searchsorted(used, part) for part in parts])
+
+
+@lru_cache(maxsize=2)
+def _epoch_cached(order: Order, epoch: int) -> Indices:
+    choice = np.random.default_rng([order.seed, epoch if order.resample else 0, 0])
+    firsts = np.concatenate([[0], np.cumsum(order.counts)])
+    choose = _choose_exactly if order.sampler == "one-slide" else _choose_runs
+    runs = [
+        run + first for count, first in zip(order.counts, firsts, strict=False) for run in choose(order, count, choice)
+    ]
+    if order.sampler == "mixed":
+        shuffled = np.random.default_rng([order.seed, epoch, 1]).permutation(len(runs))
+        runs = [runs[k] for k in shuffled]
+    tiles = np.concatenate(runs)[: order.steps_per_epoch * order.batch]
+    if order.sampler == "one-slide":  # neighbours together, within each batch
+        tiles = np.sort(tiles.reshape(-1, order.batch), axis=1).reshape(-1)
+    tiles.flags.writeable = False
+    return tiles
+
+
+def _choose_runs(order: Order, count: int, generator: np.random.Generator) -> list[Indices]:
+    """Runs of neighbours, cut at places that differ from epoch to epoch, as many as the cap allows."""
+    edges = np.unique(np.clip(np.arange(-int(generator.integers(order.run)), count + order.run, order.run), 0, count))
+    runs = [np.arange(start, stop) for start, stop in pairwise(edges)]
+    left = order.tiles_per_slide
+    if left is None or left >= count:
+        return runs
+    chosen: list[Indices] = []
+    for k in generator.permutation(len(runs)):
+        chosen.append(runs[k][:left])
+        left -= len(chosen[-1])
+        if left <= 0:
+            break
+    return chosen
+
+
+def _choose_exactly(order: Order, count: int, generator: np.random.Generator) -> list[Indices]:
+    wanted = order.tiles_per_slide or count
+    return [generator.choice(count, wanted, replace=count < wanted).astype(np.int64)]
+
+
+# ---------------------------------------------------------------------------------------------------- reading ahead
+
+
+class Batch(NamedTuple):
+    """Tiles of one step for one process."""
+
+    step: int
+    tiles_B3HW: torch.Tensor
+    """uint8 in the CPU's memory, pinned for a GPU."""
+    ids_B: torch.Tensor
+    maps_B33: NDArray[np.float64] | None
+    """Maps of stain normalization, to be applied on the device."""
+    unfitted: int
+    """Tiles since the last batch that told whose own stains could not be found."""
+
+
+class Request(NamedTuple):
+    """Tiles of one slide that a worker reads in one go."""
+
+    group: int
+    what: Any
+
+
+def requests_of(source: TileSource, tiles: Indices) -> Iterator[Request]:
+    """Tiles in reading order as requests: one slide each, and at most one run."""
+    firsts = np.concatenate([[0], np.cumsum(source.counts)])
+    groups = np.searchsorted(firsts, tiles, side="right") - 1
+    for part in np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(groups)) + 1):
+        for start in range(0, len(part), RUN):
+            chosen = part[start : start + RUN]
+            group = int(groups[chosen[0]])
+            yield Request(group, source.request(group, tiles[chosen] - firsts[group]))
+
+
+class _Requests(Dataset[Any]):
+    """What the workers of a DataLoader call. Errors come back as values: a DataLoader would garble them."""
+
+    def __init__(self, reader: TileReader):
+        self.reader = reader
+
+    def __getitem__(self, request: Request) -> Pixels | SelfVitMilError:
+        try:
+            return self.reader.read(*request)
+        except SelfVitMilError as error:
+            return error
+
+
+def _as_it_is(pixels: Any) -> Any:
+    return pixels
+
+
+def _start_worker(number: int) -> None:
+    """Batch systems send their warning to all processes: only the trainer may act on it, and ends the workers."""
+    del number
+    for warning in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(warning, signal.SIG_IGN)
+
+
+def default_workers() -> int:
+    """One per core that this process may use, less one for the training itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1)
+
+
+def read_all(source: TileSource, requests: Iterator[Request], workers: int) -> Iterator[Pixels]:
+    """What the requests ask for, in order, read ahead by so many processes; 0 reads in this one."""
+    options: dict[str, Any] = {"batch_size": None, "sampler": requests, "collate_fn": _as_it_is}
+    options["generator"] = torch.Generator()  # or it would draw from the one that the training uses
+    if workers:
+        context = multiprocessing.get_context("forkserver")  # a fork of a process with threads may hang
+        context.set_forkserver_preload(["selfvitmil.pretrain.feed"])
+        options |= {"num_workers": workers, "prefetch_factor": 4, "worker_init_fn": _start_worker}
+        options |= {"multiprocessing_context": context}
+    loader = DataLoader(_Requests(source.reader), **options)
+    try:
+        for pixels in loader:
+            if isinstance(pixels, SelfVitMilError):
+                raise pixels
+            yield Pixels(*pixels)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise EngineError(
+            "a process that reads tiles died",
+            str(error).split("\n")[0].rstrip("."),
+            "Use fewer --pretrain.workers when memory is short, more --shm-size in a container, or find the slide that "
+            "crashes its reader with `selfvitmil check`",
+        ) from error
+
+
+class Feed:
+    """Batches of steps `first_step` to before `last_step`, read ahead in the background. Use it in a `with` block."""
+
+    def __init__(
+        self,
+        source: TileSource,
+        order: Order,
+        first_step: int,
+        last_step: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pin: bool = False,
+    ):
+        self.source, self.order = source, order
+        self.waited_s = 0.0
+        """Seconds that the training has waited for tiles."""
+        self._span = (first_step, last_step)
+        self._part = (rank, world)
+        self._pin = pin
+        self._workers = workers
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=order.batches_per_pool)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tiles", daemon=True)
+
+    def __enter__(self) -> Feed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=60)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            start = time.perf_counter()
+            got = self._queue.get()
+            self.waited_s += time.perf_counter() - start
+            if got is None:
+                return
+            if isinstance(got, BaseException):
+                raise got
+            yield got
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches():
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:  # whatever it is, the training must hear of it
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException | None) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _pools(self) -> Iterator[Pool]:
+        return (pool.share(*self._part) for pool in self.order.pools(*self._span))
+
+    def _batches(self) -> Iterator[Batch]:
+        requests = (request for pool in self._pools() for request in requests_of(self.source, pool.tiles))
+        pixels = read_all(self.source, requests, self._workers)
+        for pool in self._pools():
+            pool_B3HW = torch.empty((len(pool.tiles), 3, *self.source.shape_px), dtype=torch.uint8)
+            filled, unfitted = 0, 0
+            while filled < len(pool.tiles):
+                part = next(pixels)
+                pool_B3HW[filled : filled + len(part.tiles_B3HW)] = part.tiles_B3HW
+                filled, unfitted = filled + len(part.tiles_B3HW), unfitted + part.unfitted
+                if self._stop.is_set():
+                    return
+            for number, places in enumerate(pool.batches):
+                step = pool.first_step + number
+                yield self._gather(step, pool.tiles[places], pool_B3HW, places, 0 if number else unfitted)
+
+    def _gather(self, step: int, batch: Indices, pool_B3HW: torch.Tensor, places: Indices, unfitted: int) -> Batch:
+        tiles_B3HW = torch.empty((len(batch), *pool_B3HW.shape[1:]), dtype=torch.uint8, pin_memory=self._pin)
+        torch.index_select(pool_B3HW, 0, torch.from_numpy(places), out=tiles_B3HW)
+        firsts = np.concatenate([[0], np.cumsum(self.source.counts)])
+        groups = np.searchsorted(firsts, batch, side="right") - 1
+        ids_B = torch.from_numpy(self.source.ids[batch])
+        return Batch(step, tiles_B3HW, ids_B.pin_memory() if self._pin else ids_B, self.source.maps(groups), unfitted)
+
+
+def measure_colours(
+    source: TileSource, num_tiles: int, seed: int, workers: int
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Mean and standard deviation of the channels of normalized tiles, white = 1, over a sample, in one pass.
+
+    Sums of grey levels are whole numbers, so the result does not depend on the order. Every slide counts alike.
+    """
+    per_slide = -(-num_tiles // len(source.counts))
+    order = Order(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
+    tiles = np.sort(order.epoch(0))
+    firsts = np.concatenate([[0], np.cumsum(source.counts)])
+    histogram = np.zeros((3, 256), dtype=np.int64)
+    done = 0
+    for pixels in read_all(source, requests_of(source, tiles), workers):
+        images_B3HW = pixels.tiles_B3HW
+        groups = np.searchsorted(firsts, tiles[done : done + len(images_B3HW)], side="right") - 1
+        maps_B33 = source.maps(groups)
+        if maps_B33 is not None:
+            images_B3HW = stain.apply_maps(images_B3HW, maps_B33)
+        for channel in range(3):
+            histogram[channel] += np.bincount(images_B3HW[:, channel].numpy().ravel(), minlength=256)
+        done += len(images_B3HW)
+    levels = np.arange(256) / 255
+    mean = histogram @ levels / histogram.sum(axis=1)
+    std = np.sqrt(np.maximum(histogram @ levels**2 / histogram.sum(axis=1) - mean**2, 0))
+    if std.min() < 1 / 255:
+        raise ConfigError(
+            "all pixels of the tiles have nearly one colour",
+            f"their standard deviations are {', '.join(f'{value:.4f}' for value in std)} of white",
+            "Look at the tiles, or give pretrain.mean and pretrain.std",
+        )
+    return tuple(mean.tolist()), tuple(std.tolist())

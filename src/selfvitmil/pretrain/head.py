@@ -1,0 +1,86 @@
+"""DINO's projection head: embedding to the logits that student and teacher compare.
+
+An MLP down to a bottleneck, its output scaled to length one, then a linear layer without bias whose rows have a length
+of their own (weight normalization; fixed at one by default). So a logit is a cosine. Weights carry the names of DINO's
+checkpoints, `mlp.*` and `last_layer.weight_g`, `last_layer.weight_v`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from selfvitmil.pretrain.loss import at_least_float32
+
+
+class WeightNormLinear(nn.Module):
+    """A linear layer without bias whose rows are directions `weight_v` with lengths `weight_g`."""
+
+    def __init__(self, dim: int, out_dim: int, train_lengths: bool):
+        super().__init__()
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=train_lengths)
+        self.weight_v = nn.Parameter(torch.empty(out_dim, dim).uniform_(-(dim**-0.5), dim**-0.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows.to(self.weight_v.dtype), self.weight())
+
+    def weight(self) -> torch.Tensor:
+        """The effective matrix (out_dim, dim). Scaling it is cheaper than scaling the logits, which are more."""
+        return self.weight_v * (self.weight_g / torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True))
+
+
+class DinoHead(nn.Module):
+    """MLP of `num_layers` with GELU, then cosines to `out_dim` directions.
+
+    `norm_last_layer` fixes the lengths of the last layer's rows at one, which steadies large models. `batch_norm` puts
+    a batch normalization behind every hidden layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out_dim: int = 65536,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+        num_layers: int = 3,
+        batch_norm: bool = False,
+        norm_last_layer: bool = True,
+    ):
+        super().__init__()
+        widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
+        layers: list[nn.Module] = []
+        for width_in, width_out in pairwise(widths[:-1]):
+            layers.append(nn.Linear(width_in, width_out))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(width_out))
+            layers.append(nn.GELU())
+        layers.append(nn.Linear(widths[-2], widths[-1]))
+        self.mlp = nn.Sequential(*layers)
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last_layer = WeightNormLinear(bottleneck_dim, out_dim, train_lengths=not norm_last_layer)
+
+    def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:
+        bottleneck = at_least_float32(self.mlp(embeddings_BD))  # a square in half precision may overflow
+        return self.last_layer(functional.normalize(bottleneck, dim=-1))
+
+
+def head_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a head out of a larger checkpoint, under the names of `DinoHead`; empty when it has no head.
+
+    Understands the wrappers around DINO's networks (`module.`, `head.`) and both spellings of weight normalization.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        parts = name.removeprefix("module.").removeprefix("head.")
+        parts = parts.replace("parametrizations.weight.original0", "weight_g")
+        parts = parts.replace("parametrizations.weight.original1", "weight_v")
+        if parts.startswith(("mlp.", "last_layer.")):
+            found[parts] = value
+    return found

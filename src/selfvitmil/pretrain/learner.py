@@ -1,0 +1,375 @@
+"""What learns: networks, their loss and their schedules, put together from the settings, for DINO and for SimCLR.
+
+A learner takes views and gives a loss; after the optimizer's step it moves what does not learn by gradients (teacher,
+centre). It knows nothing of tiles, files or processes. `Numbers` are the settings with every "none" filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
+from selfvitmil.encoder.network import has_class_token
+from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.pretrain import loss as losses
+from selfvitmil.pretrain import schedule
+from selfvitmil.pretrain.head import DinoHead
+from selfvitmil.pretrain.optim import cancel_gradients, update_teacher
+from selfvitmil.pretrain.schedule import CosineSchedule, TeacherTemperature
+from selfvitmil.pretrain.simclr import SimclrHead, nt_xent_loss
+from selfvitmil.pretrain.tokens import class_token, has_shortcut
+from selfvitmil.pretrain.views import ViewRecipe
+from selfvitmil.settings import PretrainSettings
+
+DEFAULT_ARCHITECTURE = {"dino": "vit_small_patch16_224", "simclr": "resnet18_instancenorm"}
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the settings come to for this many tiles and steps."""
+
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+    freeze_steps: int
+    lr: float
+    momentum: float
+    out_dim: int
+
+    def schedules(self, settings: PretrainSettings) -> Schedules:
+        """The course of every number that changes during the run."""
+        total = self.total_steps
+        # Without a length in epochs, the temperature climbs from step to step.
+        in_epochs = settings.warmup_temp_epochs is not None
+        return Schedules(
+            lr=CosineSchedule(self.lr, settings.min_lr, total, self.warmup_steps, settings.warmup_lr),
+            weight_decay=CosineSchedule(settings.weight_decay, settings.weight_decay_end, total),
+            momentum=CosineSchedule(self.momentum, 1.0, total),
+            teacher_temp=TeacherTemperature(
+                settings.warmup_teacher_temp,
+                settings.teacher_temp,
+                settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
+                self.steps_per_epoch if in_epochs else 1,
+                settings.temp_ramp,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The numbers that change from step to step."""
+
+    lr: CosineSchedule
+    weight_decay: CosineSchedule
+    momentum: CosineSchedule
+    teacher_temp: TeacherTemperature
+
+    def at(self, step: int) -> dict[str, float]:
+        """All of them at one step."""
+        return {name: getattr(self, name).value_at(step) for name in ("lr", "weight_decay", "momentum", "teacher_temp")}
+
+
+def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: int) -> Numbers:
+    """Fill in what the settings leave to the size of the run."""
+    total = settings.steps or settings.epochs * steps_per_epoch
+
+    def steps(epochs: int | None, suggested: int) -> int:
+        return suggested if epochs is None else min(epochs * steps_per_epoch, total)
+
+    momentum = settings.momentum
+    return Numbers(
+        total_steps=total,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=steps(settings.warmup_epochs, schedule.suggested_warmup_steps(total)),
+        freeze_steps=steps(settings.freeze_last_layer_epochs, schedule.suggested_freeze_steps(total)),
+        lr=schedule.scaled_learning_rate(settings.lr, settings.batch),
+        momentum=schedule.suggested_momentum(settings.batch, total) if momentum is None else momentum,
+        out_dim=settings.out_dim or schedule.suggested_out_dim(num_tiles),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- views
+
+
+def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
+    """How the views of a tile are made: two large ones, with DINO small ones besides."""
+    large = settings.global_px or tile_px
+    base = ViewRecipe(
+        size_px=large,
+        scale=settings.global_scale,
+        hflip=settings.hflip,
+        vflip=settings.vflip,
+        right_angles=settings.right_angles,
+        stain=settings.stain_jitter,
+        stain_scale=settings.stain_scale,
+        stain_shift=settings.stain_shift,
+        jitter=settings.jitter,
+        brightness=settings.brightness,
+        contrast=settings.contrast,
+        saturation=settings.saturation,
+        hue=settings.hue,
+        grey=settings.grey,
+    )
+    if settings.method == "simclr":
+        return (replace(base, blur=settings.blur[2]),) * 2
+    unit = patch_px or 1
+    small = settings.local_px or max(round(large * 3 / 7 / unit), 1) * unit
+    for name, size in (("global_px", large), ("local_px", small)):
+        if size % unit:
+            raise ConfigError(
+                f"pretrain.{name} {size} is no multiple of {unit}",
+                f"the ViT cuts its views into patches of {unit} px",
+                f"Use {max(round(size / unit), 1) * unit}",
+            )
+    first, second, third = settings.blur
+    return (
+        replace(base, blur=first),
+        replace(base, blur=second, solarize=settings.solarize),
+        *[replace(base, size_px=small, scale=settings.local_scale, blur=third)] * settings.num_local,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encoder:
+    """The encoder that training starts from: random weights, or those of `init`."""
+    architecture = settings.architecture or DEFAULT_ARCHITECTURE[settings.method]
+    names = {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "patch_px": "patch_size"}
+    args = {theirs: getattr(settings, ours) for ours, theirs in names.items() if getattr(settings, ours) is not None}
+    if settings.init == "scratch":
+        with seeded(seed):
+            layout: dict[str, Any] = {"layout": "cls+patchmean"} if args.get("depth", 4) < 4 else {}
+            return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
+    encoder = load_encoder(settings.init)
+    told = encoder.config
+    wanted = settings.architecture
+    if wanted is not None and wanted.split(".")[0] != told.architecture:
+        raise EncoderError(
+            f"{settings.init.rstrip('/').split('/')[-1]}: its network is {told.architecture}, not {wanted}",
+            "weights of one network do not fit another",
+            "Leave pretrain.architecture out, or start from other weights",
+        )
+    differing = [
+        ours for ours, theirs in names.items() if theirs in args and told.model_args.get(theirs) != args[theirs]
+    ]
+    if differing:
+        raise EncoderError(
+            f"{settings.init.rstrip('/').split('/')[-1]}: has another {differing[0]} than pretrain.{differing[0]}",
+            "weights of one network do not fit another",
+            f"Leave pretrain.{differing[0]} out, or start from other weights",
+        )
+    return encoder
+
+
+def patch_px_of(backbone: Any) -> int | None:
+    """Edge of a ViT's patches; None for other networks."""
+    return backbone.patch_embed.patch_size[0] if has_class_token(backbone) else None
+
+
+def width_of(backbone: Any) -> int:
+    """Length of the vector that the network itself gives for an image."""
+    return backbone.num_features if has_class_token(backbone) else backbone.head_hidden_size
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch from this seed; afterwards the generator goes on where it was."""
+    before = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def embedding_of(backbone: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """What turns images into the vectors that training compares."""
+    return class_token if has_shortcut(backbone) else _call
+
+
+def _call(backbone: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    return backbone(images)
+
+
+class Branch(nn.Module):
+    """A network and its head: views in, logits (or projections) and embeddings out, rows grouped by view."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.embed = embedding_of(backbone)
+
+    def forward(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        # Views of one size go through the network together: with DINO that makes two passes.
+        embeddings_RD = torch.cat([self.embed(self.backbone, view_VB3SS.flatten(0, 1)) for view_VB3SS in views])
+        if not isinstance(self.head, DinoHead):
+            return self.head(embeddings_RD), embeddings_RD
+        bottleneck_RD = functional.normalize(losses.at_least_float32(self.head.mlp(embeddings_RD)), dim=-1)
+        # Divided by a temperature of 0.04, cosines in bfloat16 would be off by up to 0.1.
+        with torch.autocast(embeddings_RD.device.type, enabled=False):
+            return self.head.last_layer(bottleneck_RD), embeddings_RD
+
+
+class Learner(nn.Module):
+    """DINO when there is a teacher, SimCLR when there is none."""
+
+    center_K: torch.Tensor
+
+    def __init__(self, encoder: Encoder, settings: PretrainSettings, numbers: Numbers, seed: int):
+        super().__init__()
+        self.settings = settings
+        self.numbers = numbers
+        config = encoder.config
+        drop = {"drop_path_rate": settings.drop_path} if has_class_token(encoder.backbone) else {}
+        dino = settings.method == "dino"
+        with seeded(seed + 1):
+            backbone = build_backbone(config.architecture, {**config.model_args, **drop}) if dino else encoder.backbone
+            backbone.load_state_dict(encoder.backbone.state_dict())
+            self.student = Branch(backbone, self._make_head(width_of(encoder.backbone)))
+        self.teacher = Branch(encoder.backbone, self._make_head(width_of(encoder.backbone))) if dino else None
+        if self.teacher is not None:
+            self.teacher.head.load_state_dict(self.student.head.state_dict())
+            self.teacher.requires_grad_(False)
+        self.register_buffer("center_K", torch.zeros(numbers.out_dim if dino else 0))
+        self.train()
+
+    def _make_head(self, dim: int) -> nn.Module:
+        settings = self.settings
+        if settings.method == "simclr":
+            return SimclrHead(dim, settings.bottleneck)
+        return DinoHead(
+            dim,
+            self.numbers.out_dim,
+            settings.head_width,
+            settings.bottleneck,
+            settings.head_layers,
+            norm_last_layer=settings.norm_last_layer,
+        )
+
+    def train(self, mode: bool = True) -> Learner:
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()  # no path of the teacher is ever dropped
+        return self
+
+    @property
+    def result(self) -> nn.Module:
+        """The network worth keeping."""
+        return (self.student if self.teacher is None else self.teacher).backbone
+
+    def finish_step(self, momentum: float, teacher_means: Sequence[torch.Tensor]) -> None:
+        """Move teacher and centre, after the optimizer's step."""
+        if self.teacher is not None:
+            update_teacher(self.teacher, self.student, momentum)
+            rows_RK = torch.stack(list(teacher_means))
+            self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.settings.center_momentum))
+
+    def freeze(self, step: int) -> None:
+        """Leave the head's last layer as it is at the start of the run; before the optimizer's step."""
+        if isinstance(self.student.head, DinoHead) and step < self.numbers.freeze_steps:
+            cancel_gradients(self.student.head.last_layer)
+
+
+@dataclass
+class Outcome:
+    """Loss of one part of a batch, and what tells how training goes."""
+
+    loss: torch.Tensor
+    embeddings_RD: torch.Tensor
+    """Of the first large view (the teacher's with DINO), for rank and spread."""
+    student_RK: torch.Tensor
+    teacher_RK: torch.Tensor | None
+
+
+def compute_loss(
+    learner: Learner, student: nn.Module, views: Sequence[torch.Tensor], teacher_temp: float, mark: Any
+) -> Outcome:
+    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes."""
+    settings = learner.settings
+    tiles = views[0].shape[1]
+    if learner.teacher is None:
+        projections_RD, embeddings_RD = student(views)
+        mark("student")
+        value = nt_xent_loss(projections_RD, settings.temperature)
+        return Outcome(value, embeddings_RD[:tiles], projections_RD, None)
+    with torch.no_grad():
+        teacher_RK, embeddings_RD = learner.teacher(_global_views(views))
+    mark("teacher")
+    student_RK, _ = student(views)
+    num_views = sum(len(view_VB3SS) for view_VB3SS in views)
+    value = losses.dino_loss(student_RK, teacher_RK, learner.center_K, settings.student_temp, teacher_temp, num_views)
+    mark("student")
+    return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK)
+
+
+def _global_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The two that the teacher sees. Views of equal size come as one tensor, whatever their kind."""
+    return [views[0][: losses.NUM_GLOBAL]]
+
+
+def diagnose(learner: Learner, outcome: Outcome, teacher_temp: float) -> dict[str, float]:
+    """Numbers that tell whether the run learns or collapses."""
+    settings = learner.settings
+    found: dict[str, torch.Tensor] = {
+        "feature_rank": losses.effective_rank(outcome.embeddings_RD),
+        "feature_std": losses.feature_std(outcome.embeddings_RD),
+    }
+    if outcome.teacher_RK is not None:
+        teacher_RK, center_K = outcome.teacher_RK, learner.center_K
+        found["teacher_entropy"] = losses.teacher_entropy(teacher_RK, center_K, teacher_temp)
+        found["kl"] = losses.teacher_student_kl(
+            outcome.student_RK, teacher_RK, center_K, settings.student_temp, teacher_temp
+        )
+    return {name: float(value) for name, value in found.items()}
+
+
+def collapse_advice(learner: Learner, recent: Sequence[dict[str, Any]]) -> str | None:
+    """What went wrong, judged by the mean of recent lines of metrics; None while all is well."""
+    if learner.teacher is None:
+        rank = sum(line["feature_rank"] for line in recent) / len(recent)
+        spread = sum(line["feature_std"] for line in recent) / len(recent)
+        if rank < 1.5 or spread < 0.01:
+            return f"collapse to one embedding: feature rank {rank:.2f}, spread {spread:.3f}. Lower the learning rate"
+        return None
+    entropy, kl = (sum(line[key] for line in recent) / len(recent) for key in ("teacher_entropy", "kl"))
+    return losses.collapse_reason(entropy, kl, learner.numbers.out_dim)
+
+
+# ---------------------------------------------------------------------------------------------------- arithmetic
+
+
+def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequence[ViewRecipe], out_dim: int) -> float:
+    """Floating-point operations (a multiply-add is two) of matrix products that one tile costs in a step.
+
+    The student's forward counts three times (backward costs two of them), the teacher's once; both as the network as a
+    whole has it, so the shortcut of `tokens` counts as speed.
+    """
+    config = encoder.config
+    with torch.device("meta"):
+        backbone = build_backbone(config.architecture, config.model_args).eval()
+        dim = width_of(backbone)
+        head: nn.Module = SimclrHead(dim, settings.bottleneck)
+        if settings.method == "dino":
+            head = DinoHead(dim, out_dim, settings.head_width, settings.bottleneck, settings.head_layers)
+        in_head = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
+        costs: dict[int, float] = {}
+        for size in {recipe.size_px for recipe in recipes}:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                backbone(torch.empty(1, 3, size, size))
+            costs[size] = counter.get_total_flops() + in_head
+    student = 3 * sum(costs[recipe.size_px] for recipe in recipes)
+    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * (settings.method == "dino")
+    return (student + teacher) / 1e9

@@ -1,0 +1,208 @@
+"""DINO's loss, its centre, and the numbers that tell whether training goes well.
+
+A student sees V views of every tile, a teacher the first two (the global ones). Both give K logits a view; the student
+learns to predict the teacher's distribution of one view from every *other* view of the same tile. Rows are grouped by
+view: all tiles of view 0, then all of view 1, and so on. Logits come in any floating type; everything is computed in
+float32 (float64 stays float64).
+
+What is unusual: with student logits s and teacher probabilities q, -sum_k q_k log_softmax(s)_k = logsumexp(s) - q . s.
+Summed over the pairs of a view this needs one number a row and one dot product, so log-probabilities of all views never
+exist at once: beyond the logits, the loss holds the teacher's probabilities and one view in float32. Its gradient,
+softmax(s) - q, is worked out view by view as well.
+
+Axes in names: V views, B tiles, K outputs, D dimensions, R rows (views times tiles). Caron et al., ICCV 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from selfvitmil.errors import ConfigError
+
+NUM_GLOBAL = 2
+"""Views that the teacher sees."""
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32; float64 stays as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teacher_temp: float) -> torch.Tensor:
+    """Centred and sharpened softmax of the teacher's logits, without gradient."""
+    logits_RK = at_least_float32(teacher_RK.detach())
+    return torch.softmax((logits_RK - center.detach().to(logits_RK.dtype).view(1, -1)) / teacher_temp, dim=-1)
+
+
+def dino_loss(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    center: torch.Tensor,
+    student_temp: float,
+    teacher_temp: float,
+    num_views: int,
+) -> torch.Tensor:
+    """Mean cross-entropy over tiles and over all pairs of (teacher's global view, another view of the student).
+
+    `student` (num_views * B, K) and `teacher` (2 * B, K) are logits grouped by view; `center` has K numbers. It equals
+
+        for g in (0, 1):
+            for v in range(num_views):
+                if v != g:
+                    total += mean_over_tiles(-sum_over_K(q[g] * log_softmax(student[v] / student_temp)))
+        loss = total / (2 * num_views - 2)
+    """
+    tiles = _count_tiles(student, teacher, center, num_views)
+    targets_2BK = teacher_probabilities(teacher, center, teacher_temp).view(NUM_GLOBAL, tiles, -1)
+    student_VBK = student.view(num_views, tiles, -1)
+    return _CrossedCrossEntropy.apply(student_VBK, targets_2BK, student_temp)  # pyright: ignore[reportReturnType]
+
+
+def _count_tiles(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, num_views: int) -> int:
+    tiles, rest = divmod(len(teacher), NUM_GLOBAL)
+    fits = student.ndim == teacher.ndim == 2 and student.shape[1] == teacher.shape[1] == center.numel()
+    if num_views < NUM_GLOBAL or rest or not tiles or len(student) != num_views * tiles or not fits:
+        raise ConfigError(
+            f"logits of shape {tuple(student.shape)} (student) and {tuple(teacher.shape)} (teacher) with "
+            f"{center.numel()} numbers of centre do not make {num_views} views",
+            "the student needs one row for every view of every tile, the teacher two rows a tile, and all of them "
+            "the same number of outputs",
+            "Check num_views and that the last batch is whole",
+        )
+    return tiles
+
+
+def _views_and_targets(targets_2BK: torch.Tensor, num_views: int):
+    """(view, sum of the distributions it has to predict, how many these are) for every view."""
+    yield 0, targets_2BK[1], 1
+    yield 1, targets_2BK[0], 1
+    if num_views > NUM_GLOBAL:
+        both_BK = targets_2BK[0] + targets_2BK[1]
+        for view in range(NUM_GLOBAL, num_views):
+            yield view, both_BK, 2
+
+
+class _CrossedCrossEntropy(torch.autograd.Function):
+    """The loss and its gradient, one view at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, student_VBK: torch.Tensor, targets_2BK: torch.Tensor, temp: float) -> torch.Tensor:
+        num_views, tiles, _ = student_VBK.shape
+        total = targets_2BK.new_zeros(())
+        normalizers: list[torch.Tensor] = []
+        for view, target_BK, pairs in _views_and_targets(targets_2BK, num_views):
+            logits_BK = student_VBK[view].to(targets_2BK.dtype) / temp
+            normalizers.append(torch.logsumexp(logits_BK, dim=-1))
+            total += pairs * normalizers[-1].sum() - torch.linalg.vecdot(target_BK, logits_BK).sum()
+        ctx.save_for_backward(student_VBK, targets_2BK, torch.stack(normalizers))
+        ctx.temp, ctx.terms = temp, tiles * (NUM_GLOBAL * num_views - NUM_GLOBAL)
+        return total / ctx.terms
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        student_VBK, targets_2BK, normalizers_VB = ctx.saved_tensors
+        # The loss scaling of fp16 arrives here and must act before the cast: unscaled, most entries would vanish.
+        scale = grad_outputs[0] / (ctx.temp * ctx.terms)
+        grad_VBK = torch.empty_like(student_VBK)
+        for view, target_BK, pairs in _views_and_targets(targets_2BK, len(student_VBK)):
+            logits_BK = student_VBK[view].to(targets_2BK.dtype) / ctx.temp
+            probabilities_BK = logits_BK.sub_(normalizers_VB[view][:, None]).exp_()
+            grad_VBK[view] = probabilities_BK.mul_(pairs).sub_(target_BK).mul_(scale)
+        return grad_VBK, None, None
+
+
+@torch.no_grad()
+def update_center(center: torch.Tensor, teacher: torch.Tensor, momentum: float) -> torch.Tensor:
+    """The centre moved towards the mean of the teacher's logits (R, K), over all processes when there are several.
+
+    Rows are counted, so processes may hold different numbers of them. With gradient accumulation, pass the means of
+    equally large micro-batches as rows.
+    """
+    sums_K = teacher.sum(dim=0, dtype=center.dtype)
+    sums_and_count = torch.cat([sums_K, sums_K.new_full((1,), len(teacher))])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(sums_and_count)
+    mean_K = sums_and_count[:-1] / sums_and_count[-1]
+    return center * momentum + mean_K.view_as(center) * (1 - momentum)
+
+
+# ---- how training goes ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def teacher_entropy(teacher: torch.Tensor, center: torch.Tensor, teacher_temp: float) -> torch.Tensor:
+    """Mean entropy of the teacher's distributions in nats: 0 for one sure output, log K for no opinion at all."""
+    return torch.special.entr(teacher_probabilities(teacher, center, teacher_temp)).sum(dim=-1).mean()
+
+
+@torch.no_grad()
+def teacher_student_kl(
+    student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, student_temp: float, teacher_temp: float
+) -> torch.Tensor:
+    """Mean KL divergence in nats from the teacher's global views to the student's other global view.
+
+    Of `student` only the first 2 * B rows are read. Entropy plus this is the cross-entropy of the crossed global views.
+    It vanishes when student and teacher say the same for every view, which a collapsed pair does.
+    """
+    probabilities_RK = teacher_probabilities(teacher, center, teacher_temp)
+    logits_RK = at_least_float32(student[: len(teacher)]) / student_temp
+    crossed_RK = torch.log_softmax(logits_RK, dim=-1).roll(len(teacher) // NUM_GLOBAL, dims=0)
+    return functional.kl_div(crossed_RK, probabilities_RK, reduction="batchmean")
+
+
+@torch.no_grad()
+def feature_std(features_BD: torch.Tensor) -> torch.Tensor:
+    """Spread of the directions of embeddings: about 1 when they fill the sphere, 0 when all are the same."""
+    directions_BD = functional.normalize(at_least_float32(features_BD), dim=-1)
+    return directions_BD.std(dim=0, correction=0).mean() * math.sqrt(features_BD.shape[-1])
+
+
+@torch.no_grad()
+def effective_rank(features_BD: torch.Tensor) -> torch.Tensor:
+    """Exponential of the entropy of the normalized singular values: how many directions the embeddings really use.
+
+    The mean is not subtracted. It would leave only rounding noise, which has full rank, when all embeddings are equal.
+    """
+    values = torch.linalg.svdvals(at_least_float32(features_BD))
+    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    return torch.special.entr(shares).sum().exp()
+
+
+NEAR = 0.01
+"""Share of log K within which an entropy or a loss counts as having reached 0 or log K."""
+
+
+def collapse_reason(entropy: float, kl: float, num_outputs: int) -> str | None:
+    """What went wrong, with advice, judged by the teacher's entropy and the KL divergence; None while all is well.
+
+    Both should be averages over many steps, after the warm-up: an untrained student starts at a loss of log K. A low
+    entropy alone is no collapse, as a sharp teacher is low on purpose; it is one when the student agrees everywhere.
+    """
+    most = math.log(num_outputs)
+    near = NEAR * most
+    if not math.isfinite(entropy + kl):
+        return "teacher or student gave numbers that are not finite: lower the learning rate, and prefer bf16 to fp16"
+    if entropy < near and kl < near:
+        return (
+            f"collapse to one output: teacher entropy {entropy:.3f} of at most {most:.2f}, and the student agrees for "
+            "every tile. Raise the teacher's temperature or its warm-up, lower the momentum of the centre, and check "
+            "that batches mix slides"
+        )
+    if entropy > most - near:
+        return (
+            f"collapse to uniform outputs: teacher entropy {entropy:.3f} has reached log({num_outputs}) = {most:.3f}. "
+            "Lower the teacher's temperature or the learning rate, and use fewer outputs when there are few tiles"
+        )
+    if abs(entropy + kl - most) < near:
+        return (
+            f"the student does not learn: loss {entropy + kl:.3f} is stuck at log({num_outputs}) = {most:.3f}. Use "
+            "fewer outputs, a longer warm-up or a higher momentum of the teacher, and check that the learning rate "
+            "is scaled to the batch"
+        )
+    return None

@@ -1,0 +1,113 @@
+"""Which learning rate, weight decay, momentum and temperature hold at which step, and how they fit batch and data size.
+
+Schedules are functions of an integer step and remember nothing, so a resumed run needs no state of theirs. They are
+DINO's to the last digit: linear warm-up whose last step has the full value, then half a cosine. The rules below them
+propose numbers for a batch, a number of tiles and a number of steps; each says why. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """From `base` along half a cosine to `final` over `total_steps`, after a linear warm-up from `warmup_start`.
+
+    The last step of the warm-up already has `base`; the very last step is just short of `final`; later ones have it.
+    """
+
+    base: float
+    final: float
+    total_steps: int
+    warmup_steps: int = 0
+    warmup_start: float = 0.0
+
+    def value_at(self, step: int) -> float:
+        """Value for step 0, 1, 2, ..."""
+        if step < self.warmup_steps:
+            return self.warmup_start + (self.base - self.warmup_start) * step / max(self.warmup_steps - 1, 1)
+        done = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
+        return self.final + 0.5 * (self.base - self.final) * (1 + math.cos(math.pi * done))
+
+    def values(self) -> NDArray[np.float64]:
+        """The values of all steps, for a plot of the whole run."""
+        return np.array([self.value_at(step) for step in range(self.total_steps)])
+
+
+@dataclass(frozen=True)
+class TeacherTemperature:
+    """The teacher's softmax temperature: `warmup_temp` at first, `temp` from epoch `warmup_epochs` on.
+
+    `linear` climbs from epoch to epoch, and the last epoch of the warm-up already has `temp` (DINO's code); `step`
+    keeps `warmup_temp` until the warm-up is over (the words of Self-ViT-MIL).
+    """
+
+    warmup_temp: float
+    temp: float
+    warmup_epochs: int
+    steps_per_epoch: int
+    ramp: Literal["linear", "step"] = "linear"
+
+    def value_at(self, step: int) -> float:
+        """Value for step 0, 1, 2, ...; it changes only from one epoch to the next."""
+        epoch = step // self.steps_per_epoch
+        if epoch >= self.warmup_epochs:
+            return self.temp
+        if self.ramp == "step":
+            return self.warmup_temp
+        return self.warmup_temp + (self.temp - self.warmup_temp) * epoch / max(self.warmup_epochs - 1, 1)
+
+    def values(self, total_steps: int) -> NDArray[np.float64]:
+        """The values of all steps, for a plot of the whole run."""
+        return np.array([self.value_at(step) for step in range(total_steps)])
+
+
+# ---- numbers that fit batch and data -------------------------------------------------------------------------------
+
+
+def scaled_learning_rate(base: float, batch: int) -> float:
+    """Learning rate for `batch` tiles a step (over all processes), from one that is meant for 256."""
+    return base * batch / 256
+
+
+def suggested_momentum(batch: int, total_steps: int) -> float:
+    """Momentum of the teacher at the start of a run of `total_steps` with `batch` tiles each.
+
+    DINO names two points, 0.996 for a batch of 1024 and 0.9995 for one of 256: 1 - momentum goes with batch ** 1.5. So
+    small batches, whose steps are noisier, are averaged over more tiles (177,000 and 355,000 to the half-life). But a
+    teacher that is half made of its random start teaches nothing: the half-life must not exceed a tenth of the run.
+    """
+    by_batch = 0.004 * (batch / 1024) ** 1.5
+    by_length = 1 - 0.5 ** (1 / max(total_steps / 10, 1))
+    return 1 - min(max(by_batch, by_length), 0.01)
+
+
+def suggested_out_dim(num_tiles: int) -> int:
+    """Outputs of the head for `num_tiles` different tiles: a power of two from 1,024 to 65,536.
+
+    DINO's 65,536 outputs met 1.28 million images, 20 for each. Far fewer tiles than that leave most outputs without
+    any, the teacher stays near uniform and the loss near log K, which users report as "flat".
+    """
+    return 2 ** min(max(round(math.log2(max(num_tiles, 1) / 20)), 10), 16)
+
+
+def suggested_warmup_steps(total_steps: int) -> int:
+    """Steps of warm-up of learning rate and teacher temperature: a tenth of the run, as in the paper.
+
+    Never more than 12,500, DINO's ten epochs on ImageNet: a longer run does not need a slower start.
+    """
+    return min(round(total_steps / 10), 12_500)
+
+
+def suggested_freeze_steps(total_steps: int) -> int:
+    """Steps at the start during which the head's last layer stays as it is: a hundredth of the run, DINO's first epoch.
+
+    Until the embeddings mean something, moving the outputs towards them is how collapse begins.
+    """
+    return math.ceil(total_steps / 100)

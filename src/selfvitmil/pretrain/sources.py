@@ -1,0 +1,270 @@
+"""Where tiles come from: slides by their tile tables, or a folder of tile images.
+
+A source knows all tiles that training may see, numbered through; its reader, which travels to worker processes, turns
+requests for a few tiles of one slide into pixels. Only the reader touches slides.
+
+Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from selfvitmil import stain
+from selfvitmil.errors import ConfigError, SlideError, StainError
+from selfvitmil.slides import SlideCache
+from selfvitmil.tiles import read_tiles
+
+RUN = 16
+"""Neighbouring tiles of a slide that are read one after the other."""
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TrainSlide:
+    """A slide to train on, and the table that says where its tiles are."""
+
+    slide: str
+    path: Path
+    table: Path
+    mpp: float | None = None
+    """Microns per level-0 pixel from the cohort, over whatever the slide says."""
+
+
+class TileReader(Protocol):
+    """Reads tiles, in any process: it travels to the workers. `what` is an entry of the source's `read_requests`."""
+
+    def read(self, group: int, what: Any) -> Pixels: ...
+
+
+class Pixels(NamedTuple):
+    """Tiles that were read."""
+
+    tiles_B3HW: torch.Tensor
+    unfitted: int
+    """Of these, how many kept their colours because their own stains could not be found (stain method `tile`)."""
+
+
+class TileSource(Protocol):
+    """All tiles that training may see."""
+
+    counts: tuple[int, ...]
+    """Tiles of every slide (or folder)."""
+    names: tuple[str, ...]
+    shape_px: tuple[int, int]
+    """(height, width) of a tile."""
+    size_px: int
+    """The shorter of the two."""
+    mpp: float | None
+    """Microns per pixel of the tiles, where that is known."""
+    stain_method: Literal["slide", "tile", "none"]
+    """How their stains are normalized: on the device by `maps`, by the reader, or not at all."""
+    ids: Indices
+    """A number for every tile that tells it from all others and never changes."""
+    run: int
+    """Tiles that are best read together."""
+
+    @property
+    def reader(self) -> TileReader: ...
+    def request(self, group: int, rows: Indices) -> Any: ...
+    def maps(self, groups: Indices) -> NDArray[np.float64] | None: ...
+    def identity(self) -> list[str]: ...
+
+
+@dataclass
+class SlideReader:
+    """Reads tiles from slides; knows only their paths, so that starting a worker is cheap."""
+
+    paths: Sequence[Path]
+    mpps: Sequence[float | None]
+    names: Sequence[str]
+    size_px: int
+    tile_mpp: float
+    reader: str = "auto"
+    normalize_tiles: bool = False
+    cache: SlideCache | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"cache": None}  # each process opens its own files
+
+    def read(self, group: int, what: Any) -> Pixels:
+        """The tiles with these level-0 corners, (B, 2)."""
+        self.cache = self.cache or SlideCache()
+        path = self.paths[group]
+        if not path.exists():
+            raise SlideError(
+                f"{path.name}: the file is gone",
+                f"slide {self.names[group]} was there when it was tiled, and training reads its tiles from it",
+                "Bring it back (is the drive connected?), or train without it",
+            )
+        slide = self.cache.get(path, reader=self.reader, mpp=self.mpps[group])
+        tiles, unfitted = [], 0
+        for x_l0, y_l0 in what:
+            tile = slide.read_tile(int(x_l0), int(y_l0), self.size_px, self.tile_mpp)
+            if self.normalize_tiles:
+                try:
+                    tile = stain.normalize_tile(tile)
+                except StainError:
+                    unfitted += 1
+            tiles.append(tile)
+        return Pixels(_channels_first(np.stack(tiles)), unfitted)
+
+
+class SlideTiles:
+    """The tiles of slides, by their tile tables."""
+
+    run = RUN
+
+    def __init__(
+        self,
+        slides: Sequence[TrainSlide],
+        *,
+        stain_method: Literal["slide", "tile", "none"],
+        reader: str = "auto",
+        slide_mpp: float | None = None,
+    ):
+        if not slides:
+            raise ConfigError(
+                "there is no slide to train on", "none of the chosen split has a tile table", "Run `selfvitmil tile`"
+            )
+        tables = [read_tiles(slide.table) for slide in slides]
+        shapes = {(table.size_px, table.mpp) for table in tables}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"tile tables differ: {' and '.join(f'{size} px at {mpp:g} um' for size, mpp in sorted(shapes))}",
+                "an encoder learns from tiles of one size and resolution",
+                "Train on the tables of one tiling",
+            )
+        self.size_px: int
+        self.mpp: float | None
+        self.size_px, tile_mpp = shapes.pop()
+        self.mpp = tile_mpp
+        self.shape_px = (self.size_px, self.size_px)
+        self.names = tuple(slide.slide for slide in slides)
+        self.counts = tuple(len(table) for table in tables)
+        self._coords = [table.coords_l0 for table in tables]
+        self.ids = np.concatenate([tile_ids(table.slide, table.coords_l0) for table in tables])
+        self._digests = [table.digest for table in tables]
+        maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
+        self._maps = np.stack(maps) if stain_method == "slide" else None
+        self.reader = SlideReader(
+            paths=[slide.path for slide in slides],
+            mpps=[slide.mpp or slide_mpp for slide in slides],
+            names=self.names,
+            size_px=self.size_px,
+            tile_mpp=tile_mpp,
+            reader=reader,
+            normalize_tiles=stain_method == "tile",
+        )
+        self.stain_method: Literal["slide", "tile", "none"] = stain_method
+
+    def request(self, group: int, rows: Indices) -> Indices:
+        return self._coords[group][rows]
+
+    def maps(self, groups: Indices) -> NDArray[np.float64] | None:
+        """(B, 3, 3) maps of stain normalization of tiles of these slides; None when there is nothing to apply."""
+        return None if self._maps is None else self._maps[groups]
+
+    def identity(self) -> list[str]:
+        """What the trained weights depend on: names, places of the tiles, stain maps."""
+        maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
+        return [*(f"{name} {digest}" for name, digest in zip(self.names, self._digests, strict=True)), maps]
+
+
+@dataclass
+class ImageReader:
+    """Reads tiles that lie in files of their own."""
+
+    shape_px: tuple[int, int]
+
+    def read(self, group: int, what: Any) -> Pixels:
+        """The images of these paths."""
+        del group
+        return Pixels(_channels_first(np.stack([read_image(path, self.shape_px) for path in what])), 0)
+
+
+class ImageTiles:
+    """Tiles from a folder of images of one size, sub-folders included."""
+
+    run = 1  # files have no neighbours to share anything with
+    mpp: float | None = None
+    stain_method: Literal["slide", "tile", "none"] = "none"
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise ConfigError(f"{folder.name}: there is no such folder", how="Correct the path of the folder of tiles")
+        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not paths:
+            raise ConfigError(
+                f"{folder.name}: holds no tiles", f"no {', '.join(IMAGE_SUFFIXES)} lies there", "Correct the folder"
+            )
+        groups: dict[str, list[Path]] = {}
+        for path in paths:
+            groups.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path)
+        self.names = tuple(groups)
+        self.counts = tuple(len(group) for group in groups.values())
+        self._paths = list(groups.values())
+        with Image.open(paths[0]) as first:
+            self.shape_px = (first.height, first.width)
+        self.size_px = min(self.shape_px)
+        self.reader = ImageReader(self.shape_px)
+        relative = [f"{name}/{path.name}" for name, group in groups.items() for path in group]
+        self.ids = np.array([_name_hash(name) for name in relative], dtype=np.uint64).view(np.int64)
+        self._digest = hashlib.sha256("\n".join(relative).encode()).hexdigest()
+
+    def request(self, group: int, rows: Indices) -> list[Path]:
+        return [self._paths[group][row] for row in rows]
+
+    def maps(self, groups: Indices) -> None:
+        del groups
+
+    def identity(self) -> list[str]:
+        return [self._digest]
+
+
+def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
+    """One tile image (H, W, 3)."""
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise SlideError(
+            f"{path.name}: cannot be read as an image", str(error).replace(str(path), path.name), "Remove or replace it"
+        ) from None
+    if pixels.shape[:2] != shape_px:
+        raise SlideError(
+            f"{path.name}: has {pixels.shape[1]} x {pixels.shape[0]} px, others {shape_px[1]} x {shape_px[0]}",
+            "all tiles of a folder must have one size",
+            "Bring them to one size, or remove it",
+        )
+    return pixels
+
+
+def _channels_first(tiles_BHW3: NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tiles_BHW3.transpose(0, 3, 1, 2)))
+
+
+def _name_hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def tile_ids(slide: str, coords_l0: Indices) -> Indices:
+    """Numbers that tell tiles of all slides apart, made of the slide's name and the tile's corner alone."""
+    with np.errstate(over="ignore"):
+        x, y = coords_l0.astype(np.uint64).T
+        mixed = np.uint64(_name_hash(slide)) + x * np.uint64(0x9E3779B97F4A7C15) + y * np.uint64(0xC2B2AE3D27D4EB4F)
+        # The finalizer of SplitMix64: without it, neighbours would have nearly the same number.
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)

@@ -1,0 +1,575 @@
+"""Training an encoder on tiles without labels: from tile tables (or a folder of images) to the folder of an encoder.
+
+The loop is plain PyTorch. Under `torchrun` every process takes an equal part of each batch; `batch` stays what it is,
+so more GPUs make a run faster and do not change it. All that is random depends on (seed, step, tile) or (seed, step,
+process), so a checkpoint holds weights, optimizer, centre and step, and no state of any generator.
+
+Going on: when the folder holds a `state.pt` of the same settings and tiles, the run continues from it; on a CPU with
+the same number of threads the weights come out as if it had never stopped, to the bit. A finished run is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from selfvitmil import artefact
+from selfvitmil.encoder import Encoder, load_encoder, save_encoder
+from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.pretrain import learner as learning
+from selfvitmil.pretrain.checkpoint import Metrics, read_metrics, read_state, write_state
+from selfvitmil.pretrain.feed import Batch, Feed, Order, default_workers, measure_colours
+from selfvitmil.pretrain.learner import Learner, Numbers, Outcome
+from selfvitmil.pretrain.optim import clip_each_gradient, parameter_groups
+from selfvitmil.pretrain.sources import TileSource
+from selfvitmil.pretrain.surroundings import (
+    Place,
+    Stopwatch,
+    arithmetic,
+    choose_precision,
+    peak_tflops,
+    processes,
+    stop_on_signal,
+)
+from selfvitmil.pretrain.views import make_views, render_view
+from selfvitmil.settings import PretrainSettings
+
+STAGE_VERSION = 1
+"""Part of the hash of a run: raised when the same settings come to mean something else."""
+ALARM_LINES = 10
+"""Lines of metrics over which the collapse alarm averages."""
+COMPILE_FROM_STEPS = 3000
+"""Steps from which compiling, which takes minutes and saves a quarter of a step's time, is worth it."""
+NOT_IN_HASH = {"workers", "checkpoint_minutes", "log_steps", "compile", "init"}
+"""Settings that change neither which weights come out nor what they mean (`init` counts by its weights)."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Words for the encoder's config that only the caller knows."""
+
+    trained_on: str
+    """For instance `train split of camelyon16` or `transductive`."""
+    preset: str = "default"
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """What became of a run."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    finished: bool
+    """False when a signal stopped the run; the same call goes on from its checkpoint."""
+    note: str
+    """`made`, `current`, `continued from step ...` or `stopped by a signal at step ...`."""
+    metrics: dict[str, Any]
+    """The last line of metrics.jsonl."""
+    warnings: tuple[str, ...]
+
+
+def pretrain(
+    source: TileSource,
+    out: Path,
+    settings: PretrainSettings,
+    origin: Origin,
+    *,
+    device: str | None = None,
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> PretrainResult:
+    """Train an encoder and write its folder `out`, or go on with one that was begun there.
+
+    `source` is `sources.SlideTiles(...)` or `sources.ImageTiles(...)`; `report` gets every line of metrics when it is
+    written. Under torchrun every process calls this with the same arguments; the first writes.
+    """
+    with ExitStack() as stack:
+        place = stack.enter_context(processes(device))
+        stack.enter_context(arithmetic(settings, place.device))
+        devices = [place.device] if place.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices))
+        stop = stack.enter_context(stop_on_signal())
+        run = _Run(source, out, settings, origin, place, stop)
+        if run.is_finished():
+            lines = read_metrics(out)
+            return run.result("current", True, lines[-1] if lines else {})
+        note = run.prepare()
+        finished = run.train(report or (lambda line: None))
+        last = run.metrics.lines[-1] if run.metrics is not None and run.metrics.lines else {}
+        if finished:
+            run.save_encoder()
+        else:
+            note = f"stopped by a signal at step {run.step} of {run.numbers.total_steps}"
+        if place.world > 1:
+            dist.barrier()
+        return run.result(note, finished, last)
+
+
+# ---------------------------------------------------------------------------------------------------- the run
+
+
+class _Run:
+    """One training run: what it is made of, and the steps it goes through."""
+
+    def __init__(
+        self,
+        source: TileSource,
+        out: Path,
+        settings: PretrainSettings,
+        origin: Origin,
+        place: Place,
+        stop: threading.Event,
+    ):
+        self.source, self.out, self.settings, self.origin, self.place = source, out, settings, origin, place
+        self.stop = stop
+        self.step = 0
+        self.warnings: list[str] = []
+        self.metrics: Metrics | None = None
+        self.order = Order(
+            source.counts,
+            settings.batch,
+            settings.seed,
+            settings.sampler,
+            settings.tiles_per_slide,
+            settings.resample,
+            run=source.run,
+            pool=settings.shuffle_tiles,
+        )
+        self._check_size()
+        self.numbers: Numbers = learning.settle_numbers(settings, sum(source.counts), self.order.steps_per_epoch)
+        self.workers = default_workers() if settings.workers is None else settings.workers
+        self.encoder = learning.start_encoder(settings, source.size_px, settings.seed)
+        self.made_from = self._identity()
+
+    def _check_size(self) -> None:
+        settings, world = self.settings, self.place.world
+        if settings.batch % (world * settings.accumulate):
+            raise ConfigError(
+                f"pretrain.batch {settings.batch} does not divide among {world} processes "
+                f"with {settings.accumulate} parts each",
+                "every process takes an equal part",
+                f"Use a multiple of {world * settings.accumulate}",
+            )
+        if settings.batch // (world * settings.accumulate) < 2:
+            raise ConfigError(
+                f"pretrain.batch {settings.batch} leaves one tile for each part",
+                "tiles are compared within a part",
+                f"Use at least {2 * world * settings.accumulate}",
+            )
+        if self.order.steps_per_epoch < 1:
+            raise ConfigError(
+                f"there are {self.order.tiles_per_epoch} tiles to train on, and a batch takes {settings.batch}",
+                "not even one batch can be filled",
+                "Tile more slides, or lower pretrain.batch",
+            )
+        if len(self.source.counts) == 1 and self.source.run > 1:
+            self.warnings.append(
+                f"all tiles come from one slide, {self.source.names[0]}: the encoder may learn its peculiarities"
+            )
+        if self.order.steps_per_epoch < 10:
+            self.warnings.append(
+                f"an epoch has {self.order.steps_per_epoch} steps: {self.order.tiles_per_epoch} tiles are few "
+                f"for a batch of {settings.batch}"
+            )
+
+    def _identity(self) -> str:
+        """Hash of all that the weights depend on."""
+        told = self.settings.model_dump(mode="json", exclude=NOT_IN_HASH)
+        data = [*self.source.identity(), list(self.source.shape_px), list(self.source.counts), self.source.stain_method]
+        return artefact.hash_of(told, self.encoder.identity(), data, asdict(self.origin), STAGE_VERSION)
+
+    def is_finished(self) -> bool:
+        """Whether the folder holds the encoder that this run would make. Raises when it holds another one."""
+        if not (self.out / "config.json").exists():
+            return False
+        made_from = load_encoder(self.out).config.provenance.get("made_from")
+        if made_from == self.made_from:
+            self.step = self.numbers.total_steps
+            return True
+        raise ConfigError(
+            f"{self.out.name}: this encoder was made with other settings or other tiles",
+            "training does not overwrite it",
+            "Choose another name, or remove its folder to train it again",
+        )
+
+    def result(self, note: str, finished: bool, last: dict[str, Any]) -> PretrainResult:
+        total = self.numbers.total_steps
+        return PretrainResult(self.out, self.step, total, finished, note, last, tuple(self.warnings))
+
+    # ------------------------------------------------------------------------------------------------ before
+
+    def prepare(self) -> str:
+        """Build everything, and load the checkpoint when there is one."""
+        settings, device = self.settings, self.place.device
+        state = read_state(self.out)
+        if state is not None and state["made_from"] != self.made_from:
+            raise ConfigError(
+                f"{self.out.name}: was begun with other settings or other tiles",
+                f"its state.pt of step {state['step']} does not belong to this run",
+                "Choose another name, or remove its folder to start again",
+            )
+        self.mean, self.std = self._colours(state)
+        patch_px = learning.patch_px_of(self.encoder.backbone)
+        self.recipes = learning.recipes_of(settings, self.source.size_px, patch_px)
+        if self.recipes[0].size_px != self.source.size_px and self.source.mpp is not None:
+            self.warnings.append(
+                f"large views have {self.recipes[0].size_px} px and tiles {self.source.size_px}: the encoder is for "
+                f"tiles of {self.recipes[0].size_px} px at {self._view_mpp():g} microns per pixel"
+            )
+        self.schedules = self.numbers.schedules(settings)
+        self.learner = Learner(self.encoder, settings, self.numbers, settings.seed).to(device)
+        # Fused only on a GPU: on a CPU it is no faster.
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.learner.student), lr=0.0, fused=True if device.type == "cuda" else None
+        )
+        self.dtype = choose_precision(settings.precision, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.render: Callable[..., torch.Tensor] = render_view
+        if state is not None:
+            self._load(state)
+        self.student: nn.Module = self.learner.student
+        if self.place.world > 1:
+            on = [device] if device.type == "cuda" else None
+            self.student = DistributedDataParallel(self.learner.student, device_ids=on, gradient_as_bucket_view=True)
+        self._compile()
+        self.watch = Stopwatch(device)
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        out_dim = self.numbers.out_dim
+        self.gflop = learning.gflop_per_tile(self.encoder, settings, self.recipes, out_dim)
+        self.peak = peak_tflops(device, self.dtype)
+        return "made" if state is None else f"continued from step {self.step}"
+
+    def _colours(self, state: dict[str, Any] | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        settings = self.settings
+        if state is not None:
+            return tuple(state["mean"]), tuple(state["std"])
+        if settings.mean is not None and settings.std is not None:
+            return settings.mean, settings.std
+        if settings.init != "scratch":  # weights know the colours they were trained with
+            return self.encoder.config.mean, self.encoder.config.std
+        values: list[Any] = [None]
+        if self.place.rank == 0:
+            values = [measure_colours(self.source, settings.measure_tiles, settings.seed, self.workers)]
+        if self.place.world > 1:
+            dist.broadcast_object_list(values, device=self.place.device)
+        return values[0]
+
+    def _compile(self) -> None:
+        """Compile what is worth it. Where that fails, the first step tells (see `_first_step`)."""
+        worth_it = self.place.device.type == "cuda" and self.numbers.total_steps - self.step >= COMPILE_FROM_STEPS
+        self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and worth_it)
+        if self.compiled:
+            for branch in (self.learner.student, self.learner.teacher):
+                if branch is not None:
+                    branch.embed = torch.compile(branch.embed, dynamic=False)
+            self.render = torch.compile(render_view, dynamic=False)
+
+    def _uncompile(self) -> None:
+        self.compiled = False
+        self.render = render_view
+        for branch in (self.learner.student, self.learner.teacher):
+            if branch is not None:
+                branch.embed = learning.embedding_of(branch.backbone)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "made_from": self.made_from,
+            "step": self.step,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "learner": self.learner.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step = state["step"]
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def train(self, report: Callable[[dict[str, Any]], None]) -> bool:
+        """All steps that are left; whether they were done. A checkpoint is written in either case."""
+        place, total = self.place, self.numbers.total_steps
+        if place.rank == 0:
+            self.metrics = Metrics(self.out, self.step)
+        feed = Feed(
+            self.source,
+            self.order,
+            self.step,
+            total,
+            rank=place.rank,
+            world=place.world,
+            workers=self.workers,
+            pin=place.device.type == "cuda",
+        )
+        self.pace = _Pace(self.step)
+        self.unfitted = 0
+        pending: torch.Tensor | None = None
+        asked = False
+        with feed:
+            for batch in feed:
+                numbers = self.schedules.at(self.step)
+                outcome, checked = self._guarded_step(batch, numbers)
+                # The loss of the step before is looked at now: the device has work and nobody waits.
+                asked = self._check(pending, self.step - 1) or asked
+                pending = checked
+                self.step += 1
+                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total:
+                    asked = self._check(pending, self.step - 1) or asked
+                    pending = None
+                    self._log(outcome, numbers, checked, feed, report)
+                due = time.monotonic() - self.pace.saved > self.settings.checkpoint_minutes * 60
+                if due or asked or self.step == total:
+                    asked = self._check(pending, self.step - 1) or asked
+                    pending = None
+                    self._save()
+                if asked:
+                    break
+        if self.unfitted:
+            self.warnings.append(f"the stains of {self.unfitted} tiles could not be found: they kept their colours")
+        return self.step == total
+
+    def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, torch.Tensor]:
+        try:
+            return self._do_step(batch, numbers)
+        except torch.OutOfMemoryError:
+            pass  # handled below, when the frames that hold the memory are gone
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not self.compiled or self.settings.compile == "on" or self.pace.steps:
+                raise
+            self.warnings.append(f"compiling failed ({type(error).__name__}), training goes on without")
+            self._uncompile()
+            return self._do_step(batch, numbers)
+        raise self._out_of_memory(batch, numbers)
+
+    def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, torch.Tensor]:
+        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop] on the device."""
+        settings, mark = self.settings, self.watch
+        self.unfitted += batch.unfitted
+        mark.start()
+        # Paths that are dropped: by step and process, so that nothing has to be remembered.
+        torch.manual_seed((settings.seed * 1_000_003 + self.step) * 1_009 + self.place.rank)
+        parts = settings.accumulate
+        size = len(batch.tiles_B3HW) // parts
+        total = torch.zeros((), device=self.place.device)
+        means: list[torch.Tensor] = []
+        outcome: Outcome | None = None
+        for number in range(parts):
+            outcome = None  # frees the logits of the part before
+            joint = number == parts - 1 or not isinstance(self.student, DistributedDataParallel)
+            with nullcontext() if joint else self.student.no_sync():  # pyright: ignore[reportCallIssue]
+                outcome = self._forward_backward(batch, slice(number * size, (number + 1) * size), numbers, parts)
+            total += outcome.loss.detach() / parts
+            if outcome.teacher_RK is not None:
+                means.append(outcome.teacher_RK.mean(dim=0, dtype=torch.float32))
+        assert outcome is not None
+        self._move(numbers, means)
+        mark("update")
+        checked = torch.stack([total, torch.full_like(total, float(self.stop.is_set()))])
+        if self.place.world > 1:
+            dist.all_reduce(checked)
+            checked /= self.place.world
+        return outcome, checked
+
+    def _forward_backward(self, batch: Batch, part: slice, numbers: dict[str, float], parts: int) -> Outcome:
+        device, mark = self.place.device, self.watch
+        views = self._make_views(batch, part)
+        mark("views")
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            outcome = learning.compute_loss(self.learner, self.student, views, numbers["teacher_temp"], mark)
+        self.scaler.scale(outcome.loss / parts).backward()
+        mark("backward")
+        return outcome
+
+    def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
+        """Views of normalized tiles on the device.
+
+        On a GPU in a stream of its own: the training runs ahead of the device, so the views of a step are made beside
+        the step before it and fill the gaps of its kernels. What waits there for a copy does not hold up the others.
+        """
+        device = self.place.device
+        with torch.cuda.stream(self.side):  # does nothing without a GPU
+            views = make_views(
+                batch.tiles_B3HW[part].to(device, non_blocking=True),
+                batch.ids_B[part].to(device, non_blocking=True),
+                self.step,
+                self.recipes,
+                self.mean,
+                self.std,
+                seed=self.settings.seed,
+                maps_B33=None if batch.maps_B33 is None else batch.maps_B33[part],
+                dtype=self.dtype,
+                render=self.render,
+            )
+        if self.side is not None:
+            main = torch.cuda.current_stream(device)
+            main.wait_stream(self.side)
+            for view_VB3SS in views:
+                view_VB3SS.record_stream(main)  # or its memory would be given away too early
+        return views
+
+    def _move(self, numbers: dict[str, float], means: list[torch.Tensor]) -> None:
+        """The optimizer's step with this step's numbers, then teacher and centre."""
+        for group, decay in zip(self.optimizer.param_groups, (numbers["weight_decay"], 0.0), strict=True):
+            group["lr"], group["weight_decay"] = numbers["lr"], decay
+        self.scaler.unscale_(self.optimizer)
+        if self.settings.clip_grad:
+            clip_each_gradient(self.learner.student.parameters(), self.settings.clip_grad)
+        self.learner.freeze(self.step)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.learner.finish_step(numbers["momentum"], means)
+
+    def _check(self, checked: torch.Tensor | None, step: int) -> bool:
+        """Raise when the loss of a step was no number; else whether any process was asked to stop by then."""
+        if checked is None:
+            return False
+        value, stop = checked.tolist()
+        if not math.isfinite(value):
+            kept = read_state(self.out) if self.place.rank == 0 else None
+            good = f"state.pt of step {kept['step']} is kept" if kept else "no checkpoint was written yet"
+            raise EncoderError(
+                f"{self.out.name}: the loss at step {step} is not a number ({value})",
+                f"training from here on would be in vain; {good}",
+                "Lower pretrain.lr or raise its warm-up; with fp16 use --pretrain.precision bf16 or fp32",
+            )
+        return stop > 0
+
+    def _out_of_memory(self, batch: Batch, numbers: dict[str, float]) -> ConfigError:
+        """The error to raise, after trying which part of the batch does fit."""
+        self.optimizer.zero_grad(set_to_none=True)
+        size = len(batch.tiles_B3HW) // self.settings.accumulate
+        fitting = 0
+        trial = size // 2
+        while trial >= 2 and not fitting:
+            torch.cuda.empty_cache()
+            try:
+                single = self.student.no_sync() if isinstance(self.student, DistributedDataParallel) else nullcontext()
+                with single:
+                    self._forward_backward(batch, slice(0, trial), numbers, 1)
+                fitting = trial
+            except torch.OutOfMemoryError:
+                trial //= 2
+            self.optimizer.zero_grad(set_to_none=True)
+        how = "Choose a smaller pretrain.architecture or fewer pretrain.num_local"
+        if fitting:
+            parts = self.settings.accumulate * -(-size // fitting)
+            how = f"{fitting} tiles at a time fit: use --pretrain.accumulate {parts} (the same result, a little slower)"
+            if self.settings.method == "simclr":
+                how = f"{fitting} tiles at a time fit: use --pretrain.batch {fitting * self.place.world}"
+        return ConfigError(
+            f"the GPU's memory does not hold {size} tiles at a time",
+            f"that is pretrain.batch {self.settings.batch} over {self.place.world} processes "
+            f"and pretrain.accumulate {self.settings.accumulate}",
+            how,
+        )
+
+    # ------------------------------------------------------------------------------------------------ telling
+
+    def _log(
+        self,
+        outcome: Outcome,
+        numbers: dict[str, float],
+        checked: torch.Tensor,
+        feed: Feed,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        if self.metrics is None:
+            return
+        pace = self.pace.lap(self.step, feed.waited_s, self.settings.batch)
+        line: dict[str, Any] = {"step": self.step - 1, "epoch": (self.step - 1) // self.numbers.steps_per_epoch}
+        line |= {"loss": float(checked[0]), **numbers}
+        line |= learning.diagnose(self.learner, outcome, numbers["teacher_temp"])
+        line["tiles_per_s"] = round(pace.tiles_per_s, 2)
+        line["data_wait_share"] = round(pace.data_wait_share, 4)
+        line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
+        line["phase_s"] = self.watch.last_step()
+        recent = [*self.metrics.lines, line][-ALARM_LINES:]
+        if len(recent) == ALARM_LINES and recent[0]["step"] >= self.numbers.warmup_steps:
+            advice = learning.collapse_advice(self.learner, recent)
+            if advice:
+                line["alarm"] = advice
+                if not any("alarm" in before for before in self.metrics.lines):
+                    self.warnings.append(f"at step {self.step - 1}: {advice}")
+        self.metrics.add(line)
+        report(line)
+
+    def _save(self) -> None:
+        if self.place.rank == 0:
+            write_state(self.out, self._state())
+        self.pace.saved = time.monotonic()
+
+    def _view_mpp(self) -> float | None:
+        """Microns per pixel of a large view that shows the whole tile: what the encoder is made for."""
+        return None if self.source.mpp is None else self.source.mpp * self.source.size_px / self.recipes[0].size_px
+
+    def save_encoder(self) -> None:
+        """Write the encoder's folder: the weights worth keeping and what they were made from."""
+        if self.place.rank != 0:
+            return
+        provenance = {
+            "method": self.settings.method,
+            "preset": self.origin.preset,
+            "source": self.settings.init
+            if "/" not in self.settings.init
+            else self.settings.init.rstrip("/").split("/")[-1],
+            "slides": len(self.source.counts),
+            "tiles": sum(self.source.counts),
+            "gflop_per_tile": round(self.gflop, 2),
+            **asdict(self.numbers),
+            "made_from": self.made_from,
+        }
+        config = self.encoder.config.model_copy(
+            update={
+                "mean": self.mean,
+                "std": self.std,
+                "mpp": self._view_mpp(),
+                "size_px": self.recipes[0].size_px,
+                "stain": self.source.stain_method,
+                "trained_on": self.origin.trained_on,
+                "provenance": provenance,
+            }
+        )
+        save_encoder(self.out, Encoder(self.learner.result, config))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the last steps were."""
+
+    tiles_per_s: float
+    data_wait_share: float
+
+
+class _Pace:
+    """Time, steps and waiting since the last line of metrics, and since the last checkpoint."""
+
+    def __init__(self, step: int):
+        self.saved = time.monotonic()
+        self.steps = 0
+        self._step, self._time, self._waited = step, time.perf_counter(), 0.0
+
+    def lap(self, step: int, waited_s: float, batch: int) -> Pace:
+        now = time.perf_counter()
+        span = max(now - self._time, 1e-9)
+        pace = Pace((step - self._step) * batch / span, min((waited_s - self._waited) / span, 1.0))
+        self.steps += step - self._step
+        self._step, self._time, self._waited = step, now, waited_s
+        return pace

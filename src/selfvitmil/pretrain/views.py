@@ -1,0 +1,442 @@
+"""Augmented views of tiles, made on the training device: uint8 tiles in, normalized views out.
+
+A `ViewRecipe` says how one view is made. Its steps, in this order: random resized crop, flips and right-angle
+rotations, stain jitter, colour jitter (brightness, contrast, saturation and hue in random order), grey, blur, solarize,
+normalize. Distributions are those of torchvision's transforms, on which DINO's multi-crop is built.
+
+Randomness is a function of (seed, tile, step, view) and nothing else: a counter-based generator (Philox4x32-10) turns
+these numbers into uniforms with integer arithmetic. So a tile's views depend neither on the other tiles of its batch,
+nor on order, process or device, and there is no generator state to save.
+
+What is unusual: nothing loops over tiles and nothing is decided in Python, so a batch costs the same few kernels
+whatever was drawn, and the whole can be compiled. A resized crop is two matrix products, rows and columns, with weights
+made for every tile (Pillow's antialiased filters); flips only reverse their rows. A blur is two more products. The four
+colour steps come in 24 orders; they run as three blends, one turn of the hue, three blends, where each tile uses three
+of the six blends: the ones that its order puts before the hue, and after it.
+
+Inside, images are (B, H, 3, W), which makes each product one call on contiguous memory, and are float32 from 0 to 1.
+Axes in names: V views, B tiles, 3 is RGB, H and W height and width, S edge of a view, U uniforms, P place in an order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from selfvitmil import stain
+
+CROP_TRIES = 10
+"""Boxes drawn before a crop falls back to the centre, as in torchvision."""
+BLUR_REACH = 4.0
+"""Standard deviations of the strongest blur that its kernel covers."""
+SOLARIZE_FROM = 0.5
+"""Brightness from which solarizing inverts: halfway between grey levels 127 and 128 of 255."""
+_BLOCK = {True: 2**20, False: 2**26}
+"""Numbers of an image block: on a CPU (True) what stays in its caches, elsewhere what bounds the memory."""
+_GREY = (0.299, 0.587, 0.114)
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
+
+
+@dataclass(frozen=True)
+class ViewRecipe:
+    """How one view of a tile is made. A probability of 0 leaves a step out at no cost."""
+
+    size_px: int = 224
+    """Edge of the view."""
+    scale: tuple[float, float] = (0.4, 1.0)
+    """Smallest and largest share of the tile's area that the crop takes."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width of the crop over its height."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """Filter of the resampling; antialiased where it shrinks."""
+    hflip: float = 0.5
+    """Probability of left and right swapped."""
+    vflip: float = 0.5
+    """Probability of top and bottom swapped; tissue has no upside, ImageNet has."""
+    right_angles: bool = True
+    """Whether to turn by 0, 90, 180 or 270 degrees, all equally likely."""
+    stain: float = 0.5
+    """Probability of stain jitter."""
+    stain_scale: float = 0.2
+    """Concentration of each stain is multiplied by 1 minus to 1 plus this."""
+    stain_shift: float = 0.02
+    """Then shifted by minus to plus this (in optical density along the stain)."""
+    jitter: float = 0.8
+    """Probability of colour jitter."""
+    brightness: float = 0.4
+    """Factor from 1 minus to 1 plus this; the same for the next two."""
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    """Turn of the hue by minus to plus this, in turns of the colour circle."""
+    grey: float = 0.2
+    """Probability of grey."""
+    blur: float = 0.5
+    """Probability of a Gaussian blur."""
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    """Its smallest and largest standard deviation in pixels of the view."""
+    solarize: float = 0.0
+    """Probability of inverting everything brighter than half."""
+
+
+def dino_recipes(
+    num_local: int = 8,
+    local_px: int = 96,
+    local_scale: tuple[float, float] = (0.05, 0.4),
+    base: ViewRecipe | None = None,
+) -> tuple[ViewRecipe, ...]:
+    """DINO's multi-crop: two global views, different in blur and solarize, then local ones. `base` has the rest."""
+    base = base or ViewRecipe()
+    first, second = replace(base, blur=1.0, solarize=0.0), replace(base, blur=0.1, solarize=0.2)
+    local = replace(base, size_px=local_px, scale=local_scale, blur=0.5, solarize=0.0)
+    return (first, second, *[local] * num_local)
+
+
+def simclr_recipes(base: ViewRecipe | None = None) -> tuple[ViewRecipe, ...]:
+    """SimCLR's two views, alike: crops of almost any size and twice DINO's colour jitter. `base` has the rest."""
+    base = base or ViewRecipe()
+    strong = replace(base, scale=(0.08, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
+    return (replace(strong, blur=0.5, solarize=0.0),) * 2
+
+
+@torch.no_grad()
+def make_views(
+    tiles_B3HW: torch.Tensor,
+    tile_ids_B: torch.Tensor,
+    step: int,
+    recipes: Sequence[ViewRecipe],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    seed: int = 0,
+    maps_B33: np.ndarray | torch.Tensor | None = None,
+    stains: np.ndarray | None = None,
+    dtype: torch.dtype = torch.float32,
+    product_dtype: torch.dtype | None = None,
+    render: Callable[..., torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """All views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) for every run of recipes of equal size.
+
+    `tile_ids_B` (int64) names the tiles; with `seed`, `step` and the number of the view it decides everything random.
+    `maps_B33` are maps of stain normalization (`stain.apply_maps`), applied first. `stains` (3, 2) are the stain
+    vectors that stain jitter moves along, by default those that normalized tiles have. `mean` and `std` are per channel
+    of tiles from 0 to 1; `dtype` is that of the result. Products are computed in `product_dtype`: by default float16 on
+    a GPU (off by up to 0.3 grey levels of 255) and float32 elsewhere. `render` may be a compiled `render_view`.
+    """
+    assert tiles_B3HW.dtype == torch.uint8, tiles_B3HW.dtype
+    assert tiles_B3HW.shape == (len(tile_ids_B), 3, *tiles_B3HW.shape[-2:]), tiles_B3HW.shape
+    device = tiles_B3HW.device
+    if maps_B33 is not None:
+        tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
+    if product_dtype is None:
+        product_dtype = torch.float16 if device.type == "cuda" else torch.float32
+    # One pass for cast and new order; whole grey levels are exact in float16 and bfloat16.
+    tiles_BH3W = tiles_B3HW.transpose(1, 2).to(product_dtype, memory_format=torch.contiguous_format)
+    basis = stain_basis(stain.REFERENCE.stains if stains is None else stains)
+    uniforms_VBU = random_uniforms(tile_ids_B.to(device), step, len(recipes), NUM_UNIFORMS, seed)
+    height, width = tiles_B3HW.shape[-2:]
+    views: list[torch.Tensor] = []
+    with torch.autocast(device.type, enabled=False):
+        for size, numbered in groupby(enumerate(recipes), key=lambda pair: pair[1].size_px):
+            same_size = list(numbered)
+            out_VB3SS = torch.empty((len(same_size), len(tiles_BH3W), 3, size, size), dtype=dtype, device=device)
+            block = max(_BLOCK[device.type == "cpu"] // (3 * size * size), 1)
+            for out_B3SS, (view, recipe) in zip(out_VB3SS, same_size, strict=True):
+                draws = draw_view(uniforms_VBU[view], recipe, height, width)
+                for start in range(0, len(tiles_BH3W), block):
+                    part = slice(start, start + block)
+                    drawn = Draws(*[values[part] for values in draws])
+                    image = (render or render_view)(tiles_BH3W[part], drawn, recipe, basis, tuple(mean), tuple(std))
+                    out_B3SS[part] = image
+            views.append(out_VB3SS)
+    return views
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+_MASK = 0xFFFFFFFF
+
+
+def _multiply(value: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of the product of two 32-bit numbers, in int64 without overflow."""
+    upper, lower = (value >> 16) * factor, (value & 0xFFFF) * factor
+    return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _MASK
+
+
+def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit numbers from a counter of four and a key of two.
+
+    All numbers are held in int64. The same input gives the same bits on every device.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def random_uniforms(
+    tile_ids_B: torch.Tensor, step: int, num_views: int, num_uniforms: int, seed: int = 0
+) -> torch.Tensor:
+    """Uniforms in (0, 1) as float64 (num_views, B, num_uniforms), each a function of its place, step and seed."""
+    blocks = -(-num_uniforms // 4)
+    shape = (num_views, len(tile_ids_B), blocks)
+    tiles = tile_ids_B[None, :, None].expand(shape)
+    view = torch.arange(num_views, device=tile_ids_B.device)[:, None, None]
+    place = (view * 65536 + torch.arange(blocks, device=tile_ids_B.device)).expand(shape)
+    counter = [tiles & _MASK, (tiles >> 32) & _MASK, torch.full_like(tiles, step & _MASK), place]
+    words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
+    return ((words.flatten(2)[..., :num_uniforms]).double() + 0.5) / 2**32
+
+
+# ---- what happens to each tile -------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """What was drawn for one view of every tile; float32 or bool."""
+
+    box_B4: torch.Tensor
+    """x, y, width, height of the crop in whole pixels of the tile."""
+    flip_x_B: torch.Tensor
+    """Left and right swapped; like `flip_y_B` before `transpose_B`. Rotations are already split into the three."""
+    flip_y_B: torch.Tensor
+    transpose_B: torch.Tensor
+    stain_scale_B2: torch.Tensor
+    """Factor and shift of the concentration of each stain: 1 and 0 where there is no stain jitter."""
+    stain_shift_B2: torch.Tensor
+    jitter_B4: torch.Tensor
+    """Factors of brightness, contrast and saturation, turn of the hue: 1, 1, 1, 0 where there is no jitter."""
+    order_BP: torch.Tensor
+    """Which of these four comes first, second, third, last (int64)."""
+    grey_B: torch.Tensor
+    sigma_B: torch.Tensor
+    """Standard deviation of the blur; 0 where there is none."""
+    solarize_B: torch.Tensor
+
+
+# Every decision has its own uniforms, so that switching one step off leaves the draws of all others as they were.
+_AREA, _RATIO = slice(0, CROP_TRIES), slice(CROP_TRIES, 2 * CROP_TRIES)
+_X, _Y, _HFLIP, _VFLIP, _TURN, _STAIN, _JITTER, _GREYS, _BLUR, _SIGMA, _SOLARIZE = range(20, 31)
+_FACTORS, _ORDER, _STAIN_SCALE, _STAIN_SHIFT = slice(32, 36), slice(36, 40), slice(40, 42), slice(42, 44)
+NUM_UNIFORMS = 44
+"""Uniforms that a view of a tile takes."""
+
+
+def draw_view(uniforms_BU: torch.Tensor, recipe: ViewRecipe, height: int, width: int) -> Draws:
+    """Turn uniforms into what happens to tiles of this size. In float64, so that devices do not disagree."""
+    u = uniforms_BU
+    turns_B = torch.floor(4 * u[:, _TURN]) * recipe.right_angles
+    # A turn by 90 degrees, anticlockwise, is left-right swapped, then rows as columns; by 270 it is top-bottom.
+    flip_x_B = (u[:, _HFLIP] < recipe.hflip) ^ (turns_B == 1) ^ (turns_B == 2)
+    flip_y_B = (u[:, _VFLIP] < recipe.vflip) ^ (turns_B == 3) ^ (turns_B == 2)
+    spread = [recipe.brightness, recipe.contrast, recipe.saturation]
+    ranges = [(max(0.0, 1 - most), 1 + most) for most in spread] + [(-recipe.hue, recipe.hue)]
+    factors_B4 = torch.stack([_between(u[:, _FACTORS][:, i], *ranges[i]) for i in range(4)], dim=1)
+    no_jitter_B4 = (torch.arange(4, device=u.device) != _HUE).expand_as(factors_B4)
+    stain_B1, jitter_B1 = u[:, _STAIN, None] < recipe.stain, u[:, _JITTER, None] < recipe.jitter
+    stain_scale_B2 = _between(u[:, _STAIN_SCALE], 1 - recipe.stain_scale, 1 + recipe.stain_scale)
+    stain_shift_B2 = _between(u[:, _STAIN_SHIFT], -recipe.stain_shift, recipe.stain_shift)
+    sigma_B = _between(u[:, _SIGMA], *recipe.blur_sigma)
+    return Draws(
+        box_B4=_draw_box(u, recipe.scale, recipe.ratio, height, width).float(),
+        flip_x_B=flip_x_B,
+        flip_y_B=flip_y_B,
+        transpose_B=(turns_B == 1) | (turns_B == 3),
+        stain_scale_B2=torch.where(stain_B1, stain_scale_B2, 1.0).float(),
+        stain_shift_B2=torch.where(stain_B1, stain_shift_B2, 0.0).float(),
+        jitter_B4=torch.where(jitter_B1, factors_B4, no_jitter_B4.double()).float(),
+        order_BP=u[:, _ORDER].argsort(dim=1),
+        grey_B=u[:, _GREYS] < recipe.grey,
+        sigma_B=torch.where(u[:, _BLUR] < recipe.blur, sigma_B, 0.0).float(),
+        solarize_B=u[:, _SOLARIZE] < recipe.solarize,
+    )
+
+
+def _between(uniform: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return low + (high - low) * uniform
+
+
+def _draw_box(
+    u: torch.Tensor, scale: tuple[float, float], ratio: tuple[float, float], height: int, width: int
+) -> torch.Tensor:
+    """x, y, width, height: the first of ten boxes that fits into the tile, else the largest allowed in the centre."""
+    area_BT = height * width * _between(u[:, _AREA], *scale)
+    ratio_BT = torch.exp(_between(u[:, _RATIO], math.log(ratio[0]), math.log(ratio[1])))
+    width_BT, height_BT = torch.round(torch.sqrt(area_BT * ratio_BT)), torch.round(torch.sqrt(area_BT / ratio_BT))
+    fits_BT = (width_BT > 0) & (width_BT <= width) & (height_BT > 0) & (height_BT <= height)
+    # The weights fall, so that the largest marks the first that fits.
+    first_B1 = (fits_BT * torch.arange(CROP_TRIES, 0, -1, device=u.device)).argmax(dim=1, keepdim=True)
+    width_B = width_BT.gather(1, first_B1)[:, 0]
+    height_B = height_BT.gather(1, first_B1)[:, 0]
+    x_B = torch.floor(u[:, _X] * (width - width_B + 1))
+    y_B = torch.floor(u[:, _Y] * (height - height_B + 1))
+    fallback_w = min(width, round(height * ratio[1]))
+    fallback_h = min(height, round(width / ratio[0]))
+    fallback = ((width - fallback_w) // 2, (height - fallback_h) // 2, fallback_w, fallback_h)
+    any_B = fits_BT.any(dim=1)
+    drawn = (x_B, y_B, width_B, height_B)
+    return torch.stack([torch.where(any_B, value, other) for value, other in zip(drawn, fallback, strict=True)], dim=1)
+
+
+# ---- doing it ------------------------------------------------------------------------------------------------------
+
+
+def render_view(
+    tiles_BH3W: torch.Tensor,
+    draws: Draws,
+    recipe: ViewRecipe,
+    basis: tuple[tuple[float, ...], ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> torch.Tensor:
+    """One view of every tile, normalized, (B, 3, S, S) in float32. `tiles_BH3W` are grey levels, 0 to 255."""
+    image = crop_and_flip(tiles_BH3W, draws, recipe.size_px, recipe.interpolation)
+    if recipe.stain > 0:
+        image = jitter_stain(image, draws.stain_scale_B2, draws.stain_shift_B2, basis)
+    if recipe.jitter > 0:
+        image = jitter_colour(image, draws.jitter_B4, draws.order_BP)
+    if recipe.grey > 0:
+        image = torch.where(draws.grey_B[:, None, None, None], _grey(image), image)
+    if recipe.blur > 0:
+        image = blur(image, draws.sigma_B, recipe.blur_sigma[1], tiles_BH3W.dtype)
+    if recipe.solarize > 0:
+        image = torch.where(draws.solarize_B[:, None, None, None] & (image >= SOLARIZE_FROM), 1 - image, image)
+    if recipe.right_angles:
+        # All steps before treat rows and columns alike, so the turn may come last.
+        image = torch.where(draws.transpose_B[:, None, None, None], image.transpose(1, 3), image)
+    return torch.stack([(image[:, :, i] - mean[i]) / std[i] for i in range(3)], dim=1)
+
+
+def crop_and_flip(tiles_BH3W: torch.Tensor, draws: Draws, size: int, interpolation: str) -> torch.Tensor:
+    """The boxes, resized to `size` and flipped, from 0 to 1: the resampling of Pillow on the cut-out box."""
+    batch, height, _, width = tiles_BH3W.shape
+    x_B, y_B, width_B, height_B = draws.box_B4.unbind(dim=1)
+    rows_BSH = _resize_weights(y_B, height_B, draws.flip_y_B, size, height, interpolation).to(tiles_BH3W.dtype)
+    columns_BSW = _resize_weights(x_B, width_B, draws.flip_x_B, size, width, interpolation).to(tiles_BH3W.dtype)
+    narrow = torch.bmm(tiles_BH3W.view(batch, height * 3, width), columns_BSW.mT)
+    image = torch.bmm(rows_BSH, narrow.view(batch, height, 3 * size))
+    # Bicubic weights overshoot at edges.
+    return image.view(batch, size, 3, size).float().mul(1 / 255).clamp(0, 1)
+
+
+def _resize_weights(
+    start_B: torch.Tensor, length_B: torch.Tensor, flip_B: torch.Tensor, size: int, extent: int, interpolation: str
+) -> torch.Tensor:
+    """(B, size, extent): how much each input pixel of a line counts for each output pixel; rows sum to one."""
+    step_B11 = (length_B / size)[:, None, None]
+    place = torch.arange(size, device=start_B.device)
+    place_BS = torch.where(flip_B[:, None], size - 1 - place, place)
+    centre_BS1 = start_B[:, None, None] + (place_BS[:, :, None] + 0.5) * step_B11
+    pixel = torch.arange(extent, device=start_B.device) + 0.5
+    distance = (pixel - centre_BS1).abs() / step_B11.clamp_min(1.0)
+    if interpolation == "bicubic":  # Keys' cubic with a = -0.5
+        near = (1.5 * distance - 2.5) * distance * distance + 1
+        far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+        weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    else:
+        weights = (1 - distance).clamp_min(0.0)
+    inside_B1E = (pixel > start_B[:, None, None]) & (pixel < (start_B + length_B)[:, None, None])
+    weights = weights * inside_B1E
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def stain_basis(stains: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """For two stains (3, 2): their unit vectors, then the rows that read their concentrations off an optical density.
+
+    What is neither of the two is the third direction, perpendicular to both; stain jitter leaves it as it is.
+    """
+    unit = np.asarray(stains, dtype=np.float64) / np.linalg.norm(stains, axis=0)
+    reading = np.linalg.inv(np.column_stack([unit, np.cross(unit[:, 0], unit[:, 1])]))
+    return tuple(tuple(float(number) for number in row) for row in (*unit.T, *reading[:2]))
+
+
+def jitter_stain(
+    image: torch.Tensor, scale_B2: torch.Tensor, shift_B2: torch.Tensor, basis: tuple[tuple[float, ...], ...]
+) -> torch.Tensor:
+    """Scale and shift the concentrations of the two stains in optical density. Scaling leaves white as it is."""
+    density = -torch.log((image * 255 + 1) / 256)
+    moved = [density[:, :, channel] for channel in range(3)]
+    for number in range(2):
+        vector, reading = basis[number], basis[2 + number]
+        concentration = sum(reading[channel] * density[:, :, channel] for channel in range(3))
+        more = (scale_B2[:, number, None, None] - 1) * concentration + shift_B2[:, number, None, None]
+        moved = [moved[channel] + vector[channel] * more for channel in range(3)]
+    return ((torch.exp(-torch.stack(moved, dim=2)) * 256 - 1) / 255).clamp(0, 1)
+
+
+def _grey(image: torch.Tensor) -> torch.Tensor:
+    red, green, blue = image.split(1, dim=2)
+    return _GREY[0] * red + _GREY[1] * green + _GREY[2] * blue
+
+
+def jitter_colour(image: torch.Tensor, jitter_B4: torch.Tensor, order_BP: torch.Tensor) -> torch.Tensor:
+    """Brightness, contrast, saturation and hue, in every tile's own order."""
+    position = torch.arange(4, device=order_BP.device)
+    before_BP = position < (order_BP == _HUE).int().argmax(dim=1, keepdim=True)
+    for slot in range(3):
+        image = _blend(image, jitter_B4, torch.where(before_BP[:, slot], order_BP[:, slot], _HUE))
+    image = turn_hue(image, jitter_B4[:, _HUE])
+    for slot in range(1, 4):
+        image = _blend(image, jitter_B4, torch.where(before_BP[:, slot], _HUE, order_BP[:, slot]))
+    return image
+
+
+def _blend(image: torch.Tensor, jitter_B4: torch.Tensor, step_B: torch.Tensor) -> torch.Tensor:
+    """Mix each image with black (brightness), its mean grey (contrast) or its grey (saturation); with hue, nothing."""
+    factor_B = jitter_B4.gather(1, step_B[:, None])[:, 0]
+    factor = torch.where(step_B == _HUE, 1.0, factor_B)[:, None, None, None]
+    grey = _grey(image)
+    flat = (step_B == _CONTRAST)[:, None, None, None]
+    with_colour = (step_B == _SATURATION)[:, None, None, None]
+    other = torch.where(flat, grey.mean(dim=(1, 3), keepdim=True), grey) * (flat | with_colour)
+    return (factor * image + (1 - factor) * other).clamp(0, 1)
+
+
+def turn_hue(image: torch.Tensor, turn_B: torch.Tensor) -> torch.Tensor:
+    """Turn the hue (HSV) by a share of the full circle; value and saturation stay."""
+    red, green, blue = image.split(1, dim=2)
+    value = image.amax(dim=2, keepdim=True)
+    chroma = value - image.amin(dim=2, keepdim=True)
+    # Sixths of the circle from red. Grey has no hue; any will do, as its chroma is 0.
+    safe = torch.where(chroma > 0, chroma, 1.0)
+    from_red, from_green, from_blue = (green - blue) / safe, (blue - red) / safe + 2, (red - green) / safe + 4
+    hue = torch.where(red == value, from_red, torch.where(green == value, from_green, from_blue))
+    hue = hue + 6 * turn_B[:, None, None, None]
+    # A channel falls from the value by up to the chroma, as the hue moves away from it; channels are a third apart.
+    offset = torch.arange(5, 0, -2, device=image.device)[:, None]
+    away = torch.remainder(hue + offset, 6)
+    return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
+
+
+def blur(image: torch.Tensor, sigma_B: torch.Tensor, max_sigma: float, dtype: torch.dtype) -> torch.Tensor:
+    """Gaussian blur with reflected edges; sigma 0 changes nothing. Products are computed in `dtype`."""
+    batch, size = image.shape[:2]
+    weights_BSS = _blur_weights(sigma_B, max_sigma, size).to(dtype)
+    narrow = torch.bmm(image.to(dtype).view(batch, size * 3, size), weights_BSS.mT)
+    return torch.bmm(weights_BSS, narrow.view(batch, size, 3 * size)).view(batch, size, 3, size).float()
+
+
+def _blur_weights(sigma_B: torch.Tensor, max_sigma: float, size: int) -> torch.Tensor:
+    """(B, size, size): each row is a kernel around its pixel; what would lie outside is folded back inside."""
+    reach = min(math.ceil(BLUR_REACH * max_sigma), size - 1)
+    taps = torch.arange(reach + 1, device=sigma_B.device)
+    kernel_BT = torch.exp(-0.5 * (taps / sigma_B.clamp_min(1e-3)[:, None]) ** 2)
+    kernel_BT = kernel_BT / (2 * kernel_BT.sum(dim=1, keepdim=True) - 1)
+    # Which tap a pair of pixels is apart: directly, or by way of either edge (whose own pixel is not repeated).
+    place = torch.arange(size, device=sigma_B.device)
+    direct, over_start = (place[:, None] - place).abs(), place[:, None] + place
+    over_end = 2 * (size - 1) - over_start
+    taps_T11 = taps[:, None, None]
+    counts_TSS = (direct == taps_T11).float()
+    counts_TSS += (over_start == taps_T11) & (place > 0)
+    counts_TSS += (over_end == taps_T11) & (place < size - 1)
+    return (kernel_BT @ counts_TSS.view(reach + 1, -1)).view(-1, size, size)

@@ -1,0 +1,621 @@
+"""Training without labels: the order of tiles, reading ahead, and runs that can be trusted. Tiny networks on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from selfvitmil import stain
+from selfvitmil.encoder import build_backbone, load_encoder
+from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
+from selfvitmil.pretrain import learner as learning
+from selfvitmil.pretrain.checkpoint import read_metrics
+from selfvitmil.pretrain.feed import Feed, Order, measure_colours, requests_of
+from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
+from selfvitmil.pretrain.tokens import class_token, has_shortcut
+from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
+from selfvitmil.slides import open_slide
+from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+
+TINY: dict[str, Any] = {
+    "architecture": "vit_tiny_patch16_224",
+    "width": 32,
+    "depth": 2,
+    "heads": 2,
+    "patch_px": 8,
+    "batch": 8,
+    "steps": 7,
+    "num_local": 2,
+    "local_px": 16,
+    "out_dim": 32,
+    "head_width": 32,
+    "bottleneck": 16,
+    "workers": 0,
+    "log_steps": 1,
+    "shuffle_tiles": 16,
+    "lr": 5e-3,
+}
+ORIGIN = Origin(trained_on="train split of made tiles")
+TIMES = ("tiles_per_s", "data_wait_share", "mfu", "phase_s")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four folders of twelve tiles each; every folder has a pattern of its own."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:32, :32]
+    for k in range(48):
+        kind = k % 4
+        wave = np.sin((x * (1 + kind) + y * (4 - kind)) * 0.25 + rng.uniform(0, 6))
+        pixels = 150 + 60 * wave[..., None] * rng.uniform(0.5, 1, 3) + rng.normal(0, 8, (32, 32, 3))
+        (folder / f"kind{kind}").mkdir(exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"kind{kind}" / f"{k:02}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> list[TrainSlide]:
+    """Three made slides and their tile tables, tiles of 64 px at 0.5 um."""
+    folder = tmp_path_factory.mktemp("slides")
+    settings = StudySettings.model_validate({"tile": {"size_px": 64}, "stain": {"sample_tiles": 8}})
+    found = []
+    for seed in range(3):
+        path = folder / f"s{seed}.svs"
+        make_slide(path, seed=seed, size=(1024, 1024))
+        tile_slide(TileJob(f"s{seed}", path, folder / "tiles", settings))
+        found.append(TrainSlide(f"s{seed}", path, folder / "tiles" / "0.5mpp_64px_0px" / f"s{seed}.h5"))
+    return found
+
+
+def tiny(**changes: Any) -> PretrainSettings:
+    return PretrainSettings(**(TINY | changes))
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{key: line[key] for key in line if key not in TIMES} for line in read_metrics(folder)]
+
+
+# ---------------------------------------------------------------------------------------------------- order
+
+
+def batches_of(order: Order, first: int, last: int) -> list[np.ndarray]:
+    return [pool.tiles[places] for pool in order.pools(first, last) for places in pool.batches]
+
+
+def slide_of(order: Order, tiles: np.ndarray) -> np.ndarray:
+    return np.searchsorted(np.cumsum(order.counts), tiles, side="right")
+
+
+def test_an_epoch_shows_every_tile_once_but_for_the_rest_of_a_batch():
+    order = Order((50, 3, 200, 17), batch=16, seed=1, pool=64)
+    assert order.steps_per_epoch == 270 // 16
+    seen = np.concatenate(batches_of(order, 0, order.steps_per_epoch))
+    assert len(seen) == len(set(seen)) == 256
+    assert set(seen) <= set(range(270))
+    second = np.concatenate(batches_of(order, order.steps_per_epoch, 2 * order.steps_per_epoch))
+    assert len(set(second)) == 256
+    assert not np.array_equal(seen, second)
+
+
+def test_cap_limits_slides_and_every_epoch_draws_anew():
+    order = Order((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, pool=16)
+    epochs = [np.concatenate(batches_of(order, k * 15, k * 15 + 15)) for k in range(40)]
+    for seen in epochs:
+        assert len(set(seen)) == len(seen) == 60
+        assert (np.bincount(slide_of(order, seen), minlength=4) <= [20, 3, 20, 17]).all()
+    counts = np.bincount(np.concatenate(epochs), minlength=270)[53:253]
+    assert (counts > 0).all(), "resampling reaches all tiles"
+    assert counts.std() < 2.5, "and none much more often than others (binomial: 1.9)"
+    fixed = Order((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, resample=False, pool=16)
+    a, b = (set(fixed.epoch(k)) for k in range(2))
+    assert a == b
+    assert not np.array_equal(fixed.epoch(0), fixed.epoch(1))
+
+
+def test_a_step_does_not_depend_on_where_the_run_began():
+    order = Order((50, 3, 200, 17), batch=16, seed=5, pool=64)
+    whole = batches_of(order, 0, 50)
+    for first in (1, 3, 4, 15, 16, 17, 33):
+        for got, wanted in zip(batches_of(order, first, 50), whole[first:], strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert not np.array_equal(whole[0], batches_of(Order((50, 3, 200, 17), 16, seed=6, pool=64), 0, 1)[0])
+
+
+def test_mixed_batches_mix_slides_and_reading_goes_in_runs():
+    order = Order((400,) * 20, batch=64, seed=0, pool=1024)
+    batches = batches_of(order, 0, order.steps_per_epoch)
+    assert min(len(np.unique(slide_of(order, batch))) for batch in batches) >= 12
+    steps = np.diff(next(iter(order.pools(0, 16))).tiles)
+    assert (steps == 1).mean() > 0.9
+
+
+def test_one_slide_batches_are_those_of_the_authors():
+    order = Order((50, 3, 200), batch=16, seed=0, sampler="one-slide", tiles_per_slide=32, resample=False)
+    batches = batches_of(order, 0, 6)
+    assert [set(slide_of(order, batch)) for batch in batches] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    again = batches_of(order, 6, 12)
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert len(set(np.concatenate(batches[:2]))) == 32  # without replacement where there are enough
+    assert set(np.concatenate(batches[2:4])) == {50, 51, 52}
+
+
+def test_processes_share_a_batch_without_changing_it():
+    order = Order((50, 3, 200, 17), batch=16, seed=5, pool=64)
+    for pool in order.pools(0, 20):
+        parts = [pool.share(rank, 4) for rank in range(4)]
+        for number, places in enumerate(pool.batches):
+            joint = np.concatenate([part.tiles[part.batches[number]] for part in parts])
+            np.testing.assert_array_equal(joint, pool.tiles[places])
+
+
+def test_tile_numbers_tell_all_tiles_apart():
+    coords = np.stack(np.meshgrid(np.arange(0, 100_000, 448), np.arange(0, 60_000, 448)), -1).reshape(-1, 2)
+    ids = np.concatenate([tile_ids(name, coords) for name in ("a", "b")])
+    assert len(np.unique(ids)) == len(ids)
+    assert abs(np.unpackbits(ids.view(np.uint8)).mean() - 0.5) < 0.01
+
+
+# ---------------------------------------------------------------------------------------------------- feed
+
+
+def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
+    source = SlideTiles(slides, stain_method="slide")
+    order = Order(source.counts, batch=8, seed=3, pool=16)
+    tables = [read_tiles(slide.table) for slide in slides]
+    firsts = np.concatenate([[0], np.cumsum(source.counts)])
+    with Feed(source, order, 2, 6) as feed:
+        batches = list(feed)
+    assert [batch.step for batch in batches] == [2, 3, 4, 5]
+    for batch, tiles in zip(batches, batches_of(order, 2, 6), strict=True):
+        assert batch.maps_B33 is not None
+        for number, tile in enumerate(tiles):
+            group = int(np.searchsorted(firsts, tile, side="right") - 1)
+            x, y = tables[group].coords_l0[tile - firsts[group]]
+            with open_slide(slides[group].path) as slide:
+                wanted = slide.read_tile(int(x), int(y), 64, 0.5)
+            np.testing.assert_array_equal(batch.tiles_B3HW[number].permute(1, 2, 0).numpy(), wanted)
+            assert batch.ids_B[number] == tile_ids(f"s{group}", np.array([[x, y]]))[0]
+            fit = tables[group].stain
+            assert fit is not None
+            np.testing.assert_array_equal(batch.maps_B33[number], fit.map_od())
+
+
+def test_worker_processes_change_nothing(slides: list[TrainSlide]):
+    source = SlideTiles(slides, stain_method="none")
+    order = Order(source.counts, batch=8, seed=3, pool=16)
+    with Feed(source, order, 0, 4) as feed:
+        alone = list(feed)
+    with Feed(source, order, 0, 4, workers=2) as feed:
+        helped = list(feed)
+    for a, b in zip(alone, helped, strict=True):
+        assert torch.equal(a.tiles_B3HW, b.tiles_B3HW)
+        assert torch.equal(a.ids_B, b.ids_B)
+        assert a.maps_B33 is None
+
+
+class Crash:
+    """A reader that takes its process along."""
+
+    def read(self, group: int, what: Any) -> Any:
+        os._exit(1)
+
+
+def test_a_reading_process_that_dies_is_an_error(slides: list[TrainSlide], monkeypatch: pytest.MonkeyPatch):
+    source = SlideTiles(slides, stain_method="none")
+    monkeypatch.setattr(source, "reader", Crash())
+    with (
+        pytest.raises(EngineError, match="a process that reads tiles died"),
+        Feed(source, Order(source.counts, batch=8), 0, 4, workers=1) as feed,
+    ):
+        list(feed)
+
+
+def test_stains_tile_by_tile(slides: list[TrainSlide]):
+    rows = np.arange(4)
+    plain, normalized = (SlideTiles(slides, stain_method=method) for method in ("none", "tile"))
+    request = next(requests_of(plain, rows))
+    before = plain.reader.read(*request).tiles_B3HW.permute(0, 2, 3, 1).numpy()
+    after = normalized.reader.read(*request)
+    np.testing.assert_array_equal(
+        after.tiles_B3HW.permute(0, 2, 3, 1).numpy(), np.stack([stain.normalize_tile(tile) for tile in before])
+    )
+    assert normalized.maps(rows) is None
+
+
+def test_colours_are_those_of_all_pixels(slides: list[TrainSlide]):
+    source = SlideTiles(slides, stain_method="slide")
+    mean, std = measure_colours(source, num_tiles=10_000, seed=0, workers=0)
+    pixels = []
+    for slide in slides:
+        table = read_tiles(slide.table)
+        assert table.stain is not None
+        with open_slide(slide.path) as opened:
+            tiles = np.stack([opened.read_tile(int(x), int(y), 64, 0.5) for x, y in table.coords_l0])
+        pixels.append(stain.apply(tiles, table.stain).reshape(-1, 3))
+    values = np.concatenate(pixels) / 255
+    np.testing.assert_allclose(mean, values.mean(axis=0), atol=1e-9)
+    np.testing.assert_allclose(std, values.std(axis=0), atol=1e-9)
+
+
+def test_a_slide_that_vanished_is_named(slides: list[TrainSlide], tmp_path: Path):
+    gone = TrainSlide("s1", tmp_path / "s1.svs", slides[1].table)
+    source = SlideTiles([slides[0], gone], stain_method="none")
+    with (
+        pytest.raises(SlideError, match=r"s1\.svs: the file is gone, slide s1 was there when it was tiled"),
+        Feed(source, Order(source.counts, batch=8), 0, 4) as feed,
+    ):
+        list(feed)
+
+
+def test_images_of_a_folder(images: Path, tmp_path: Path):
+    source = ImageTiles(images)
+    assert (source.counts, source.shape_px) == ((12,) * 4, (32, 32))
+    with Feed(source, Order(source.counts, batch=48, run=1), 0, 1) as feed:
+        (batch,) = feed
+    wanted = {Image.open(path).tobytes() for path in images.rglob("*.png")}
+    assert {tile.permute(1, 2, 0).numpy().tobytes() for tile in batch.tiles_B3HW} == wanted
+    with pytest.raises(ConfigError, match="holds no tiles"):
+        ImageTiles(tmp_path)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    Image.new("RGB", (32, 30)).save(tmp_path / "b.png")
+    (tmp_path / "c.png").write_bytes(b"nothing")
+    reader = ImageTiles(tmp_path).reader
+    with pytest.raises(SlideError, match=r"b\.png: has 32 x 30 px, others 32 x 32"):
+        reader.read(0, [tmp_path / "b.png"])
+    with pytest.raises(SlideError, match=r"c\.png: cannot be read as an image"):
+        reader.read(0, [tmp_path / "c.png"])
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+def test_the_student_learns(images: Path, tmp_path: Path):
+    lines: list[dict[str, Any]] = []
+    settings = tiny(steps=50, lr=5e-2, warmup_teacher_temp=0.04, batch=16)
+    pretrain(ImageTiles(images), tmp_path / "run", settings, ORIGIN, device="cpu", report=lines.append)
+    # While the centre forms, entropy rises and the loss with it; what was learnt shows in the rest of the loss.
+    early, late = (np.mean([line["kl"] for line in part]) for part in (lines[:3], lines[-10:]))
+    assert late < 0.4 * early
+
+
+def test_training_writes_an_encoder(slides: list[TrainSlide], tmp_path: Path):
+    settings = tiny(steps=4)
+    lines: list[dict[str, Any]] = []
+    source = SlideTiles(slides, stain_method="slide")
+    result = pretrain(source, tmp_path / "tiny", settings, ORIGIN, device="cpu", report=lines.append)
+    assert result.finished
+    assert result.note == "made"
+    encoder = load_encoder(tmp_path / "tiny")
+    assert (encoder.config.mpp, encoder.config.size_px, encoder.config.stain) == (0.5, 64, "slide")
+    assert encoder.config.trained_on == ORIGIN.trained_on
+    np.testing.assert_allclose(encoder.config.mean, measure_colours(source, 2048, 0, 0)[0])
+    assert encoder.config.provenance["total_steps"] == 4
+    again = pretrain(source, tmp_path / "tiny", settings, ORIGIN, device="cpu")
+    assert (again.note, again.step) == ("current", 4)
+    assert again.metrics == lines[-1]
+
+
+def test_smaller_views_make_an_encoder_for_coarser_tiles(slides: list[TrainSlide], tmp_path: Path):
+    source = SlideTiles(slides, stain_method="slide")
+    result = pretrain(source, tmp_path / "run", tiny(steps=1, global_px=32), ORIGIN, device="cpu")
+    config = load_encoder(result.folder).config
+    assert (config.size_px, config.mpp) == (32, 1.0)  # 64 px at 0.5 um before
+    assert any("tiles of 32 px at 1 microns" in warning for warning in result.warnings)
+
+
+def test_simclr_learns(slides: list[TrainSlide], tmp_path: Path):
+    changes = dict.fromkeys(("architecture", "width", "depth", "heads", "patch_px"))
+    settings = tiny(method="simclr", steps=12, lr=2e-2, jitter=0.0, grey=0.0, **changes)
+    source = SlideTiles(slides, stain_method="slide")
+    result = pretrain(source, tmp_path / "simclr", settings, ORIGIN, device="cpu")
+    losses = [line["loss"] for line in read_metrics(result.folder)]
+    assert np.mean(losses[-4:]) < np.mean(losses[:3])
+    assert load_encoder(result.folder).config.layout == "pooled"
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(images: Path, tmp_path: Path, at: int):
+    settings = tiny(drop_path=0.3, checkpoint_minutes=1e-9)  # a checkpoint after every step
+    pretrain(ImageTiles(images), tmp_path / "whole", settings, ORIGIN, device="cpu")
+
+    def die(line: dict[str, Any]) -> None:
+        if line["step"] == at:
+            raise Interrupted  # after the line of metrics, before the checkpoint
+
+    with pytest.raises(Interrupted):
+        pretrain(ImageTiles(images), tmp_path / "cut", settings, ORIGIN, device="cpu", report=die)
+    assert len(timeless(tmp_path / "cut")) == at + 1
+    torch.manual_seed(at)  # whatever the new process does before
+    result = pretrain(ImageTiles(images), tmp_path / "cut", settings, ORIGIN, device="cpu")
+    assert result.note == ("made" if at == 0 else f"continued from step {at}")
+    assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("cut", "whole")]
+    for key, value in states[0]["learner"].items():
+        assert torch.equal(value, states[1]["learner"][key])
+
+
+def test_sigterm_checkpoints_and_ends_cleanly(images: Path, tmp_path: Path):
+    def warn(line: dict[str, Any]) -> None:
+        if line["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=warn)
+    assert not stopped.finished
+    assert 3 <= stopped.step <= 5
+    assert stopped.note == f"stopped by a signal at step {stopped.step} of 7"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "run" / "config.json").exists()
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+    pretrain(ImageTiles(images), tmp_path / "whole", tiny(), ORIGIN, device="cpu")
+    whole, run = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    assert run == whole
+
+
+def test_parts_of_a_batch_give_what_the_batch_gives(images: Path, tmp_path: Path):
+    losses = []
+    for parts in (1, 4):
+        folder = tmp_path / f"in{parts}"
+        pretrain(ImageTiles(images), folder, tiny(drop_path=0.0, accumulate=parts), ORIGIN, device="cpu")
+        losses.append([line["loss"] for line in read_metrics(folder)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+PROCESS = """
+    import json, sys
+    from pathlib import Path
+    import torch
+    torch.set_num_threads(1)
+    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.pretrain.train import Origin, pretrain
+    from selfvitmil.settings import PretrainSettings
+    settings = PretrainSettings.model_validate_json(sys.argv[3])
+    result = pretrain(ImageTiles(Path(sys.argv[1])), Path(sys.argv[2]), settings, Origin("made"), device="cpu")
+    assert result.finished and (Path(sys.argv[2]) / "model.safetensors").exists()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does_with_the_joint_batch(images: Path, tmp_path: Path):
+    settings = tiny(drop_path=0.0, steps=5)
+    pretrain(ImageTiles(images), tmp_path / "one", settings, Origin("made"), device="cpu")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(images), str(tmp_path / "two")]
+    command.append(settings.model_dump_json())
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(command, env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    one, two = ([line["loss"] for line in read_metrics(tmp_path / name)] for name in ("one", "two"))
+    assert len(two) == 5
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    original = learning.compute_loss
+
+    def spoiled(learner: Any, student: Any, views: Any, *rest: Any) -> Any:
+        return change(original(learner, student, views, *rest), views)
+
+    monkeypatch.setattr(learning, "compute_loss", spoiled)
+
+
+def test_a_loss_that_is_no_number_names_the_step_and_keeps_the_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done = []
+
+    def at_step_3(outcome: Any, views: Any) -> Any:
+        del views
+        done.append(None)
+        outcome.loss = outcome.loss * (float("nan") if len(done) == 4 else 1.0)
+        return outcome
+
+    spoil(monkeypatch, at_step_3)
+    with pytest.raises(EncoderError, match=r"loss at step 3 is not a number .*state\.pt of step 3 is kept"):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(checkpoint_minutes=1e-9), ORIGIN, device="cpu")
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    assert state["step"] == 3
+    assert all(value.isfinite().all() for value in state["learner"].values())
+
+
+def test_out_of_memory_says_what_would_fit(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def at_most_two(outcome: Any, views: Any) -> Any:
+        if views[0].shape[1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return outcome
+
+    spoil(monkeypatch, at_most_two)
+    with pytest.raises(
+        ConfigError, match=r"does not hold 8 tiles .*2 tiles at a time fit: use --pretrain.accumulate 4"
+    ):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+
+
+def test_too_few_tiles_and_few_slides(images: Path, slides: list[TrainSlide], tmp_path: Path):
+    with pytest.raises(ConfigError, match="there are 48 tiles to train on, and a batch takes 64"):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(batch=64), ORIGIN, device="cpu")
+    with pytest.raises(ConfigError, match="there is no slide to train on"):
+        SlideTiles([], stain_method="none")
+    one = SlideTiles(slides[:1], stain_method="none")
+    result = pretrain(one, tmp_path / "one", tiny(steps=1), ORIGIN, device="cpu")
+    assert any("one slide, s0" in warning for warning in result.warnings)
+
+
+def test_another_run_in_the_same_folder_is_refused(images: Path, tmp_path: Path):
+    def stop(line: dict[str, Any]) -> None:
+        del line
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=stop)
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(lr=1e-3), ORIGIN, device="cpu")
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+    with pytest.raises(ConfigError, match="was made with other settings"):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(lr=1e-3), ORIGIN, device="cpu")
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TRAP"],)
+
+
+def test_a_state_with_code_in_it_is_refused_unrun(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.pt").write_bytes(pickle.dumps({"step": Trap()}, protocol=2))
+    with pytest.raises(ArtefactError, match=r"state\.pt of run cannot be read"):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_starting_from_an_earlier_run(images: Path, tmp_path: Path):
+    pretrain(ImageTiles(images), tmp_path / "first", tiny(), ORIGIN, device="cpu")
+    start = {"init": str(tmp_path / "first"), "lr": 1e-12, "warmup_lr": 0.0, "min_lr": 0.0, "momentum": 1.0}
+    bare = dict.fromkeys(("architecture", "width", "depth", "heads", "patch_px"))
+    pretrain(ImageTiles(images), tmp_path / "second", tiny(**start, **bare), ORIGIN, device="cpu")
+    first, second = (load_encoder(tmp_path / name) for name in ("first", "second"))
+    for name, value in first.backbone.state_dict().items():
+        assert torch.equal(value, second.backbone.state_dict()[name])
+    assert second.config.mean == first.config.mean
+    with pytest.raises(EncoderError, match="its network is vit_tiny_patch16_224, not vit_small_patch16_224"):
+        pretrain(
+            ImageTiles(images),
+            tmp_path / "third",
+            tiny(**start, **bare | {"architecture": "vit_small_patch16_224"}),
+            ORIGIN,
+            device="cpu",
+        )
+
+
+def test_collapse_raises_an_alarm(images: Path, tmp_path: Path):
+    # A teacher so warm that it has no opinion: its entropy is log K from the first step on.
+    settings = tiny(steps=14, teacher_temp=1000.0, warmup_teacher_temp=1000.0)
+    result = pretrain(ImageTiles(images), tmp_path / "run", settings, ORIGIN, device="cpu")
+    assert any("collapse to uniform outputs" in warning for warning in result.warnings)
+    assert "alarm" in result.metrics
+
+
+# ---------------------------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("preset", ["paper", "authors-code"])
+def test_presets_hold_the_published_training(preset: str):
+    settings = resolve_settings(flags={"preset": preset}).pretrain
+    # Camelyon16's 270 training slides with 1,024 tiles each: 1,080 steps an epoch, 108,000 in all.
+    order = Order((4576,) * 270, settings.batch, 0, settings.sampler, settings.tiles_per_slide, settings.resample)
+    numbers = learning.settle_numbers(settings, sum(order.counts), order.steps_per_epoch)
+    assert (numbers.steps_per_epoch, numbers.total_steps, numbers.warmup_steps) == (1080, 108_000, 10_800)
+    assert (numbers.freeze_steps, numbers.lr, numbers.momentum, numbers.out_dim) == (1080, 5e-4, 0.9995, 65536)
+    schedules = numbers.schedules(settings)
+    assert schedules.at(0)["lr"] == (1e-6 if preset == "paper" else 0.0)
+    halfway = schedules.at(5 * 1080)["teacher_temp"]
+    assert halfway == pytest.approx(0.01 if preset == "paper" else 0.01 + 0.03 * 5 / 9)
+    assert schedules.at(10_800)["teacher_temp"] == 0.04
+    recipes = learning.recipes_of(settings, 224, 16)
+    assert [recipe.size_px for recipe in recipes] == [224] * 2 + [96] * 8
+    assert [recipe.blur for recipe in recipes] == [1.0, 0.1] + [0.5] * 8
+    assert [recipe.solarize for recipe in recipes] == [0.0, 0.2] + [0.0] * 8
+    assert not any(recipe.vflip or recipe.right_angles or recipe.stain for recipe in recipes)
+    assert settings.mean == (0.6223, 0.4763, 0.6009)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1, "qk_norm": True, "qkv_bias": False}],
+)
+def test_the_short_way_to_the_class_token_is_the_long_one(args: dict[str, Any]):
+    shape = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 48, "dynamic_img_size": True}
+    vit: Any = build_backbone("vit_tiny_patch16_224", shape | {"drop_path_rate": 0.5} | args).double()
+    assert has_shortcut(vit)
+    for size in (48, 32):
+        images = torch.randn(6, 3, size, size, dtype=torch.float64)
+        found = []
+        for function in (class_token, lambda net, batch: net(batch)):
+            vit.zero_grad()
+            torch.manual_seed(0)  # the same paths are dropped
+            out = function(vit, images)
+            out.square().sum().backward()
+            found.append((out.detach(), [weight.grad.clone() for weight in vit.parameters()]))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+
+
+def test_other_networks_take_the_long_way():
+    small = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+    assert not has_shortcut(build_backbone("vit_tiny_patch16_224", small | {"global_pool": "avg"}))
+    assert not has_shortcut(build_backbone("resnet18_instancenorm"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch": 10, "accumulate": 4},
+        {"method": "simclr", "accumulate": 2},
+        {"sampler": "one-slide", "tiles_per_slide": 1000},
+        {"sampler": "one-slide"},
+        {"mean": (0.5, 0.5, 0.5)},
+        {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.0, 0.2)},
+        {"local_scale": (0.4, 0.05)},
+        {"momentum": 1.5},
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"pretrain\."):
+        resolve_settings(flags={"pretrain": values})
+
+
+def test_views_must_divide_into_patches():
+    with pytest.raises(ConfigError, match=r"pretrain\.local_px 90 is no multiple of 16.*Use 96"):
+        learning.recipes_of(PretrainSettings(local_px=90), 224, 16)
+
+
+def test_cost_of_a_tile_is_the_published_one():
+    settings = PretrainSettings(architecture="vit_base_patch16_224")
+    encoder = learning.start_encoder(settings, 224, 0)
+    gflop = learning.gflop_per_tile(encoder, settings, learning.recipes_of(settings, 224, 16), 65536)
+    assert gflop == pytest.approx(434, rel=0.01)
+
+
+def test_metrics_are_json_lines(images: Path, tmp_path: Path):
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(steps=2), ORIGIN, device="cpu")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    wanted = {"step", "loss", "lr", "weight_decay", "momentum", "teacher_temp", "teacher_entropy", "kl", *TIMES}
+    assert wanted | {"feature_rank", "feature_std"} <= set(lines[0])
