@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 # Tests run in several processes: with more threads than cores each they would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

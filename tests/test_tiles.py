@@ -47,7 +47,7 @@ def test_every_tile_lies_inside_and_nothing_that_fits_is_left_out(
             break
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.2, 0.6))
 def test_tissue_fraction_is_true(seed: int, slide_mpp: float):
     """Against counting on a mask blown up to level-0 pixels."""
