@@ -185,7 +185,7 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
         cells = [[_cell(asdict(row)[name]) for name in header] for row in rows]
         _write_csv(study / "check.csv", header, cells)
-    lines += [f"{row.slide}: {warning}" for row in rows for warning in row.warnings]
+    lines += _few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
     lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
     shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
     table = (shown, *(tuple(_cell(asdict(row)[name]) for name in shown) for row in rows))
@@ -253,25 +253,34 @@ def _tiles_row(slide: str, result: Any) -> list[str]:
 
 def _tile_lines(done: Mapping[str, Any], asked: int, name: str) -> list[str]:
     """What a person wants to read after tiling: changes, warnings, odd counts, totals."""
-    lines = [f"{slide}: {result.note}" for slide, result in done.items() if result.note not in ("made", "current")]
-    lines += [
-        f"{slide}: {warning}" for slide, result in done.items() for warning in result.attributes.get("warnings", ())
-    ]
-    counts = np.array([result.num_tiles for result in done.values()])
+    warnings = [f"{slide}: {text}" for slide, result in done.items() for text in result.attributes.get("warnings", ())]
+    counts = np.array([result.num_tiles for result in done.values()], dtype=np.int64)
     if len(counts) >= 5:
         middle = float(np.median(counts))
-        odd = [slide for slide, result in done.items() if not middle / 10 <= result.num_tiles <= middle * 10]
-        lines += [
-            f"{slide}: {done[slide].num_tiles} tiles, where the median is {middle:.0f}: look at its picture"
-            for slide in odd
+        warnings += [
+            f"{slide}: {result.num_tiles} tiles, where the median is {middle:.0f}: look at its picture"
+            for slide, result in done.items()
+            if not middle / 10 <= result.num_tiles <= middle * 10
         ]
     current = sum(result.note == "current" for result in done.values())
-    total = (
-        f"{counts.sum():,} tiles of {len(done)} of {asked} slides in tiles/{name}"
-        if len(counts)
-        else f"no tiles of {asked} slides"
-    )
-    return [*lines, total + (f" ({current} were current and left alone)" if current else "")]
+    total = f"{counts.sum():,} tiles of {len(done)} of {asked} slides in tiles/{name}"
+    left_alone = f" ({current} were current and left alone)" if current else ""
+    return [*_changes(done), *_few(warnings, f"tiles/{name}/tiles.csv"), total + left_alone]
+
+
+def _changes(done: Mapping[str, Any]) -> list[str]:
+    """Why slides were made again, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for slide, result in done.items():
+        if result.note not in ("made", "current"):
+            reasons.setdefault(result.note, []).append(slide)
+    return [f"{slides[0] if len(slides) == 1 else f'{len(slides)} slides'} {note}" for note, slides in reasons.items()]
+
+
+def _few(lines: list[str], where: str, most: int = 40) -> list[str]:
+    """The first lines, and where the others are to be found."""
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"... and {more} more, see {where}"]
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
@@ -407,12 +416,11 @@ def _embed_jobs(
 
 
 def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
-    lines = [f"{slide}: {result.note}" for slide, result in done.items() if result.note not in ("made", "current")]
-    lines += [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
+    warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
     total = sum(result.num_tiles for result in done.values())
     made = [result for result in done.values() if result.note != "current"]
     wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
-    return [*lines, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
+    return [*_changes(done), *warnings, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
 
 
 def start_demo(study: Path) -> None:

@@ -1,0 +1,37 @@
+"""Aggregators: from a slide's bag of embeddings to logits of the slide, attention and evidence of its instances.
+
+`build(name, dim, num_classes, **settings)` makes one of `NAMES`, `settings_of(name)` says what can be set; `contract`
+is what they all promise. One file per method:
+
+    dsmil      dsmil (head of 2024), self-vit-mil (the paper's head), dsmil-lc (several scales); load_dsmil
+    abmil      abmil, abmil-gated
+    chowder    chowder (current and original form)
+    transmil   transmil
+    milrnn     mil-rnn
+    clam       clam-sb
+    pooling    mean, max, topk
+"""
+
+from __future__ import annotations
+
+from selfvitmil.aggregate import abmil, chowder, clam, milrnn, pooling, transmil  # noqa: F401 (they register themselves)
+from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, build, settings_of
+from selfvitmil.aggregate.dsmil import load_dsmil
+
+__all__ = ["NAMES", "Aggregator", "AggregatorOutput", "build", "load_dsmil", "settings_of"]
+
+NAMES = (
+    "self-vit-mil",
+    "dsmil",
+    "dsmil-lc",
+    "abmil",
+    "abmil-gated",
+    "chowder",
+    "transmil",
+    "mil-rnn",
+    "clam-sb",
+    "mean",
+    "max",
+    "topk",
+)
+"""All that `build` makes."""

@@ -1,0 +1,323 @@
+"""A bag as the layers see it: read in chunks, in the module's own dtype, never copied whole.
+
+Aggregators touch the rows of a bag in few ways only: a linear map of every row, a weighted sum of rows or of mapped
+rows, picking some rows, and softmax attention that is linear before and after the softmax. `Rows` offers those. Each is
+exact, differentiable (once) and needs memory for its result and one chunk, so that a bag of 200,000 x 3840 float16 is
+trained on beside its own 1.5 GB. A chunk fits into the processor's cache, so that `attend` reads the bag once for
+everything: attention, score, and the gradient of the score, which is ready before the loss is known.
+
+N instances, D dimensions, C classes (or any few outputs), K picked instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = {"cpu": 4 << 20}
+"""Bytes of a chunk in the module's dtype: what stays in the cache of a processor ..."""
+CHUNK_BYTES_ELSEWHERE = 512 << 20
+"""... and on other devices what keeps them busy."""
+FEW = 8
+"""Up to so many outputs, one matrix-vector product each is faster on a CPU than a thin matrix product (6 times)."""
+
+
+class Rows:
+    """The rows (h_i - mean) / std of a bag, in `dtype`; `mean_D` and `std_D` may be left out together."""
+
+    def __init__(self, bag_ND: Tensor, dtype: torch.dtype, mean_D: Tensor | None = None, std_D: Tensor | None = None):
+        self.bag_ND = bag_ND
+        self.dtype = dtype
+        self.mean_D = mean_D
+        self.std_D = std_D
+
+    def __len__(self) -> int:
+        return self.bag_ND.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.bag_ND.shape[1]
+
+    def project(self, layer: nn.Linear) -> Tensor:
+        """`layer(h_i)` for every row: (N, H)."""
+        weight_HD, bias_H = layer.weight, layer.bias
+        if self.mean_D is not None and self.std_D is not None:
+            weight_HD = weight_HD / self.std_D
+            bias_H = bias_H - weight_HD @ self.mean_D
+        if self.bag_ND.dtype == self.dtype and weight_HD.shape[0] > FEW:
+            return F.linear(self.bag_ND, weight_HD, bias_H)  # nothing to convert, and a product that BLAS does well
+        return _apply(_Project, self.bag_ND, weight_HD, bias_H)
+
+    def dot(self, weight_CD: Tensor) -> Tensor:
+        """`weight_c . h_i` for every row, up to a constant per class: (N, C)."""
+        if self.std_D is not None:
+            weight_CD = weight_CD / self.std_D
+        return _apply(_Project, self.bag_ND, weight_CD.to(self.dtype), weight_CD.new_zeros(len(weight_CD)))
+
+    def attend(self, query_CD: Tensor, direction_CD: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention (N, C) = softmax over the rows of h_i . query_c, and score (C,) = its mean of h_i . direction_c.
+
+        The loop it replaces: s = softmax([h_i @ query_c for h_i]); score_c = sum(s_i * h_i) @ direction_c.
+        """
+        query_CD, direction_CD = query_CD.to(self.dtype), direction_CD.to(self.dtype)
+        if self.mean_D is None or self.std_D is None:
+            return _apply(_Attend, self.bag_ND, query_CD, direction_CD, torch.is_grad_enabled())
+        query_CD, direction_CD = query_CD / self.std_D, direction_CD / self.std_D
+        attention_NC, score_C = _apply(_Attend, self.bag_ND, query_CD, direction_CD, torch.is_grad_enabled())
+        return attention_NC, score_C - direction_CD @ self.mean_D
+
+    def pool(self, weights_NC: Tensor) -> Tensor:
+        """`sum_i weights_ic * h_i`: (C, D)."""
+        return self._standardized_sum(_apply(_Pool, self.bag_ND, weights_NC.to(self.dtype)), weights_NC)
+
+    def pool_mapped(self, weights_NC: Tensor, map_rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """`sum_i weights_ic * map_rows(h_i)`; chunks are mapped anew in the backward pass instead of being kept."""
+
+        def of_chunk(chunk: Tensor, weights: Tensor) -> Tensor:
+            return weights.T @ map_rows(self._standardized(chunk.to(self.dtype)))
+
+        total_CV: Any = 0
+        for start, stop in _spans(self.bag_ND, self.dtype):
+            pieces = self.bag_ND[start:stop], weights_NC[start:stop]
+            if torch.is_grad_enabled():
+                total_CV = total_CV + checkpoint(of_chunk, *pieces, use_reentrant=False)
+            else:
+                total_CV = total_CV + of_chunk(*pieces)
+        return total_CV
+
+    def take(self, index: Tensor) -> Tensor:
+        """The rows at `index` (any shape): (*index.shape, D)."""
+        rows = self.bag_ND.index_select(0, index.flatten()).to(self.dtype)
+        return self._standardized(rows).view(*index.shape, self.dim)
+
+    def _standardized(self, rows: Tensor) -> Tensor:
+        return rows if self.mean_D is None or self.std_D is None else (rows - self.mean_D) / self.std_D
+
+    def _standardized_sum(self, pooled_CD: Tensor, weights_NC: Tensor) -> Tensor:
+        if self.mean_D is None or self.std_D is None:
+            return pooled_CD
+        return (pooled_CD - weights_NC.sum(0)[:, None] * self.mean_D) / self.std_D
+
+
+def fold(head_CV: Tensor, weight_VD: Tensor, memory: Memory) -> Tensor:
+    """`head @ weight` for few rows and a large weight, whose gradient goes to recycled memory."""
+    return _apply(_Fold, head_CV.to(weight_VD.dtype), weight_VD, memory)
+
+
+class Memory:
+    """Memory of one large CPU tensor that is handed out again as soon as nobody else uses it.
+
+    The gradient of a 3840 x 3840 weight lives for one step; fresh pages for it each time cost the system more than all
+    arithmetic on them (49 against 7 ms where page faults are dear). Other devices keep such memory by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+        self._alone = 0
+
+    def empty(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """An uninitialised tensor of `shape`, of the device and dtype of `like`."""
+        kept = self._kept
+        fits = kept is not None and kept.shape == shape and kept.dtype == like.dtype
+        if like.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        if kept is None or not fits or _uses(kept) != self._alone:
+            kept = self._kept = torch.empty(shape, dtype=like.dtype)
+            self._alone = _uses(kept)
+        # A second tensor on the same memory: autograd adopts it as the gradient, where it would copy a tensor we hold.
+        return kept.view(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+        return Memory()
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+        return Memory, ()
+
+
+def _uses(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---------------------------------------------------------------------------------------------------- the functions
+
+
+def _apply(function: type[Function], bag_ND: Tensor, *arguments: Any) -> Any:
+    # These sums run over whole bags: they stay in the module's dtype also where autocast lowers that of other layers.
+    with torch.autocast(bag_ND.device.type, enabled=False):
+        return function.apply(bag_ND, *arguments)
+
+
+def _spans(bag_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    num_bytes = CHUNK_BYTES.get(bag_ND.device.type, CHUNK_BYTES_ELSEWHERE)
+    size = max(1, num_bytes // (bag_ND.shape[1] * dtype.itemsize))
+    for start in range(0, bag_ND.shape[0], size):
+        yield start, min(start + size, bag_ND.shape[0])
+
+
+def _chunks(bag_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the bag in `dtype`, each valid until the next: converted ones share their memory."""
+    buffer: Tensor | None = None
+    for start, stop in _spans(bag_ND, dtype):
+        chunk = bag_ND[start:stop]
+        if bag_ND.dtype != dtype:
+            if buffer is None:
+                buffer = torch.empty_like(chunk, dtype=dtype)
+            chunk = buffer[: stop - start].copy_(chunk)
+        yield slice(start, stop), chunk
+
+
+def _dot(weight_CD: Tensor, rows_ND: Tensor) -> Tensor:
+    """`weight @ rows.T`, (C, N), by the faster way."""
+    if rows_ND.device.type != "cpu" or weight_CD.shape[0] > FEW:
+        return weight_CD @ rows_ND.T
+    return torch.stack([rows_ND.mv(weight_D) for weight_D in weight_CD])
+
+
+def _weighted(weights_CN: Tensor, rows_ND: Tensor) -> Tensor:
+    """`weights @ rows`, (C, D), by the faster way."""
+    if rows_ND.device.type != "cpu" or weights_CN.shape[0] > FEW:
+        return weights_CN @ rows_ND
+    return torch.stack([rows_ND.T.mv(weights_N) for weights_N in weights_CN])
+
+
+def _softmax(logits_CN: Tensor) -> Tensor:
+    """Softmax over the instances. On a CPU one class after the other: for several torch would wait for all threads."""
+    if logits_CN.device.type != "cpu" or logits_CN.shape[0] > FEW:
+        return logits_CN.softmax(1)
+    return torch.stack([logits_N.softmax(0) for logits_N in logits_CN])
+
+
+class _Project(Function):
+    @staticmethod
+    def forward(ctx: Any, bag_ND: Tensor, weight_HD: Tensor, bias_H: Tensor) -> Tensor:
+        ctx.save_for_backward(bag_ND, weight_HD)
+        ctx.set_materialize_grads(False)
+        out_NH = weight_HD.new_empty(bag_ND.shape[0], weight_HD.shape[0])
+        for part, chunk in _chunks(bag_ND, weight_HD.dtype):
+            torch.add(_dot(weight_HD, chunk).T, bias_H, out=out_NH[part])
+        return out_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_NH,) = grads
+        if grad_NH is None:
+            return None, None, None
+        bag_ND, weight_HD = ctx.saved_tensors
+        grad_weight_HD = torch.zeros_like(weight_HD)
+        grad_bag_ND = torch.empty_like(bag_ND) if ctx.needs_input_grad[0] else None
+        for part, chunk in _chunks(bag_ND, weight_HD.dtype):
+            grad_weight_HD += _weighted(grad_NH[part].T, chunk)
+            if grad_bag_ND is not None:
+                grad_bag_ND[part] = grad_NH[part] @ weight_HD
+        return grad_bag_ND, grad_weight_HD, grad_NH.sum(0)
+
+
+class _Attend(Function):
+    """Chunk by chunk: what came before and the chunk are two groups of rows, merged by their shares of the softmax.
+
+    With t_i = h_i . direction, score = sum_i s_i t_i, and its gradient for the query is sum_i s_i (t_i - score) h_i. It
+    is collected on the way, as a covariance is: deviations from the group's own mean, corrected when groups merge.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, bag_ND: Tensor, query_CD: Tensor, direction_CD: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits_CN = query_CD.new_empty(query_CD.shape[0], bag_ND.shape[0])
+        total_C1 = query_CD.new_full((query_CD.shape[0], 1), -torch.inf)  # log of the sum of exp(logits)
+        score_C1 = torch.zeros_like(total_C1)
+        pooled_CD, slope_CD = torch.zeros_like(query_CD), torch.zeros_like(query_CD)
+        for part, chunk in _chunks(bag_ND, query_CD.dtype):
+            logits = logits_CN[:, part] = _dot(query_CD, chunk)
+            along = _dot(direction_CD, chunk)
+            weights = _softmax(logits)
+            here_C1 = (weights * along).sum(1, keepdim=True)
+            total_here_C1 = logits.amax(1, keepdim=True) - weights.amax(1, keepdim=True).log()
+            share_C1 = (total_here_C1 - total_C1).sigmoid()
+            merged_C1 = score_C1 + share_C1 * (here_C1 - score_C1)
+            if learns:
+                pooled_here_CD = _weighted(weights, chunk)
+                slope_here_CD = _weighted(weights * (along - here_C1), chunk)
+                slope_CD += (score_C1 - merged_C1) * pooled_CD
+                slope_here_CD += (here_C1 - merged_C1) * pooled_here_CD
+                slope_CD += share_C1 * (slope_here_CD - slope_CD)
+                pooled_CD += share_C1 * (pooled_here_CD - pooled_CD)
+            total_C1, score_C1 = torch.logaddexp(total_C1, total_here_C1), merged_C1
+        attention_CN = _softmax(logits_CN)
+        ctx.save_for_backward(bag_ND, query_CD, direction_CD, attention_CN, pooled_CD, slope_CD)
+        ctx.set_materialize_grads(False)
+        return attention_CN.T, score_C1[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_attention_NC, grad_score_C = grads
+        bag_ND, query_CD, direction_CD, attention_CN, pooled_CD, slope_CD = ctx.saved_tensors
+        if grad_score_C is None:
+            grad_score_C = attention_CN.new_zeros(attention_CN.shape[0])
+        grad_score_C1 = grad_score_C[:, None]
+        grad_direction_CD = grad_score_C1 * pooled_CD
+        if grad_attention_NC is None and not ctx.needs_input_grad[0]:
+            return None, grad_score_C1 * slope_CD, grad_direction_CD, None
+
+        grad_attention_CN = torch.zeros_like(attention_CN) if grad_attention_NC is None else grad_attention_NC.T
+        grad_mean_C1 = (grad_attention_CN * attention_CN).sum(1, keepdim=True)
+        grad_mean_C1 += grad_score_C1 * (pooled_CD * direction_CD).sum(1, keepdim=True)
+        grad_query_CD = torch.zeros_like(query_CD)
+        grad_bag_ND = torch.empty_like(bag_ND) if ctx.needs_input_grad[0] else None
+        for part, chunk in _chunks(bag_ND, query_CD.dtype):
+            attention = attention_CN[:, part]
+            grad = grad_attention_CN[:, part] + grad_score_C1 * _dot(direction_CD, chunk)
+            grad_logits = attention * (grad - grad_mean_C1)
+            grad_query_CD += _weighted(grad_logits, chunk)
+            if grad_bag_ND is not None:
+                grad_bag_ND[part] = grad_logits.T @ query_CD + (attention * grad_score_C1).T @ direction_CD
+        return grad_bag_ND, grad_query_CD, grad_direction_CD, None
+
+
+class _Pool(Function):
+    @staticmethod
+    def forward(ctx: Any, bag_ND: Tensor, weights_NC: Tensor) -> Tensor:
+        ctx.save_for_backward(bag_ND, weights_NC)
+        pooled_CD = weights_NC.new_zeros(weights_NC.shape[1], bag_ND.shape[1])
+        for part, chunk in _chunks(bag_ND, weights_NC.dtype):
+            pooled_CD += _weighted(weights_NC[part].T, chunk)
+        return pooled_CD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_CD,) = grads
+        bag_ND, weights_NC = ctx.saved_tensors
+        grad_weights_NC = torch.empty_like(weights_NC)
+        for part, chunk in _chunks(bag_ND, weights_NC.dtype):
+            grad_weights_NC[part] = _dot(grad_CD, chunk).T
+        grad_bag_ND = (weights_NC @ grad_CD).to(bag_ND.dtype) if ctx.needs_input_grad[0] else None
+        return grad_bag_ND, grad_weights_NC
+
+
+class _Fold(Function):
+    @staticmethod
+    def forward(ctx: Any, head_CV: Tensor, weight_VD: Tensor, memory: Memory) -> Tensor:
+        ctx.save_for_backward(head_CV, weight_VD)
+        ctx.memory = memory
+        return _weighted(head_CV, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_CD,) = grads
+        head_CV, weight_VD = ctx.saved_tensors
+        grad_weight_VD = ctx.memory.empty(weight_VD.shape, like=weight_VD)
+        torch.outer(head_CV[0], grad_CD[0], out=grad_weight_VD)
+        for head_V, grad_D in zip(head_CV[1:], grad_CD[1:], strict=True):
+            grad_weight_VD.addr_(head_V, grad_D)
+        return _dot(grad_CD, weight_VD), grad_weight_VD, None
