@@ -27,7 +27,7 @@ from PIL import Image
 
 from selfvitmil import geometry
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
-from selfvitmil.slides import SlideCache, contract, jpegtiff, open_slide
+from selfvitmil.slides import SlideCache, contract, fingerprint, jpegtiff, open_slide
 from selfvitmil.slides.mpp import find_mpp
 from selfvitmil.slides.resample import Grid, _weighted, resample
 
@@ -821,6 +821,20 @@ def test_a_forked_process_reads_the_same(plain: Path) -> None:
         if child == 0:
             os._exit(0 if np.array_equal(slide.read_tile(3, 5, 40, 0.6), tile) else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_slide_of_several_files_is_known_by_all_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for path in (tmp_path / "a.mrxs", folder / "Data0000.dat", folder / "0.dcm", folder / "1.dcm"):
+        path.write_bytes(path.name.encode())
+    before = [fingerprint(path) for path in (tmp_path / "a.mrxs", folder / "0.dcm")]
+    assert fingerprint(folder / "1.dcm") == before[1]  # one slide, whichever file names it
+    (folder / "Data0000.dat").write_bytes(b"changed")
+    assert fingerprint(tmp_path / "a.mrxs") != before[0]
+    assert fingerprint(folder / "0.dcm") == before[1]
+    (folder / "1.dcm").write_bytes(b"changed")
+    assert fingerprint(folder / "0.dcm") != before[1]
 
 
 # ---------------------------------------------------------------------------------------------------- real slides

@@ -31,7 +31,7 @@ from selfvitmil import annotations, artefact, stain
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name
-from selfvitmil.slides import Slide, open_slide
+from selfvitmil.slides import Slide, fingerprint, open_slide
 from selfvitmil.tissue import Tissue, find_tissue, grey_of
 
 SCHEMA = "selfvitmil.tiles"
@@ -326,7 +326,7 @@ def _inputs(job: TileJob) -> dict[str, str | float | None]:
     own = job.settings.tissue.folder
     masks = sorted(own.glob(f"{job.slide}.*")) if own is not None else []
     return {
-        "slide": artefact.fingerprint(job.path),
+        "slide": fingerprint(job.path),
         "mpp": job.mpp,
         "annotation": artefact.fingerprint(job.annotation) if job.annotation is not None else None,
         "mask": artefact.hash_of(*(artefact.fingerprint(mask) for mask in masks)) if masks else None,

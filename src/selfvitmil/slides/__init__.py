@@ -16,10 +16,11 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from selfvitmil import artefact
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.slides.contract import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
 
-__all__ = ["Level", "Slide", "SlideCache", "open_slide"]
+__all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
 
 READERS = ("auto", "openslide", "jpegtiff")
 
@@ -87,6 +88,17 @@ def _check_file(path: Path) -> None:
         raise SlideError(
             f"{path.name}: the file cannot be read", without_path(error.strerror or "", path), where
         ) from None
+
+
+def fingerprint(path: Path) -> str:
+    """Identity of a slide's content, of all files where it has several (MIRAX, DICOM); see `artefact.fingerprint`."""
+    files = [path]
+    if path.suffix.lower() == ".mrxs" and path.with_suffix("").is_dir():
+        files += sorted(file for file in path.with_suffix("").iterdir() if file.is_file())
+    elif path.suffix.lower() == ".dcm":
+        files = sorted(file for file in path.parent.iterdir() if file.suffix.lower() == ".dcm")
+    prints = [artefact.fingerprint(file) for file in files]
+    return prints[0] if len(prints) == 1 else artefact.hash_of(*prints)
 
 
 class SlideCache:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from selfvitmil import annotations, artefact
-from selfvitmil.slides import open_slide
+from selfvitmil import annotations
+from selfvitmil.slides import fingerprint, open_slide
 
 NUM_REGIONS = 16
 REGION_PX = 224
@@ -75,6 +75,6 @@ def check_slide(job: CheckJob) -> SlideCheck:
             mpp_source=slide.mpp_source,
             levels=" ".join(f"{level.downsample:g}" for level in slide.levels),
             compression=slide.compression,
-            fingerprint=artefact.fingerprint(job.path),
+            fingerprint=fingerprint(job.path),
             warnings=tuple(warnings),
         )
