@@ -228,7 +228,7 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
             f"the slide has {tissue.area_mm2:.2f} mm2 of tissue",
             "Lower tile.min_tissue or tile.size_px, or take the slide out of the cohort",
         )
-    coverage, lost = _annotated(job.annotation, boxes, kept)
+    coverage, counts, notes = _annotated(job.annotation, boxes, kept)
     fine = TileTable(
         slide=job.slide,
         coords_l0=candidates[kept],
@@ -241,28 +241,30 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
         annotated=None if coverage is None else coverage[kept].astype(np.float32),
     )
     fit = _fit_stain(slide, fine, job.settings)
-    notes = (*slide.warnings, *tissue.warnings, *lost.pop("warnings", ()))
     if fit is not None and fit.reason:
-        notes += (f"stains not fitted, pixels stay as scanned: {fit.reason}",)
+        notes.append(f"stains not fitted, pixels stay as scanned: {fit.reason}")
     attributes = {
         "tissue_mm2": round(tissue.area_mm2, 4),
         "pen_fraction": round(tissue.pen_fraction, 5),
         "stain_fitted": fit.fitted if fit is not None else None,
         "reader": slide.reader,
         "mpp_source": slide.mpp_source,
-        **lost,
-        "warnings": list(notes),
+        **counts,
+        "warnings": [*slide.warnings, *tissue.warnings, *notes],
     }
-    fine = replace(fine, stain=fit, attributes=attributes)
-    coarse = [_parent_table(fine, tissue, mpp) for mpp in tile.parent_mpp]
-    names = [tiling_name(tile, mpp) for mpp in tile.parent_mpp]
-    rows = {name: parent_rows(fine, slide.size_l0, table.mpp)[1] for name, table in zip(names, coarse, strict=True)}
-    digests = {name: table.digest for name, table in zip(names, coarse, strict=True)}
-    orphans = int(sum((row < 0).sum() for row in rows.values()))
+    return _with_parents(replace(fine, stain=fit, attributes=attributes), tissue, tile)
+
+
+def _with_parents(fine: TileTable, tissue: Tissue, tile: TileSettings) -> list[TileTable]:
+    """The table, knowing its parents, and the coarser tables."""
+    coarse = {tiling_name(tile, mpp): _parent_table(fine, tissue, mpp) for mpp in tile.parent_mpp}
+    rows = {name: parent_rows(fine, fine.size_l0, table.mpp)[1] for name, table in coarse.items()}
+    digests = {name: table.digest for name, table in coarse.items()}
+    orphans = sum(int((row < 0).sum()) for row in rows.values())
     if orphans:
         note = f"{orphans} tiles at the slide's edge have no parent that fits into the slide"
-        fine = replace(fine, attributes={**attributes, "warnings": [*notes, note]})
-    return [replace(fine, parents=rows, parent_digests=digests), *coarse]
+        fine = replace(fine, attributes={**fine.attributes, "warnings": [*fine.attributes["warnings"], note]})
+    return [replace(fine, parents=rows, parent_digests=digests), *coarse.values()]
 
 
 def _parent_table(fine: TileTable, tissue: Tissue, mpp: float) -> TileTable:
@@ -274,24 +276,26 @@ def _parent_table(fine: TileTable, tissue: Tissue, mpp: float) -> TileTable:
 
 def _annotated(
     path: Path | None, boxes: NDArray[np.float64], kept: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64] | None, dict[str, Any]]:
-    """Share of every candidate tile inside annotated tumour, and how much of the tumour the tissue filter loses."""
+) -> tuple[NDArray[np.float64] | None, dict[str, int], list[str]]:
+    """Share of every candidate tile inside annotated tumour, how many the tissue filter loses, and what to know."""
     if path is None:
-        return None, {}
+        return None, {}, []
     regions = annotations.read_annotations(path, repair=True)
     coverage = annotations.box_coverage(regions, boxes)
     tumour, lost = coverage > 0, (coverage > 0) & ~kept
-    share = float(coverage[lost].sum() / coverage.sum()) if tumour.any() else 0.0
-    warnings = [
+    notes = [
         f"{region.name or 'a polygon'} in {path.name} crosses itself and was repaired"
         for region in regions
         if region.repaired
     ]
+    if unknown := sorted({region.group for region in regions if region.has_area and region.kind == "other"}):
+        notes.append(f"classes in {path.name} that mean neither tumour nor exclusion: {', '.join(unknown)}")
     if lost.any():
-        warnings.append(
+        share = float(coverage[lost].sum() / coverage.sum())
+        notes.append(
             f"{lost.sum()} of {tumour.sum()} tiles with annotated tumour are not kept ({share:.1%} of its area)"
         )
-    return coverage, {"tumour_tiles": int(tumour.sum()), "tumour_tiles_lost": int(lost.sum()), "warnings": warnings}
+    return coverage, {"tumour_tiles": int(tumour.sum()), "tumour_tiles_lost": int(lost.sum())}, notes
 
 
 def _fit_stain(slide: Slide, table: TileTable, settings: StudySettings) -> stain.StainFit | None:
@@ -474,7 +478,8 @@ def draw(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
     blended = Image.alpha_composite(Image.fromarray(picture).convert("RGBA"), tint)
     mask = np.asarray(Image.fromarray(tissue.mask).resize((width, height), Image.Resampling.NEAREST))
     pixels = np.array(blended.convert("RGB"))
-    pixels[mask & ~ndimage.binary_erosion(mask, iterations=2)] = (0, 160, 60)
+    inner = np.asarray(ndimage.binary_erosion(mask, iterations=2), dtype=bool)
+    pixels[mask & ~inner] = (0, 160, 60)
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, "JPEG", quality=88)
     return content.getvalue()
