@@ -111,6 +111,8 @@ def two_workers() -> Iterator[Engine]:
     os.environ["OMP_NUM_THREADS"] = "7"
     try:
         with Engine(EngineSettings(workers=2)) as engine:
+            by_name(engine.map(square, {"a": 1, "b": 2}, stage="check"))
+            wait_for(lambda: engine._workers is not None and len(engine._workers.alive()) == 2)
             yield engine
     finally:
         del os.environ["OMP_NUM_THREADS"]

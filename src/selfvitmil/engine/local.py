@@ -144,6 +144,8 @@ def _noting_nanny(deaths: _Deaths) -> Any:
         def __init__(self, *arguments: Any, **options: Any):
             super().__init__(*arguments, **options)
             self.pre_spawn_env = {**self.pre_spawn_env, **ONE_THREAD}
+            # dask has freed memory given back at once; arrays of some megabytes then cost more to get than to fill
+            self.pre_spawn_env.pop("MALLOC_TRIM_THRESHOLD_", None)
 
         async def instantiate(self) -> Any:
             # numpy reads OMP_NUM_THREADS and its like when it is loaded, so dask sets them here for the child to
