@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import shutil
 import signal
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from selfvitmil.bags import read_bag
 from selfvitmil.cli import main
 from selfvitmil.slides import synthetic
+from selfvitmil.tiles import read_tiles
 
 TILING = "0.5mpp_224px_0px"
 
@@ -232,6 +235,67 @@ def test_a_full_disk_names_itself_and_the_rerun_completes(made: Path, tmp_path: 
         assert not rows_of(disk / "study" / "failures.csv") if (disk / "study" / "failures.csv").exists() else True
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+SMALL = """
+[tile]
+mpp = 2.0
+size_px = 32
+[pretrain]
+width = 32
+depth = 4
+heads = 2
+num_local = 2
+batch = 8
+steps = 3
+head_width = 32
+bottleneck = 16
+workers = 0
+log_steps = 1
+"""
+
+
+def test_from_tiles_to_an_encoder_to_feature_files(made: Path, tmp_path: Path):
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "study.toml").write_text(SMALL)
+    assert selfvitmil("tile", study, "--cohort", made / "cohort.csv", "--workers", 0).returncode == 0
+    trained = selfvitmil("pretrain", study, "--name", "tiny")
+    assert trained.returncode == 0, trained.stderr
+    assert "step 3 of 3" in trained.stdout
+    training = [row["slide"] for row in rows_of(study / "cohort.csv") if row["split"] == "train"]
+    config = json.loads((study / "encoders" / "tiny" / "config.json").read_text())
+    assert f"train split, {len(training)} slides" in json.dumps(config)
+    assert "current" in selfvitmil("pretrain", study, "--name", "tiny").stdout
+    embedded = selfvitmil("embed", study, "--encoder", "tiny", "--workers", 0)
+    assert embedded.returncode == 0, embedded.stderr
+    for row in rows_of(study / "cohort.csv"):
+        table = read_tiles(study / "tiles" / "2mpp_32px_0px" / f"{row['slide']}.h5")
+        bag = read_bag(study / "bags" / "2mpp_32px_0px" / "features_tiny" / f"{row['slide']}.h5")
+        assert (len(bag), bag.dim) == (len(table), 5 * 32)
+    # A slide without tiles is named, the others stay current.
+    (study / "tiles" / "2mpp_32px_0px" / f"{training[0]}.h5").unlink()
+    again = selfvitmil("embed", study, "--encoder", "tiny", "--workers", 0)
+    assert again.returncode == 3
+    assert [row["slide"] for row in rows_of(study / "failures.csv")] == [training[0]]
+    for path in study.rglob("*"):
+        if path.is_file() and path.suffix in (".json", ".jsonl", ".h5", ".toml"):
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_self_supervision_needs_a_training_split(made: Path, tmp_path: Path):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.toml").write_text(SMALL)
+    assert selfvitmil("tile", tmp_path / "study", "--cohort", made / "slides", "--workers", 0).returncode == 0
+    refused = selfvitmil("pretrain", tmp_path / "study")
+    assert refused.returncode == 2
+    assert "--pretrain.transductive" in refused.stderr
+    allowed = selfvitmil("pretrain", tmp_path / "study", "--pretrain.transductive")
+    assert allowed.returncode == 0, allowed.stderr
+    assert "transductive" in (tmp_path / "study" / "encoders" / "dino" / "config.json").read_text()
+    unknown = selfvitmil("embed", tmp_path / "study", "--encoder", "no_such_net", "--workers", 0)
+    assert unknown.returncode == 3
+    assert "no_such_net" in unknown.stderr
 
 
 def test_camelyon16_folder(tmp_path: Path):
