@@ -56,7 +56,12 @@ def reading_pace(source: SlideTiles, batch: int, workers: int, steps: int) -> fl
 def measure(source: SlideTiles, folder: Path, settings: PretrainSettings, skip: int) -> dict[str, Any]:
     """Train, and read the pace off the metrics."""
     lines: list[dict[str, Any]] = []
-    result = pretrain(source, folder, settings, Origin("made slides"), report=lines.append)
+
+    def report(line: dict[str, Any]) -> None:
+        lines.append(line)
+        print(f"step {line['step']}: loss {line['loss']:.4f}, {line['tiles_per_s']} tiles/s", flush=True)
+
+    result = pretrain(source, folder, settings, Origin("made slides"), report=report)
     steady = [line for line in lines if line["step"] > skip]
     pace = statistics.median(line["tiles_per_s"] for line in steady)
     found = {

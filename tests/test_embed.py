@@ -130,3 +130,28 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert embed.choose_precision("auto", torch.device("cpu")) == torch.float32
     monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
     assert [embed._claim_gpu(2) for _ in range(3)] == [0, 1, 0]
+
+
+def test_the_embedding_of_patches_as_a_product_is_the_convolution():
+    torch.manual_seed(0)
+    model_args = {"embed_dim": 16, "depth": 4, "num_heads": 2}
+    encoder = build_encoder("vit_tiny_patch16_224", img_size=64, model_args=model_args)
+    tiles = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    with torch.inference_mode():
+        before, names = encoder.encode(tiles), list(encoder.state_dict())
+        embed.use_patch_product(encoder)
+        assert isinstance(encoder.backbone.patch_embed.proj, embed.PatchProduct)  # pyright: ignore
+        torch.testing.assert_close(encoder.encode(tiles), before, rtol=1e-5, atol=1e-5)
+    assert list(encoder.state_dict()) == names
+
+
+def test_a_batch_is_filled_up_where_the_encoder_is_compiled_for_its_size(tiled: Path):
+    encoder = load_encoder(tiled / "vit")
+    seen: list[int] = []
+    encoder.register_forward_pre_hook(lambda module, images: seen.append(len(images[0])))
+    model = embed.LoadedEncoder(encoder, "", torch.device("cpu"), torch.float32, batch=8)
+    tiles = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    filled = model(tiles)
+    assert seen == [8]
+    torch.testing.assert_close(filled, replace(model, batch=None)(tiles), rtol=1e-3, atol=1e-3)
+    assert seen == [8, 5]

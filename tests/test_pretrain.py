@@ -22,6 +22,7 @@ from selfvitmil import stain
 from selfvitmil.encoder import build_backbone, load_encoder
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
+from selfvitmil.pretrain import train
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.feed import Feed, Order, measure_colours, requests_of
 from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
@@ -525,7 +526,8 @@ def test_starting_from_an_earlier_run(images: Path, tmp_path: Path):
         )
 
 
-def test_collapse_raises_an_alarm(images: Path, tmp_path: Path):
+def test_collapse_raises_an_alarm(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train, "ALARM_FROM_STEP", 0)
     # A teacher so warm that it has no opinion: its entropy is log K from the first step on.
     settings = tiny(steps=14, teacher_temp=1000.0, warmup_teacher_temp=1000.0)
     result = pretrain(ImageTiles(images), tmp_path / "run", settings, ORIGIN, device="cpu")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -24,20 +26,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
 
 from selfvitmil import stain
 from selfvitmil.bags import read_bag, write_bag
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import BagError, ConfigError, EncoderError, StainError
+from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.slides import Slide, open_slide
 from selfvitmil.tiles import TileTable, read_tiles
 
 READ_AHEAD = 3
 """Batches that are read before they are needed."""
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class EmbedResult:
 def embed_slide(job: EmbedJob) -> EmbedResult:
     """Embed one slide, unless its feature file is current. Raises SelfVitMilError where it cannot."""
     table = read_tiles(job.table)
-    model = _loaded(job.encoder, job.settings.device, job.settings.precision, job.settings.compile)
+    model = load_for(job.encoder, job.settings)  # pyright: ignore[reportArgumentType]
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
     made_from = {"encoder": model.identity, "tiles": table.digest, "stain": _stain_identity(table, job.stain_method)}
     note = _why_stale(job.bag, made_from)
@@ -126,23 +129,59 @@ class LoadedEncoder:
     identity: str
     device: torch.device
     dtype: torch.dtype
+    batch: int | None = None
+    """Tiles that every call must have, where the encoder is compiled for that many; a smaller batch is filled up."""
 
     @torch.inference_mode()
     def __call__(self, tiles_B3HW: torch.Tensor) -> torch.Tensor:
+        """Vectors in float16 of uint8 tiles on the encoder's device."""
+        number = len(tiles_B3HW)
+        if self.batch is not None and number < self.batch:
+            missing = (self.batch - number, *tiles_B3HW.shape[1:])
+            tiles_B3HW = torch.cat([tiles_B3HW, tiles_B3HW.new_zeros(missing)])
         autocast = self.dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=autocast):
-            return self.encoder.encode(tiles_B3HW).half()
+            return self.encoder.encode(tiles_B3HW)[:number].half()
 
 
-@lru_cache(maxsize=1)
-def _loaded(source: str, wanted_device: str, precision: str, compiled: bool) -> LoadedEncoder:
-    """The encoder, loaded once per process."""
-    device = choose_device(wanted_device)
+@lru_cache(maxsize=1)  # settings are frozen, hence hashable
+def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
+    """The encoder on its device, loaded once per process."""
+    device = choose_device(settings.device)
     encoder = load_encoder(source).to(device).eval()
     identity = encoder.identity()
-    if compiled:
-        encoder.backbone.compile()
-    return LoadedEncoder(encoder, identity, device, choose_precision(precision, device))
+    if device.type == "cuda":
+        use_patch_product(encoder)
+    if settings.compile:
+        # Of the encoder, not of its network: tokens are not taken by calling the network itself.
+        encoder.compile(dynamic=False)
+    batch = settings.batch if settings.compile else None
+    return LoadedEncoder(encoder, identity, device, choose_precision(settings.precision, device), batch)
+
+
+class PatchProduct(nn.Module):
+    """A convolution whose windows do not overlap, as the one matrix product that it is."""
+
+    def __init__(self, convolution: nn.Conv2d):
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, images_B3HW: torch.Tensor) -> torch.Tensor:
+        batch, _, height, width = images_B3HW.shape
+        p, q = self.weight.shape[2:]
+        patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
+        tokens = functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias)
+        return tokens.permute(0, 3, 1, 2)
+
+
+def use_patch_product(encoder: Encoder) -> None:
+    """Replace a ViT's embedding of patches by the product that it is; names and values of its weights stay."""
+    patches: Any = getattr(encoder.backbone, "patch_embed", None)
+    convolution = getattr(patches, "proj", None)
+    if type(convolution) is not nn.Conv2d or convolution.stride != convolution.kernel_size:
+        return
+    if convolution.in_channels == 3 and convolution.padding == (0, 0) and convolution.dilation == (1, 1):
+        patches.proj = PatchProduct(convolution)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -179,55 +218,65 @@ def _claim_gpu(number: int) -> int:
     return 0
 
 
-def choose_precision(wanted: str, device: torch.device) -> torch.dtype:
-    """bf16 is seven times slower than float32 on CPUs without instructions for it, so `auto` uses it on GPUs only."""
-    if wanted != "auto":
-        return PRECISIONS[wanted]
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
 # ---------------------------------------------------------------------------------------------------- the work
 
 
-def _batches(slide: Slide, table: TileTable, job: EmbedJob) -> Iterator[tuple[NDArray[np.uint8], int, float]]:
+def _batches(slide: Slide, table: TileTable, job: EmbedJob) -> Iterator[tuple[torch.Tensor, int, float]]:
     """Batches (B, H, W, 3) in the table's order, tiles among them whose stains did not fit, and seconds waited for."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1
     threads = job.settings.reader_threads or max(1, num_cores() // gpus)
     size = job.settings.batch
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[list[Future[tuple[NDArray[np.uint8], bool]]]] = deque()
+    pin = torch.cuda.is_available() and job.settings.device != "cpu"
+    with ThreadPoolExecutor(threads) as pool, _quick_switches():
+        waiting: deque[tuple[torch.Tensor, list[Future[bool]]]] = deque()
 
         def submit(start: int) -> None:
             corners = table.coords_l0[start : start + size]
-            waiting.append([pool.submit(_read, slide, x, y, table, job.stain_method) for x, y in corners])
+            shape = (len(corners), table.size_px, table.size_px, 3)
+            tiles_BHW3 = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+            places = zip(corners, tiles_BHW3.numpy(), strict=True)
+            waiting.append(
+                (tiles_BHW3, [pool.submit(_read, slide, x, y, table, job.stain_method, out) for (x, y), out in places])
+            )
 
         starts = iter(range(0, len(table), size))
         for start in islice(starts, READ_AHEAD):
             submit(start)
         while waiting:
             begin = time.perf_counter()
-            tiles = [future.result() for future in waiting.popleft()]
+            tiles_BHW3, futures = waiting.popleft()
+            unfitted = sum(not future.result() for future in futures)
             waited = time.perf_counter() - begin
             if (start := next(starts, None)) is not None:
                 submit(start)
-            yield np.stack([tile for tile, _ in tiles]), sum(not fitted for _, fitted in tiles), waited
+            yield tiles_BHW3, unfitted, waited
 
 
-def _read(slide: Slide, x: int, y: int, table: TileTable, method: str) -> tuple[NDArray[np.uint8], bool]:
-    """One tile, and whether its stains could be normalized (where every tile is normalized for itself)."""
-    tile = slide.read_tile(int(x), int(y), table.size_px, table.mpp)
-    if method != "tile":
-        return tile, True
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Let the thread that feeds the encoder have its turn soon: every call into torch takes one, among many readers."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
     try:
-        return stain.normalize_tile(tile), True
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _read(slide: Slide, x: int, y: int, table: TileTable, method: str, out: NDArray[np.uint8]) -> bool:
+    """Read one tile into `out`; whether its stains could be normalized (where every tile is normalized for itself)."""
+    out[:] = slide.read_tile(int(x), int(y), table.size_px, table.mpp)
+    if method != "tile":
+        return True
+    try:
+        out[:] = stain.normalize_tile(out)
     except StainError:
-        return tile, False
+        return False
+    return True
 
 
 def _encode(
-    model: LoadedEncoder, batches: Iterator[tuple[NDArray[np.uint8], int, float]], table: TileTable, job: EmbedJob
+    model: LoadedEncoder, batches: Iterator[tuple[torch.Tensor, int, float]], table: TileTable, job: EmbedJob
 ) -> tuple[NDArray[np.float16], float, int]:
     features_ND = np.empty((len(table), model.encoder.dim), np.float16)
     fit = table.stain if job.stain_method == "slide" else None
@@ -235,10 +284,7 @@ def _encode(
     pending: tuple[int, torch.Tensor] | None = None
     for tiles_BHW3, num_unfitted, seconds in batches:
         waited, unfitted = waited + seconds, unfitted + num_unfitted
-        tiles_B3HW = torch.from_numpy(tiles_BHW3).permute(0, 3, 1, 2)
-        if model.device.type == "cuda":
-            tiles_B3HW = tiles_B3HW.pin_memory()
-        tiles_B3HW = tiles_B3HW.to(model.device, non_blocking=True)
+        tiles_B3HW = tiles_BHW3.to(model.device, non_blocking=True).permute(0, 3, 1, 2)
         if fit is not None and fit.fitted:
             tiles_B3HW = stain.apply(tiles_B3HW, fit)
         try:

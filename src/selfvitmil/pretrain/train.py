@@ -49,6 +49,8 @@ STAGE_VERSION = 1
 """Part of the hash of a run: raised when the same settings come to mean something else."""
 ALARM_LINES = 10
 """Lines of metrics over which the collapse alarm averages."""
+ALARM_FROM_STEP = 500
+"""No alarm before: in its first hundreds of steps a sound run cannot be told from a collapsed one."""
 COMPILE_FROM_STEPS = 3000
 """Steps from which compiling, which takes minutes and saves a quarter of a step's time, is worth it."""
 NOT_IN_HASH = {"workers", "checkpoint_minutes", "log_steps", "compile", "init"}
@@ -502,7 +504,8 @@ class _Run:
         line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
         line["phase_s"] = self.watch.last_step()
         recent = [*self.metrics.lines, line][-ALARM_LINES:]
-        if len(recent) == ALARM_LINES and recent[0]["step"] >= self.numbers.warmup_steps:
+        first_judged = max(self.numbers.warmup_steps, ALARM_FROM_STEP)
+        if len(recent) == ALARM_LINES and recent[0]["step"] >= first_judged:
             advice = learning.collapse_advice(self.learner, recent)
             if advice:
                 line["alarm"] = advice
