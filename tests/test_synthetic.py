@@ -30,6 +30,7 @@ from selfvitmil.slides.synthetic import (
     write_sparse_slide,
 )
 from selfvitmil.slides.synthetic.anatomy import grow_anatomy
+from selfvitmil.slides.synthetic.cohort import CohortLayout
 from selfvitmil.slides.synthetic.painter import Window, paint
 
 SMALL = (1024, 1024)
@@ -365,3 +366,16 @@ def test_a_huge_slide_is_small_on_disk(tmp_path: Path):
         for outline in truth.lesions:
             x, y = outline.mean(axis=0)
             assert np.asarray(slide.read_region((int(x), int(y)), 0, (32, 32)))[..., :3].mean() < 215
+
+
+@pytest.mark.parametrize("layout", ["plain", "camelyon16"])
+@pytest.mark.parametrize("slides", [6, 12, 50])
+def test_scanners_tell_no_label(layout: CohortLayout, slides: int) -> None:
+    """Both labels have the same file layouts and microns per pixel, in small cohorts too."""
+    for seed in range(5):
+        plans = plan_cohort(slides=slides, seed=seed, layout=layout)
+        normal, tumor = (
+            Counter((plan.layout, plan.mpp) for plan in plans if plan.label == label) for label in ("normal", "tumor")
+        )
+        assert (normal - tumor).total() <= 1
+        assert (tumor - normal).total() <= 1

@@ -113,7 +113,9 @@ def plan_cohort(
         )
     most = slides_per_patient if layout == "plain" else 1
     places = _places(seed, positives, test_fraction, most)
+    scanners = _scanners(seed, layout)
     numbers: Counter[str] = Counter()
+    ranks: Counter[str] = Counter()
     plans: list[SlidePlan] = []
     for k, (patient, split, label) in enumerate(itertools.islice(places, slides)):
         kind = "slide" if layout == "plain" else "test" if split == "test" else label
@@ -132,7 +134,8 @@ def plan_cohort(
             lesions=0,
             lesion_um=(150.0, 400.0),
         )
-        plans.append(_equipped(plan, mpp))
+        plans.append(_equipped(plan, mpp, scanners[ranks[label] % len(scanners)]))
+        ranks[label] += 1
     return plans
 
 
@@ -164,18 +167,23 @@ def _is_nth(k: int, share: float) -> bool:
     return int((k + 1) * share + 0.5) > int(k * share + 0.5)
 
 
-def _equipped(plan: SlidePlan, mpp: float | None) -> SlidePlan:
-    """The plan with a scanner and lesions; the scanner does not know the label."""
-    scanner_rng, lesion_rng = np.random.default_rng(plan.seed).spawn(2)
-    if plan.cohort_layout == "plain":
-        layout: Layout = ("svs40", "svs40", "svs20", "tiff")[scanner_rng.integers(4)]
-        mpp = mpp or PLAIN_MPP[scanner_rng.integers(len(PLAIN_MPP))]
-    else:
-        layout = "tiff"
-        mpp = mpp or CAMELYON16_MPP[scanner_rng.integers(len(CAMELYON16_MPP))]
+def _scanners(seed: int, layout: CohortLayout) -> list[tuple[Layout, float]]:
+    """(file layout, mpp) by turns. Both labels go through them in the same order, so that a scanner tells no label."""
+    if layout == "camelyon16":
+        return [("tiff", mpp) for mpp in CAMELYON16_MPP]
+    layouts: tuple[Layout, ...] = ("svs40", "svs40", "svs20", "tiff")
+    pairs = list(itertools.product(layouts, PLAIN_MPP))
+    order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, 2))).permutation(len(pairs))
+    return [pairs[k] for k in order]
+
+
+def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float]) -> SlidePlan:
+    """The plan with its scanner, and lesions for a tumour slide."""
+    layout, mpp = scanner[0], mpp or scanner[1]
     short_um = min(plan.size) * mpp
     largest = min(400.0, 0.5 * short_um)
     lesion_um = (min(150.0, 0.7 * largest), largest)
+    lesion_rng = np.random.default_rng(plan.seed)
     lesions = int(lesion_rng.integers(1, 4 if short_um > 700 else 2)) if plan.label == "tumor" else 0
     return dataclasses.replace(plan, layout=layout, mpp=mpp, lesions=lesions, lesion_um=lesion_um)
 
