@@ -134,10 +134,11 @@ def test_order_does_not_matter_unless_the_method_says_so(name, chosen, num_class
 @CLASSES
 def test_equal_instances_share_attention_equally(name, chosen, num_classes):
     module = made(name, num_classes, chosen)
-    if module.is_order_dependent or module.needs_coordinates:
-        return  # its tokens see their places
-    out = module(bag_of(1).expand(6, -1))
+    out = module(bag_of(1).expand(6, -1), torch.arange(12).reshape(6, 2) if module.needs_coordinates else None)
     assert out.logits_C.isfinite().all()
+    if module.is_order_dependent or module.needs_coordinates:
+        assert out.logits_C.shape == (num_classes,)  # its tokens see their places, so shares may differ
+        return
     if out.attention_NC is not None:
         torch.testing.assert_close(out.attention_NC, torch.full((6, num_classes), 1 / 6, dtype=torch.float64))
     if out.instance_logits_NC is not None:

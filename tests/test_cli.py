@@ -278,6 +278,13 @@ def test_from_tiles_to_an_encoder_to_feature_files(made: Path, tmp_path: Path):
     again = selfvitmil("embed", study, "--encoder", "tiny", "--workers", 0)
     assert again.returncode == 3
     assert [row["slide"] for row in rows_of(study / "failures.csv")] == [training[0]]
+    # An encoder is for one scale: the coarser tiles are named and left out, and the failure above stays on record.
+    selfvitmil("tile", study, "--tile.parent-mpp", 4, "--workers", 0)
+    (study / "tiles" / "2mpp_32px_0px" / f"{training[0]}.h5").unlink()
+    scales = selfvitmil("embed", study, "--encoder", "tiny", "--tile.parent-mpp", 4, "--workers", 0)
+    assert "tiles at 4 um/px are not embedded with tiny" in scales.stdout
+    assert [row["slide"] for row in rows_of(study / "failures.csv")] == [training[0]]
+    assert selfvitmil("embed", study, "--encoder", "tiny", "--tile.mpp", 4, "--workers", 0).returncode == 3
     for path in study.rglob("*"):
         if path.is_file() and path.suffix in (".json", ".jsonl", ".h5", ".toml"):
             assert str(tmp_path).encode() not in path.read_bytes(), path

@@ -210,7 +210,7 @@ def _end(summaries: Any) -> int:
     status = 0
     for summary in summaries:
         _show(summary)
-        status = 3 if summary.failures else status
+        status = 130 if summary.interrupted else 3 if summary.failures else status
     return status
 
 

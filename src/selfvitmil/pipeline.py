@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, write_cohort
 from selfvitmil.engine import Engine
-from selfvitmil.errors import ConfigError
+from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.settings import StudySettings, SynthSettings, resolve_settings, tiling_name, to_toml
 
 T = TypeVar("T")
@@ -42,6 +41,8 @@ class Summary:
     failures: tuple[Failure, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
     """Rows to show, header first."""
+    interrupted: bool = False
+    """Whether a signal ended the work before its end."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,8 @@ def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
         layout=settings.layout,
     )
     jobs = {plan.name: (plan, folder) for plan in plans}
-    truths, failures = {}, []
-    for outcome in engine.map(_write_planned, jobs, stage="synth"):
-        if outcome.failure is not None:
-            failures.append(outcome.failure)
-        else:
-            truths[outcome.name] = outcome.value
-    synthetic.finish_cohort(folder, [truths[plan.name] for plan in plans if plan.name in truths])
+    truths, failures = _map(engine, folder, "synth", _write_planned, jobs)
+    synthetic.finish_cohort(folder, list(truths.values()))
     lines = [f"{len(truths)} slides written to {folder}"]
     if settings.hostile:
         lines.append(f"{len(synthetic.make_hostile(folder / 'hostile'))} hostile files written to {folder / 'hostile'}")
@@ -310,7 +306,7 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
     lines += [f"note: {warning}" for warning in result.warnings]
     loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
     lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
-    return Summary(tuple(lines)) if first else Summary(())
+    return Summary(tuple(lines) if first else (), interrupted=not result.finished)
 
 
 def _training_tiles(study: Path, settings: StudySettings) -> tuple[Any, list[str], str]:
@@ -361,24 +357,49 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
     from selfvitmil.embed import embed_slide
     from selfvitmil.encoder import load_encoder
 
-    tilings = [tiling_name(settings.tile, mpp) for mpp in (settings.tile.mpp, *settings.tile.parent_mpp)]
     sources = {encoder_name(source): encoder_source(study, source) for source in encoders}
-    for source in sources.values():  # one clear error, and one download, instead of one per slide
-        load_encoder(source)
-    lines: list[str] = []
+    # Loaded here first: one clear error, and one download, instead of one per slide.
+    configs = {name: load_encoder(source).config for name, source in sources.items()}
+    pairs, lines = _scales_that_fit(configs, settings)
     failures: list[Failure] = []
     with open_study(study, "embed"):
         cohort, _ = study_cohort(study, CohortSource())
-        for tiling, name in itertools.product(tilings, sources):
-            jobs, missing = _embed_jobs(study, cohort, tiling, name, sources[name], settings)
-            done, failed = _map(engine, study, f"embed {name}", embed_slide, jobs, unit="tiles", count=_num_tiles)
-            artefact.record_failures(study, f"embed {name}", [failure.slide for failure in missing], missing)
+        for tiling, name in pairs:
+            stage = f"embed {name} {tiling}"
+            jobs, missing = _embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
+            done, failed = _map(engine, study, stage, embed_slide, jobs, unit="tiles", count=_num_tiles)
+            artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
             folder = study / "bags" / tiling / f"features_{name}"
             if done:
                 artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
             lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
     return Summary(tuple(lines), tuple(failures))
+
+
+def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tuple[list[tuple[str, str]], list[str]]:
+    """(tiling, encoder) for every scale and the encoders made for it, and notes on the others.
+
+    An encoder that fits no scale at all raises what `check_fits` says of it.
+    """
+    from selfvitmil.encoder import check_fits
+
+    tile = settings.tile
+    pairs: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for name, config in configs.items():
+        misfits: list[EncoderError] = []
+        for mpp in (tile.mpp, *tile.parent_mpp):
+            try:
+                check_fits(config, mpp, tile.size_px, settings.stain.method)
+            except EncoderError as error:
+                misfits.append(error)
+                notes.append(f"note: tiles at {mpp:g} um/px are not embedded with {name}: {error}")
+            else:
+                pairs.append((tiling_name(tile, mpp), name))
+        if len(misfits) == 1 + len(tile.parent_mpp):
+            raise misfits[0]
+    return pairs, notes
 
 
 def encoder_name(source: str) -> str:
@@ -394,7 +415,7 @@ def encoder_source(study: Path, source: str) -> str:
 
 
 def _embed_jobs(
-    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings
+    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
 ) -> tuple[dict[str, Any], list[Failure]]:
     """Jobs for the slides that have tiles, and a failure for each that has none."""
     from selfvitmil.embed import EmbedJob
@@ -411,7 +432,7 @@ def _embed_jobs(
             )  # fmt: skip
         else:
             reason = f"{row.slide}: no tile table in tiles/{tiling}"
-            missing.append(Failure(row.slide, f"embed {name}", reason, "Run `selfvitmil tile` and see what it says"))
+            missing.append(Failure(row.slide, stage, reason, "Run `selfvitmil tile` and see what it says"))
     return jobs, missing
 
 

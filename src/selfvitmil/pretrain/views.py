@@ -127,7 +127,7 @@ def make_views(
     `maps_B33` are maps of stain normalization (`stain.apply_maps`), applied first. `stains` (3, 2) are the stain
     vectors that stain jitter moves along, by default those that normalized tiles have. `mean` and `std` are per channel
     of tiles from 0 to 1; `dtype` is that of the result. Products are computed in `product_dtype`: by default float16 on
-    a GPU (off by up to 0.3 grey levels of 255) and float32 elsewhere. `render` may be a compiled `render_view`.
+    a GPU (off by up to 0.7 grey levels of 255) and float32 elsewhere. `render` may be a compiled `render_view`.
     """
     assert tiles_B3HW.dtype == torch.uint8, tiles_B3HW.dtype
     assert tiles_B3HW.shape == (len(tile_ids_B), 3, *tiles_B3HW.shape[-2:]), tiles_B3HW.shape
