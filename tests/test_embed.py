@@ -52,7 +52,7 @@ def job_for(folder: Path, out: Path, encoder: Path | None = None, method: str = 
         encoder=str(encoder or folder / "vit"),
         name="vit",
         stain_method=method,
-        settings=EmbedSettings(batch=batch, reader_threads=2),
+        settings=EmbedSettings(batch=batch, readers=2),
     )
 
 

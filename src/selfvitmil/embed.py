@@ -1,8 +1,8 @@
 """Tiles to vectors: a tile table, its slide and an encoder come in, a feature file per slide goes out.
 
-Threads read tiles from the slide in the order of the table while the encoder works on those already there; the stain
-map of the slide is applied on the encoder's device. A feature file is current when encoder, tiles and stain are those
-it was made from; then it is left alone.
+Tiles are read from the slide in the order of the table (`readers`) while the encoder works on those already there; the
+stain map of the slide is applied on the encoder's device. A feature file is current when encoder, tiles and stain are
+those it was made from; then it is left alone.
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +28,11 @@ from selfvitmil import stain
 from selfvitmil.bags import read_bag, write_bag
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.engine import num_cores
-from selfvitmil.errors import BagError, ConfigError, EncoderError, StainError
+from selfvitmil.errors import BagError, ConfigError, EncoderError
 from selfvitmil.pretrain.surroundings import choose_precision
+from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.settings import EmbedSettings, EngineSettings
-from selfvitmil.slides import Slide, open_slide
 from selfvitmil.tiles import TileTable, read_tiles
-
-READ_AHEAD = 3
-"""Batches that are read before they are needed."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +77,7 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     note = _why_stale(job.bag, made_from)
     if note is None:
         return EmbedResult(len(table), "current", 0.0)
-    with open_slide(job.path, reader=job.reader, mpp=job.mpp) as slide:
-        tiles = _batches(slide, table, job)
-        features_ND, wait_share, unfitted = _encode(model, tiles, table, job)
+    features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
     _check_finite(features_ND, job)
     write_bag(job.bag, features_ND, table, job.name, made_from)
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
@@ -136,6 +126,7 @@ class LoadedEncoder:
     def __call__(self, tiles_B3HW: torch.Tensor) -> torch.Tensor:
         """Vectors in float16 of uint8 tiles on the encoder's device."""
         number = len(tiles_B3HW)
+        tiles_B3HW = tiles_B3HW.contiguous()  # for every other order in memory, a compiled encoder is compiled again
         if self.batch is not None and number < self.batch:
             missing = (self.batch - number, *tiles_B3HW.shape[1:])
             tiles_B3HW = torch.cat([tiles_B3HW, tiles_B3HW.new_zeros(missing)])
@@ -221,70 +212,46 @@ def _claim_gpu(number: int) -> int:
 # ---------------------------------------------------------------------------------------------------- the work
 
 
-def _batches(slide: Slide, table: TileTable, job: EmbedJob) -> Iterator[tuple[torch.Tensor, int, float]]:
-    """Batches (B, H, W, 3) in the table's order, tiles among them whose stains did not fit, and seconds waited for."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1
-    threads = job.settings.reader_threads or max(1, num_cores() // gpus)
-    size = job.settings.batch
-    pin = torch.cuda.is_available() and job.settings.device != "cpu"
-    with ThreadPoolExecutor(threads) as pool, _quick_switches():
-        waiting: deque[tuple[torch.Tensor, list[Future[bool]]]] = deque()
-
-        def submit(start: int) -> None:
-            corners = table.coords_l0[start : start + size]
-            shape = (len(corners), table.size_px, table.size_px, 3)
-            tiles_BHW3 = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
-            places = zip(corners, tiles_BHW3.numpy(), strict=True)
-            waiting.append(
-                (tiles_BHW3, [pool.submit(_read, slide, x, y, table, job.stain_method, out) for (x, y), out in places])
-            )
-
-        starts = iter(range(0, len(table), size))
-        for start in islice(starts, READ_AHEAD):
-            submit(start)
-        while waiting:
-            begin = time.perf_counter()
-            tiles_BHW3, futures = waiting.popleft()
-            unfitted = sum(not future.result() for future in futures)
-            waited = time.perf_counter() - begin
-            if (start := next(starts, None)) is not None:
-                submit(start)
-            yield tiles_BHW3, unfitted, waited
+def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
+    """Batches in the table's order: read by processes for a GPU, which waits for nobody, else by threads."""
+    request = TileRequest(job.path, table.mpp, job.reader, job.mpp, job.stain_method == "tile")
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    num_readers = job.settings.readers or max(1, num_cores() // gpus)
+    if device.type == "cuda" and TileReaders.available and num_readers > 1:
+        yield from _reader_processes(num_readers, job.settings.batch, table.size_px).read(request, table.coords_l0)
+    else:
+        yield from read_with_threads(request, table.coords_l0, table.size_px, job.settings.batch, num_readers)
 
 
-@contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Let the thread that feeds the encoder have its turn soon: every call into torch takes one, among many readers."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+_processes: dict[tuple[int, int, int], TileReaders] = {}
 
 
-def _read(slide: Slide, x: int, y: int, table: TileTable, method: str, out: NDArray[np.uint8]) -> bool:
-    """Read one tile into `out`; whether its stains could be normalized (where every tile is normalized for itself)."""
-    out[:] = slide.read_tile(int(x), int(y), table.size_px, table.mpp)
-    if method != "tile":
-        return True
-    try:
-        out[:] = stain.normalize_tile(out)
-    except StainError:
-        return False
-    return True
+def _reader_processes(num_readers: int, batch: int, size_px: int) -> TileReaders:
+    """Those of this process, kept from slide to slide, with memory that a GPU copies from directly."""
+    key = (num_readers, batch, size_px)
+    if key not in _processes or not _processes[key].alive:
+        for readers in _processes.values():
+            readers.close()
+        _processes.clear()
+        _processes[key] = TileReaders(*key)
+        memory = torch.from_numpy(_processes[key].tiles_KBHW3)
+        # Not pinned is slower and nothing else, so the outcome does not matter.
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    return _processes[key]
 
 
 def _encode(
-    model: LoadedEncoder, batches: Iterator[tuple[torch.Tensor, int, float]], table: TileTable, job: EmbedJob
+    model: LoadedEncoder, batches: Iterator[TileBatch], table: TileTable, job: EmbedJob
 ) -> tuple[NDArray[np.float16], float, int]:
     features_ND = np.empty((len(table), model.encoder.dim), np.float16)
     fit = table.stain if job.stain_method == "slide" else None
     begin, waited, unfitted, row = time.perf_counter(), 0.0, 0, 0
     pending: tuple[int, torch.Tensor] | None = None
-    for tiles_BHW3, num_unfitted, seconds in batches:
-        waited, unfitted = waited + seconds, unfitted + num_unfitted
-        tiles_B3HW = tiles_BHW3.to(model.device, non_blocking=True).permute(0, 3, 1, 2)
+    for batch in batches:
+        waited, unfitted = waited + batch.waited_s, unfitted + batch.unfitted
+        tiles_BHW3 = torch.from_numpy(batch.tiles_BHW3).to(model.device, non_blocking=True)
+        tiles_B3HW = tiles_BHW3.permute(0, 3, 1, 2)
         if fit is not None and fit.fitted:
             tiles_B3HW = stain.apply(tiles_B3HW, fit)
         try:

@@ -253,6 +253,12 @@ class PretrainSettings(Settings):
     """Time between checkpoints."""
     log_steps: int = Field(default=10, gt=0)
     """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, to tensorboard/ in the encoder's folder."""
+    probe_table: Path | None = None
+    """Labelled tiles on which the encoder is tried out now and then: a table with tile, label, split and patient."""
+    probe_epochs: int | None = Field(default=None, gt=0)
+    """Epochs between such trials; none means a tenth of the run."""
     seed: int = Field(default=0, ge=0)
     """Decides the starting weights, the order of the tiles and all that is random in their views."""
 
@@ -268,8 +274,99 @@ class EmbedSettings(Settings):
     """Numbers that the encoder computes in; `auto` is bf16 on GPUs that have it and fp32 on CPUs."""
     compile: bool = False
     """Compile the encoder first: worth a minute where thousands of slides follow."""
-    reader_threads: int | None = Field(default=None, gt=0)
-    """Threads that read tiles ahead of the encoder; none means one per core of the worker's share."""
+    readers: int | None = Field(default=None, gt=0)
+    """Threads (for a GPU: processes) that read ahead of the encoder; none means one per core of a worker's share."""
+
+
+class TrainSettings(Settings):
+    """How an aggregator learns from slide labels. None everywhere means: what the recipe of the method says."""
+
+    aggregator: str = "self-vit-mil"
+    """The method; `compare` trains several (compare.methods)."""
+    recipe: Literal["default", "published"] = "default"
+    """`default`: steady on cohorts of any size; `published`: that of the method's own paper or code."""
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    """Settings of the aggregator itself, for instance `top = 3`; they overrule those of the recipe."""
+    split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"
+    """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold."""
+    split_folder: Path | None = None
+    """For `files`: where the splits lie, in CLAM's form."""
+    folds: int = Field(default=5, ge=2)
+    """Parts of `k-fold`, or repeats of `monte-carlo`."""
+    validation: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the training patients that epoch and threshold are chosen on, where the split names none."""
+    seeds: int = Field(default=5, gt=0)
+    """Trainings that differ in nothing but their random numbers."""
+    seed: int = Field(default=0, ge=0)
+    """The first of them; also decides the splits."""
+
+    optimizer: Literal["adamw", "adam", "sgd", "lookahead-radam"] | None = None
+    """What moves the weights."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate after the warm-up."""
+    min_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the end of its cosine."""
+    betas: tuple[float, float] | None = None
+    """Memory of Adam's two averages."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay; biases and norms have none."""
+    epochs: int | None = Field(default=None, gt=0)
+    """Passes over the training bags, at most."""
+    warmup_epochs: int | None = Field(default=None, ge=0)
+    """Epochs in which the learning rate rises."""
+    accumulate: int | None = Field(default=None, gt=0)
+    """Bags whose gradients make one step."""
+    clip_grad: float | None = Field(default=None, ge=0)
+    """Longest gradient of all weights together; 0 means no limit."""
+    patience: int | None = Field(default=None, ge=0)
+    """Epochs without a better validation after which training ends; 0 means never."""
+    monitor: Literal["loss", "auc", "authors"] | None = None
+    """What "better" means on validation; `authors`: (AUC + accuracy + 1 - loss) / 4, as in their code."""
+    class_weights: Literal["none", "balanced"] | None = None
+    """`balanced`: bags of rare classes count as much as those of frequent ones."""
+    instance_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Share of a bag's instances that a training step does not see."""
+    max_instances: int | None = Field(default=None, gt=0)
+    """Most instances of a bag in a training step, drawn anew each time; validation and test always see all."""
+    standardize: bool | None = None
+    """Bring every dimension to mean 0 and spread 1 over the training bags."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
+    cache_gb: float | None = Field(default=None, ge=0)
+    """Memory of the device for bags; none means three quarters of what is free (on a CPU bags stay mapped files)."""
+
+
+class EvaluateSettings(Settings):
+    """How trained aggregators are judged."""
+
+    protocol: Literal["honest", "optimistic"] = "honest"
+    """`honest`: all is chosen on validation; `optimistic`: epoch and threshold on the test set, as the authors did."""
+    threshold: Literal["youden", "fixed"] = "youden"
+    """Where a probability becomes a decision: Youden's point (of validation; of test when optimistic), or 0.5."""
+    calibration: Literal["none", "platt", "temperature"] = "none"
+    """Fitted on validation scores; ranks stay as they are."""
+    bootstrap: int = Field(default=2000, gt=0)
+    """Samples of bootstrap intervals."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of all intervals."""
+    seed: int = Field(default=0, ge=0)
+    """Of the bootstrap."""
+
+
+class CompareSettings(Settings):
+    """Which rows a comparison has."""
+
+    methods: tuple[str, ...] = ()
+    """Aggregators; none means all that the features allow."""
+    baseline: str = "mean"
+    """The method that all others are tested against, pairwise on the same slides."""
+    random_encoder: bool = False
+    """Also embed with an untrained network of the encoder's kind, for the worth of its training."""
+    mean_color: bool = False
+    """Also classify by the mean colour of every tile, for the worth of any network."""
+    supervised: Literal["none", "probe", "resnet18"] = "none"
+    """Also learn from annotated tiles: a linear probe on the encoder's vectors, or a ResNet-18 on their pixels."""
 
 
 class ClusterSettings(Settings):
@@ -325,6 +422,9 @@ class StudySettings(Settings):
     tile: TileSettings = TileSettings()
     pretrain: PretrainSettings = PretrainSettings()
     embed: EmbedSettings = EmbedSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    compare: CompareSettings = CompareSettings()
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")
@@ -342,6 +442,8 @@ class StudySettings(Settings):
         if tile.parent_mpp and tile.overlap_px:
             raise ValueError("tile.parent_mpp needs tile.overlap_px 0: only then has a tile one parent")
         _check_pretrain(self.pretrain)
+        if (self.train.split == "files") != (self.train.split_folder is not None):
+            raise ValueError("train.split 'files' and train.split_folder go together: give both or neither")
         if sum((engine.workers is not None, engine.cluster is not None, engine.batch.kind != "none")) > 1:
             raise ValueError("workers, cluster and batch.kind exclude each other: choose one place to work")
         return self

@@ -1,0 +1,143 @@
+"""Tiles read ahead, by threads and by processes: the same pixels in the same order, whatever goes wrong in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from selfvitmil import stain
+from selfvitmil.errors import EngineError, SlideError
+from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
+from selfvitmil.slides import open_slide, synthetic
+
+SIZE, MPP, BATCH = 32, 1.0, 24
+
+pytestmark = pytest.mark.skipif(not TileReaders.available, reason="no anonymous files in memory on this system")
+Read = Callable[[TileRequest, NDArray[np.int64]], Iterator[TileBatch]]
+
+
+@pytest.fixture(scope="module")
+def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("readers") / "made.svs"
+    synthetic.make_slide(path, seed=3, size=(2048, 2048))
+    return path
+
+
+@pytest.fixture(scope="module")
+def readers() -> Iterator[TileReaders]:
+    made = TileReaders(2, BATCH, SIZE)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["threads", "processes"])
+def read(request: pytest.FixtureRequest, readers: TileReaders) -> Read:
+    if request.param == "processes":
+        return readers.read
+    return lambda what, corners: read_with_threads(what, corners, SIZE, BATCH, 2)
+
+
+def corners(number: int, seed: int = 0) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, 1800, (number, 2))
+
+
+def joined(batches: Iterator[TileBatch]) -> NDArray[np.uint8]:
+    return np.concatenate([batch.tiles_BHW3.copy() for batch in batches])
+
+
+def one_by_one(path: Path, coords_l0: NDArray[np.int64]) -> NDArray[np.uint8]:
+    with open_slide(path) as opened:
+        return np.stack([opened.read_tile(int(x), int(y), SIZE, MPP) for x, y in coords_l0])
+
+
+@pytest.mark.parametrize("number", [1, BATCH, 6 * BATCH + 5])
+def test_same_tiles_as_reading_one_by_one(read: Read, slide: Path, number: int):
+    sizes = []
+    tiles = []
+    for batch in read(TileRequest(slide, MPP), corners(number)):
+        sizes.append(len(batch.tiles_BHW3))
+        tiles.append(batch.tiles_BHW3.copy())
+        assert batch.waited_s >= 0
+    assert sizes == [BATCH] * (number // BATCH) + [number % BATCH] * (number % BATCH > 0)
+    np.testing.assert_array_equal(np.concatenate(tiles), one_by_one(slide, corners(number)))
+
+
+def test_a_batch_stays_while_the_next_is_looked_at(readers: TileReaders, slide: Path):
+    """A GPU may still copy from a batch when the next one is asked for."""
+    wanted = one_by_one(slide, corners(8 * BATCH))
+    before: TileBatch | None = None
+    for number, batch in enumerate(readers.read(TileRequest(slide, MPP), corners(8 * BATCH))):
+        if before is not None:
+            np.testing.assert_array_equal(before.tiles_BHW3, wanted[(number - 1) * BATCH : number * BATCH])
+        before = batch
+
+
+def test_giving_up_leaves_nothing_behind(read: Read, slide: Path):
+    for _ in read(TileRequest(slide, MPP), corners(8 * BATCH, seed=1)):
+        break
+    np.testing.assert_array_equal(
+        joined(read(TileRequest(slide, MPP), corners(50, seed=2))), one_by_one(slide, corners(50, seed=2))
+    )
+
+
+def test_a_slide_that_is_gone_is_named_and_the_next_one_works(read: Read, slide: Path):
+    with pytest.raises(SlideError, match=r"gone\.svs"):
+        joined(read(TileRequest(slide.with_name("gone.svs"), MPP), corners(50)))
+    np.testing.assert_array_equal(joined(read(TileRequest(slide, MPP), corners(30))), one_by_one(slide, corners(30)))
+
+
+def test_tiles_normalized_one_by_one_and_those_that_cannot_be_are_counted(read: Read, slide: Path):
+    coords = corners(40)
+    plain = one_by_one(slide, coords)
+    wanted, unfitted = [], 0
+    for tile in plain:
+        try:
+            wanted.append(stain.normalize_tile(tile))
+        except stain.StainError:
+            wanted.append(tile)
+            unfitted += 1
+    batches = [(b.tiles_BHW3.copy(), b.unfitted) for b in read(TileRequest(slide, MPP, normalize_tiles=True), coords)]
+    np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in batches]), np.stack(wanted))
+    assert sum(count for _, count in batches) == unfitted > 0
+
+
+def test_a_reader_that_dies_is_told_and_the_others_end(slide: Path):
+    readers = TileReaders(2, BATCH, SIZE)
+    batches = readers.read(TileRequest(slide, MPP), corners(20 * BATCH))
+    next(batches)
+    processes = [process for _, process in readers._readers]
+    os.kill(processes[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"made\.svs.*died"):
+        joined(batches)
+    assert not readers.alive
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_readers_end_with_their_caller(slide: Path):
+    code = (
+        "import os, sys; from selfvitmil.readers import TileReaders; readers = TileReaders(2, 4, 16);"
+        "print(*[process.pid for _, process in readers._readers], flush=True); os.kill(os.getpid(), 9)"
+    )
+    pids = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.split()
+    assert len(pids) == 2
+    for pid in pids:
+        for _ in range(500):
+            state = Path(f"/proc/{pid}/stat")
+            if not state.exists() or state.read_text().split(")")[1].split()[0] == "Z":
+                break
+            subprocess.run(["sleep", "0.02"], check=True)
+        else:
+            pytest.fail("a reader outlived its caller")
+
+
+def test_readers_load_no_torch():
+    code = "import sys, selfvitmil.readers; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
