@@ -34,7 +34,7 @@ def table(section: str, model: type[BaseModel]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner += table(f"{section}.{name}", field.annotation)
             continue
-        default = field.default
+        default = field.get_default(call_default_factory=True)
         shown = "" if default is None else f"`{list(default) if isinstance(default, tuple) else default}`"
         text += f"| `{name}` | {shown} | {field.description} |\n"
     return text + inner

@@ -60,9 +60,11 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path):
 def test_hash_sees_every_setting_and_no_order():
     base = artefact.hash_of(TileSettings(), {"b": 1, "a": (1, 2)})
     assert artefact.hash_of(TileSettings(), {"a": [1, 2], "b": 1}) == base
-    for name, value in {"size_px": 225, "mpp": 0.51, "overlap_px": 1, "min_tissue": 0.6, "parent_mpp": (2.0,)}.items():
+    changed = {"size_px": 225, "mpp": 0.51, "overlap_px": 1, "min_tissue": 0.6, "parent_mpp": (2.0,)}
+    changed |= {"pack": True, "pack_encoding": "png", "pack_quality": 90}
+    for name, value in changed.items():
         assert artefact.hash_of(TileSettings(**{name: value}), {"b": 1, "a": (1, 2)}) != base
-    assert set(TileSettings.model_fields) == {"size_px", "mpp", "overlap_px", "min_tissue", "parent_mpp"}
+    assert set(TileSettings.model_fields) == set(changed)
 
 
 def test_fingerprint_is_of_content_only(tmp_path: Path):

@@ -17,11 +17,13 @@ from torch import nn
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.head import DinoHead, WeightNormLinear, head_weights
 from selfvitmil.pretrain.loss import (
+    balanced_probabilities,
     collapse_reason,
     dino_loss,
     effective_rank,
     feature_std,
     teacher_entropy,
+    teacher_probabilities,
     teacher_student_kl,
     update_center,
 )
@@ -142,10 +144,45 @@ def test_diagnostics_add_up_to_the_loss_of_the_global_views():
     rng = torch.Generator().manual_seed(1)
     student, teacher = torch.randn(15, 9, generator=rng), torch.randn(6, 9, generator=rng)
     center = torch.randn(1, 9, generator=rng)
-    entropy = teacher_entropy(teacher, center, 0.5)
-    kl = teacher_student_kl(student, teacher, center, 0.7, 0.5)
+    targets = teacher_probabilities(teacher, center, 0.5)
+    entropy, kl = teacher_entropy(targets), teacher_student_kl(student, targets, 0.7)
     torch.testing.assert_close(entropy + kl, dino_loss(student[:6], teacher, center, 0.7, 0.5, num_views=2))
-    assert abs(teacher_entropy(torch.zeros(2, 9), torch.zeros(9), 0.04).item() - math.log(9)) < 1e-6
+    assert abs(teacher_entropy(torch.full((2, 9), 1 / 9)).item() - math.log(9)) < 1e-6
+
+
+def slow_balanced(logits, temp, rounds):
+    """Sinkhorn and Knopp entry by entry."""
+    shares = [[math.exp(value / temp) for value in row] for row in logits.tolist()]
+    for _ in range(rounds):
+        for k in range(len(shares[0])):
+            column = sum(row[k] for row in shares)
+            for row in shares:
+                row[k] /= column
+        for row in shares:
+            whole = sum(row)
+            row[:] = [value / whole for value in row]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def test_balanced_probabilities_equal_the_slow_iteration():
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, 5, generator=rng, dtype=torch.float64)
+    # The first scaling of rows, which only guards against overflow, changes nothing after the columns were scaled by
+    # the same number of rows: it is one more half round.
+    shares = torch.softmax(logits / 0.5, dim=1)
+    torch.testing.assert_close(balanced_probabilities(logits, 0.5), slow_balanced(shares.log(), 1.0, 3))
+
+
+def test_balancing_ends_neither_in_one_output_nor_in_none():
+    """A teacher that says nearly the same of all tiles, which a centre of the past would not undo at once."""
+    rng = torch.Generator().manual_seed(4)
+    logits = 0.3 * torch.randn(1, 16, generator=rng) + 0.02 * torch.randn(64, 16, generator=rng)
+    plain = teacher_probabilities(logits, torch.zeros(16), 0.04)
+    balanced = balanced_probabilities(logits, 0.04, rounds=20)
+    torch.testing.assert_close(balanced.sum(1), torch.ones(64))
+    torch.testing.assert_close(balanced.mean(0), torch.full((16,), 1 / 16), atol=2e-3, rtol=0)
+    assert plain.mean(0).max() > 0.5
+    assert teacher_entropy(balanced) < math.log(16) - 0.05
 
 
 def test_effective_rank_counts_directions():
@@ -186,8 +223,8 @@ def test_collapses_are_seen_from_logits():
     one_wins = torch.zeros(8, outputs)
     one_wins[:, 3] = 1.0
     for logits, temp, words in [(one_wins, 0.02, "one output"), (torch.zeros(8, outputs), 0.04, "uniform")]:
-        entropy = teacher_entropy(logits, zero, temp).item()
-        kl = teacher_student_kl(logits, logits, zero, temp, temp).item()
+        targets = teacher_probabilities(logits, zero, temp)
+        entropy, kl = teacher_entropy(targets).item(), teacher_student_kl(logits, targets, temp).item()
         assert words in (collapse_reason(entropy, kl, outputs) or "")
 
 

@@ -252,6 +252,27 @@ def test_orthogonal_init():
             torch.testing.assert_close(parameter @ parameter.T, torch.eye(parameter.shape[0]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_quiet_init_is_the_orthogonal_one_with_a_hundredth_of_the_opinion(head):
+    quiet, loud = (made_plain(2, v="linear", head=head, init=init) for init in ("quiet", "orthogonal"))
+    for key, parameter in quiet.named_parameters():
+        factor = 0.01 if key.startswith(("i_classifier.fc", "b_classifier.fcc")) else 1
+        torch.testing.assert_close(parameter, factor * loud.get_parameter(key))
+    bag_ND = bag_of(9)
+    one, two = run(quiet, bag_ND), run(loud, bag_ND)
+    assert two.instance_logits_NC is not None
+    torch.testing.assert_close(one.instance_logits_NC, 0.01 * two.instance_logits_NC)
+    torch.testing.assert_close(one.bag_logits_C, 0.01 * two.bag_logits_C)
+    assert torch.equal(one.critical_KC, two.critical_KC), "no ties: the pick does not depend on the order"
+
+
+def made_plain(num_classes: int, **settings) -> Dsmil:
+    torch.manual_seed(0)
+    module = aggregate.build("dsmil", DIM, num_classes, **settings).double()
+    assert isinstance(module, Dsmil)
+    return module
+
+
 def v_gradient(module: Dsmil) -> Tensor:
     gradient = module.get_parameter("b_classifier.v.1.weight").grad
     assert gradient is not None

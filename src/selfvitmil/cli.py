@@ -16,16 +16,20 @@ from cyclopts import App, Parameter
 from pydantic import BaseModel, ValidationError
 
 from selfvitmil import __version__
-from selfvitmil.errors import SelfVitMilError
+from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import (
+    CompareSettings,
     EmbedSettings,
     EngineSettings,
+    EvaluateSettings,
     PretrainSettings,
     SlideSettings,
     StainSettings,
+    SupervisedSettings,
     SynthSettings,
     TileSettings,
     TissueSettings,
+    TrainSettings,
     describe,
 )
 
@@ -54,6 +58,23 @@ LabelsOption = Annotated[
 ]
 LabelColumnOption = Annotated[str | None, Parameter(help="Column of the label in that table, where it is not `label`.")]
 SlidesFolderOption = Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")]
+LearnFromOption = Annotated[
+    str | None, Parameter(help="Learn from the vectors of this encoder; needed where the study has those of several.")
+]
+CoarseEncoderOption = Annotated[
+    str | None, Parameter(help="Encoder of the coarser scale, for vectors of two scales, where it is another one.")
+]
+TwoScalesOption = Annotated[
+    bool, Parameter(help="Append to every vector that of the coarser tile around it (tile.parent_mpp).", negative="")
+]
+FeaturesOption = Annotated[
+    Path | None,
+    Parameter(help="Learn from a folder of feature files instead: TRIDENT's, CLAM's, STAMP's or ours, as they are."),
+]
+TableOption = Annotated[
+    Path | None, Parameter(help="Table of slides and labels, where the study has no cohort.csv yet.")
+]
+ResultsOption = Annotated[str | None, Parameter(help="What to call the folder of results.")]
 ENCODER_HELP = (
     "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
     "several may be given."
@@ -182,6 +203,140 @@ def embed(
     settings = pipeline.study_settings(study, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
         return _end([pipeline.embed(study, encoder, settings, workers)])
+
+
+@app.command
+def export(
+    study: Study,
+    /,
+    *,
+    encoder: Annotated[str, Parameter(help="Whose vectors to write.")],
+    to: Annotated[Literal["clam", "stamp", "anndata", "trident"], Parameter(help="The tool that shall read them.")],
+    out: Annotated[Path, Parameter(help="Folder to write to.")],
+    dtype: Annotated[
+        Literal["float16", "float32"] | None, Parameter(help="Type of the numbers; none means what the tool expects.")
+    ] = None,
+    tile: TileSettings = TileSettings(),
+    engine: EngineOption = EngineSettings(),
+):
+    """Write feature files for another tool (TRIDENT's readers open ours as they are)."""
+    from selfvitmil import pipeline
+    from selfvitmil.engine import Engine
+
+    settings = pipeline.study_settings(study, _typed(tile=tile, engine=engine))
+    with Engine(settings.engine) as workers:
+        return _end([pipeline.export(study, encoder, out, to, settings, workers, dtype)])
+
+
+@app.command
+def train(
+    study: Study,
+    /,
+    *,
+    encoder: LearnFromOption = None,
+    features: FeaturesOption = None,
+    cohort: TableOption = None,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = None,
+    two_scales: TwoScalesOption = False,
+    coarse_encoder: CoarseEncoderOption = None,
+    preset: PresetOption = None,
+    train: TrainSettings = TrainSettings(),
+    evaluate: EvaluateSettings = EvaluateSettings(),
+    tile: TileSettings = TileSettings(),
+):
+    """Train an aggregator on slide labels, with several seeds; the test slides stay closed."""
+    from selfvitmil import pipeline
+
+    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile)
+    return _end([pipeline.train(study, source, choice, pipeline.study_settings(study, flags))])
+
+
+@app.command
+def evaluate(
+    study: Study,
+    /,
+    *,
+    encoder: LearnFromOption = None,
+    features: FeaturesOption = None,
+    cohort: TableOption = None,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = None,
+    two_scales: TwoScalesOption = False,
+    coarse_encoder: CoarseEncoderOption = None,
+    name: ResultsOption = None,
+    preset: PresetOption = None,
+    train: TrainSettings = TrainSettings(),
+    evaluate: EvaluateSettings = EvaluateSettings(),
+    tile: TileSettings = TileSettings(),
+):
+    """Judge an aggregator on the test slides: figures with intervals, predictions, curves. Trains what is missing."""
+    from selfvitmil import pipeline
+
+    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile)
+    return _end([pipeline.evaluate(study, source, choice, pipeline.study_settings(study, flags), name)])
+
+
+@app.command
+def compare(
+    study: Study,
+    /,
+    *,
+    encoder: LearnFromOption = None,
+    features: FeaturesOption = None,
+    cohort: TableOption = None,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = None,
+    coarse_encoder: CoarseEncoderOption = None,
+    name: ResultsOption = None,
+    preset: PresetOption = None,
+    compare: CompareSettings = CompareSettings(),
+    train: TrainSettings = TrainSettings(),
+    evaluate: EvaluateSettings = EvaluateSettings(),
+    supervised: SupervisedSettings = SupervisedSettings(),
+    embed: EmbedSettings = EmbedSettings(),
+    tile: TileSettings = TileSettings(),
+    stain: StainSettings = StainSettings(),
+    slide: SlideSettings = SlideSettings(),
+    engine: EngineOption = EngineSettings(),
+):
+    """Every method on the same slides, splits and seeds, in one table beside the published figures."""
+    from selfvitmil import pipeline
+    from selfvitmil.embed import workers_for
+    from selfvitmil.engine import Engine
+
+    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, False, coarse_encoder)
+    flags = _typed(
+        preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
+        tile=tile, stain=stain, slide=slide, engine=engine,
+    )  # fmt: skip
+    settings = pipeline.study_settings(study, flags)
+    with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
+        return _end([pipeline.compare(study, source, choice, settings, workers, name)])
+
+
+def _to_learn_from(
+    encoder: str | None,
+    features: Path | None,
+    cohort: Path | None,
+    labels: Path | None,
+    label_column: str | None,
+    two_scales: bool,
+    coarse_encoder: str | None,
+) -> Any:
+    """Source of the labels and choice of the vectors, from what was typed."""
+    from selfvitmil import pipeline
+
+    if features is not None and (encoder is not None or two_scales):
+        raise ConfigError(
+            "--features goes neither with --encoder nor with --two-scales", "it names the vectors already"
+        )
+    if features is not None and cohort is None:
+        cohort, labels = labels, None  # the table of labels is then all there is
+    source = pipeline.CohortSource(cohort, labels, label_column, None, features)
+    return source, pipeline.FeatureChoice(encoder, features, coarse_encoder, two_scales)
 
 
 @app.command

@@ -26,7 +26,8 @@ class SelfVitMilError(Exception):
         return f"{self.what}, {self.why}" if self.why else self.what
 
     def __str__(self) -> str:
-        return f"{self.reason}. {self.how}".strip() if self.how else self.reason
+        stop = "" if self.reason.endswith("?") else "."
+        return f"{self.reason}{stop} {self.how}" if self.how else self.reason
 
 
 class ConfigError(SelfVitMilError):
@@ -81,3 +82,7 @@ class LockError(ArtefactError):
 
 class EngineError(SelfVitMilError):
     """The workers cannot be started or reached."""
+
+
+class SealedLabelError(SelfVitMilError):
+    """A test label that was asked for before the final scoring, or a training that was begun after it."""

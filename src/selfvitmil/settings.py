@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from selfvitmil.errors import ConfigError
 
@@ -100,11 +100,29 @@ class TileSettings(Settings):
     """Keep a tile when at least this fraction of it is tissue."""
     parent_mpp: tuple[float, ...] = ()
     """Coarser resolutions cut beside it; every tile then knows the coarse tile around it (for multi-scale bags)."""
+    pack: bool = False
+    """Also store the tiles themselves, encoded, one file per slide: for pretraining where storage is slow."""
+    pack_encoding: Literal["jpeg", "png"] = "jpeg"
+    """`jpeg` is smaller and quicker, `png` keeps every pixel as it was read."""
+    pack_quality: int = Field(default=95, ge=1, le=100)
+    """Quality of `jpeg`."""
 
     @field_validator("parent_mpp", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, int | float) else value
+
+
+def _from_text(text: str) -> Any:
+    """The number or truth value that a text spells, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def tiling_name(tile: TileSettings, mpp: float | None = None) -> str:
@@ -129,6 +147,8 @@ class PretrainSettings(Settings):
     """Edge of the ViT's patches, where it shall differ."""
     init: str = "scratch"
     """Where the weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name."""
+    packs: bool = False
+    """Read tiles from the packs that `tile --pack` made, and not from the slides."""
     transductive: bool = False
     """Train on all slides, those of the test split too (never on their labels); the encoder's config says so."""
 
@@ -176,6 +196,8 @@ class PretrainSettings(Settings):
     """How the one becomes the other: climbing (authors' code), or at once when the warm-up is over (paper)."""
     warmup_temp_epochs: int | None = Field(default=None, ge=0)
     """Epochs of that warm-up; none means a tenth of the run."""
+    centering: Literal["mean", "sinkhorn"] = "mean"
+    """What keeps the teacher from giving one answer for all: DINO's moving centre, or balancing each batch (DINOv2)."""
     center_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Share that the centre of the teacher's outputs keeps of itself in a step."""
 
@@ -287,6 +309,8 @@ class TrainSettings(Settings):
     """`default`: steady on cohorts of any size; `published`: that of the method's own paper or code."""
     options: dict[str, int | float | bool | str] = Field(default_factory=dict)
     """Settings of the aggregator itself, for instance `top = 3`; they overrule those of the recipe."""
+    positive: str | None = None
+    """Of two classes the one that scores speak for; none means the later one in class order."""
     split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"
     """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold."""
     split_folder: Path | None = None
@@ -336,6 +360,14 @@ class TrainSettings(Settings):
     cache_gb: float | None = Field(default=None, ge=0)
     """Memory of the device for bags; none means three quarters of what is free (on a CPU bags stay mapped files)."""
 
+    @field_validator("options", mode="before")
+    @classmethod
+    def _typed_options(cls, value: Any) -> Any:
+        """Flags come as text; a file's values have types already."""
+        if not isinstance(value, dict):
+            return value
+        return {key: _from_text(each) if isinstance(each, str) else each for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+
 
 class EvaluateSettings(Settings):
     """How trained aggregators are judged."""
@@ -346,7 +378,7 @@ class EvaluateSettings(Settings):
     """Where a probability becomes a decision: Youden's point (of validation; of test when optimistic), or 0.5."""
     calibration: Literal["none", "platt", "temperature"] = "none"
     """Fitted on validation scores; ranks stay as they are."""
-    bootstrap: int = Field(default=2000, gt=0)
+    bootstrap: int = Field(default=2000, ge=100)
     """Samples of bootstrap intervals."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of all intervals."""
@@ -367,6 +399,45 @@ class CompareSettings(Settings):
     """Also classify by the mean colour of every tile, for the worth of any network."""
     supervised: Literal["none", "probe", "resnet18"] = "none"
     """Also learn from annotated tiles: a linear probe on the encoder's vectors, or a ResNet-18 on their pixels."""
+
+
+class SupervisedSettings(Settings):
+    """How a classifier of tiles learns from outlined lesions."""
+
+    min_overlap: float = Field(default=0.25, ge=0, le=1)
+    """A tile is tumour when at least this share of it lies inside outlined tumour; 0 means any overlap."""
+    use_unannotated: bool = False
+    """Take tissue of positive slides outside all outlines as normal; right only where every lesion is outlined."""
+    pool: Literal["max", "topk"] = "topk"
+    """Score of a slide: the largest probability of its tiles, or the mean of the `k` largest."""
+    k: int = Field(default=10, gt=0)
+    """Tiles of that mean; all where a slide has fewer."""
+    tiles_per_slide: int = Field(default=512, gt=0)
+    """Most tiles of a slide and class: that the probe sees, in one pass of the network, and in validation."""
+
+    l2: tuple[PositiveFloat, ...] = Field(default=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), min_length=1)
+    """Penalties of the probe to choose from: half of this times the squared weights is added to the mean loss."""
+
+    architecture: str = "resnet18"
+    """timm's name of the network, where it starts from scratch."""
+    init: str = "scratch"
+    """Where its weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name."""
+    epochs: int = Field(default=20, gt=0)
+    """How often validation judges the network; the best of these is kept."""
+    steps_per_epoch: int | None = Field(default=None, gt=0)
+    """Steps between; none means as many as show every tile of the rarer class once, and 50 at least."""
+    batch: int = Field(default=128, gt=1)
+    """Tiles of one step, half of them tumour."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate after the warm-up, which takes a tenth of the run; half a cosine to nearly 0 follows."""
+    weight_decay: float = Field(default=0.05, ge=0)
+    """Weight decay of the network; biases and norms have none."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """`auto`: bf16 on GPUs that have it, fp16 with a loss scale on others, fp32 on CPUs."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that read tiles; none means one per core less one, 0 reads in the training process."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
 
 
 class ClusterSettings(Settings):
@@ -425,6 +496,7 @@ class StudySettings(Settings):
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     compare: CompareSettings = CompareSettings()
+    supervised: SupervisedSettings = SupervisedSettings()
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")

@@ -315,8 +315,9 @@ def _path(job: TileJob, table: TileTable) -> Path:
 
 
 def _relevant(settings: StudySettings) -> dict[str, Any]:
-    """All settings that can change a table."""
-    return settings.model_dump(mode="json", include=SECTIONS)
+    """All settings that can change a table: packs are files of their own, which know by themselves what is current."""
+    packing = {"tile": {"pack", "pack_encoding", "pack_quality"}}
+    return settings.model_dump(mode="json", include=SECTIONS, exclude=packing)
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:

@@ -49,6 +49,8 @@ class Aggregator(nn.Module):
     """Whether shuffling the instances changes more than the order of the results."""
     needs_coordinates = False
     """Whether `coords_N2` must be given."""
+    waits_for_device = False
+    """Whether a step takes numbers from the device to the host, or looks at random states: CUDA graphs cannot."""
     config: dict[str, Any]
     """Arguments of `build` that make this module again (without its weights); all settings, resolved."""
 

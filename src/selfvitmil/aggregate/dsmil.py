@@ -10,7 +10,8 @@ instance m, and its score is the stream's logit. The second compares all instanc
     v              "linear" (the paper, D x D), "identity" (2024), "linear_relu", "bottleneck" (linear, D to fewer)
     head           "per_class" (each class sees its own vector: the paper's W_b), "conv1d" (every class sees them all)
     scale          "sqrt", "none" (no division: the paper's equation), or the divisor itself
-    init           "orthogonal" (with zero biases), "default" (torch's)
+    init           "orthogonal" (with zero biases), "default" (torch's), "quiet" (orthogonal, but what gives the logits
+                   of both streams begins 100 times smaller: see `_quiet`)
     dropout        share of a vector's entries that v does not see in training
     top            critical instances per class: their queries and logits are averaged; 1 in both papers
     score          how the streams make `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit", "bag" or
@@ -48,6 +49,7 @@ from selfvitmil.errors import ConfigError
 QUERIES = ("linear", "mlp")
 VALUES = ("linear", "identity", "linear_relu", "bottleneck")
 HEADS = ("per_class", "conv1d")
+INITS = ("orthogonal", "default", "quiet")
 SCORES = ("mean_prob", "bag", "max", "mean_logit")
 
 
@@ -96,7 +98,7 @@ class Dsmil(Aggregator):
         check_choice("q", q, QUERIES)
         check_choice("v", v, VALUES)
         check_choice("head", head, HEADS)
-        check_choice("init", init, ("orthogonal", "default"))
+        check_choice("init", init, INITS)
         check_range("dropout", dropout, 0, 0.99)
         check_range("top", top, 1, whole=True)
         check_choice("score", score, SCORES)
@@ -107,16 +109,19 @@ class Dsmil(Aggregator):
         self.top = top
         self.score = score
         self.divisor = _divisor(scale, query_dim)
+        self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
         self.i_classifier = _InstanceStream(dim, num_classes)
         self.b_classifier = _BagStream(dim, num_classes, q, v, head, dropout, query_dim, bottleneck)
-        if init == "orthogonal":
+        if init != "default":
             self.apply(_orthogonal)
+        if init == "quiet":
+            _quiet(self.i_classifier.fc[0], self.b_classifier.fcc)
 
     def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> DsmilOutput:
         scorer = _linear(self.i_classifier.fc[0])
         instance_logits_NC = rows.project(scorer)
         critical_KC, critical_logits_KC = top_instances(rows, instance_logits_NC, scorer, self.top)
-        max_logits_C = critical_logits_KC.mean(0)
+        max_logits_C = _mean_of_first_axis(critical_logits_KC)
         attention_NC, bag_logits_C = self.b_classifier(rows, critical_KC, self.divisor)
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
         return DsmilOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
@@ -124,7 +129,9 @@ class Dsmil(Aggregator):
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Half the cross-entropy of each stream."""
         assert isinstance(output, DsmilOutput)
-        return 0.5 * self.bag_loss(output.bag_logits_C, label) + 0.5 * self.bag_loss(output.max_logits_C, label)
+        logits_2C = torch.stack([output.bag_logits_C, output.max_logits_C])
+        target_C = self.target(label, logits_2C)
+        return F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
 
 
 def combine(bag_logits_C: Tensor, max_logits_C: Tensor, score: str = "mean_prob") -> Tensor:
@@ -166,7 +173,7 @@ class _BagStream(nn.Module):
 
     def forward(self, rows: Rows, critical_KC: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
         """Attention (N, C) and bag logits (C,)."""
-        query_CL = self.q(rows.take(critical_KC)).mean(0) / divisor
+        query_CL = _mean_of_first_axis(self.q(rows.take(critical_KC))) / divisor
         if isinstance(self.q, nn.Linear) and self._folds():
             direction_CD, constant_C = self._folded_head()
             attention_NC, score_C = rows.attend(query_CL @ self.q.weight, direction_CD)
@@ -220,6 +227,11 @@ class _Head(nn.Module):
         return (vectors_CV * self.weight).sum(1) + self.bias
 
 
+def _mean_of_first_axis(values: Tensor) -> Tensor:
+    """Mean over the critical instances; of one it is that one, for which a GPU need not be asked."""
+    return values.squeeze(0) if len(values) == 1 else values.mean(0)
+
+
 def _linear(layer: nn.Module) -> nn.Linear:
     assert isinstance(layer, nn.Linear)
     return layer
@@ -237,6 +249,19 @@ def _orthogonal(layer: nn.Module) -> None:
     if isinstance(layer, nn.Linear | _Head):
         nn.init.orthogonal_(layer.weight)
         nn.init.zeros_(layer.bias)
+
+
+@torch.no_grad()
+def _quiet(*layers: nn.Module) -> None:
+    """Let scorer and head begin with next to no opinion.
+
+    The critical instance is an argmax: a scorer of random weights picks instances by noise, learns from what it picked
+    and has to unlearn the noise first, for which a small cohort is too short and which never leaves the weights wholly.
+    Not zero, where all instances would tie and their order decide.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.mul_(0.01)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -54,6 +54,7 @@ class MilRnn(Aggregator):
         check_choice("shuffle", shuffle, (False, True))
         self.s = s
         self.shuffle = shuffle
+        self.waits_for_device = shuffle
         self.scorer = nn.Linear(dim, num_classes)
         self.input = nn.Linear(dim, hidden)
         self.state = nn.Linear(hidden, hidden)

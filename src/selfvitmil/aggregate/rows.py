@@ -12,7 +12,7 @@ N instances, D dimensions, C classes (or any few outputs), K picked instances.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -220,38 +220,65 @@ class _Project(Function):
         return grad_bag_ND, grad_weight_HD, grad_NH.sum(0)
 
 
+class _Group(NamedTuple):
+    """Some rows as attention sees them, with t_i = h_i . direction: the mean of h_i and its covariance with t_i."""
+
+    logits_CN: Tensor
+    weights_CN: Tensor
+    """Softmax over these rows alone: s_i."""
+    total_C1: Tensor
+    """log of the sum of exp(logits)."""
+    score_C1: Tensor
+    """sum_i s_i t_i"""
+    pooled_CD: Tensor
+    """sum_i s_i h_i"""
+    slope_CD: Tensor
+    """sum_i s_i (t_i - score) h_i; this and the mean are empty where no gradient is wanted."""
+
+    @classmethod
+    def of(cls, rows_ND: Tensor, query_CD: Tensor, direction_CD: Tensor, learns: bool) -> _Group:
+        logits_CN, along_CN = _dot(query_CD, rows_ND), _dot(direction_CD, rows_ND)
+        weights_CN = _softmax(logits_CN)
+        total_C1 = logits_CN.amax(1, keepdim=True) - weights_CN.amax(1, keepdim=True).log()
+        score_C1 = (weights_CN * along_CN).sum(1, keepdim=True)
+        pooled_CD = slope_CD = query_CD.new_empty(0)
+        if learns:
+            pooled_CD = _weighted(weights_CN, rows_ND)
+            slope_CD = _weighted(weights_CN * (along_CN - score_C1), rows_ND)
+        return cls(logits_CN, weights_CN, total_C1, score_C1, pooled_CD, slope_CD)
+
+    def merge(self, other: _Group, learns: bool) -> _Group:
+        """Both groups as one, but for its logits and weights; overwrites what it no longer needs."""
+        share_C1 = (other.total_C1 - self.total_C1).sigmoid()
+        score_C1 = self.score_C1 + share_C1 * (other.score_C1 - self.score_C1)
+        if learns:
+            self.slope_CD.add_((self.score_C1 - score_C1) * self.pooled_CD)
+            other.slope_CD.add_((other.score_C1 - score_C1) * other.pooled_CD)
+            self.slope_CD.add_(share_C1 * (other.slope_CD - self.slope_CD))
+            self.pooled_CD.add_(share_C1 * (other.pooled_CD - self.pooled_CD))
+        return self._replace(total_C1=torch.logaddexp(self.total_C1, other.total_C1), score_C1=score_C1)
+
+
 class _Attend(Function):
     """Chunk by chunk: what came before and the chunk are two groups of rows, merged by their shares of the softmax.
 
-    With t_i = h_i . direction, score = sum_i s_i t_i, and its gradient for the query is sum_i s_i (t_i - score) h_i. It
-    is collected on the way, as a covariance is: deviations from the group's own mean, corrected when groups merge.
+    The gradient of score = sum_i s_i t_i for the query is sum_i s_i (t_i - score) h_i. It is collected on the way, as a
+    covariance is: deviations from the group's own mean, corrected when groups merge.
     """
 
     @staticmethod
     def forward(
         ctx: Any, bag_ND: Tensor, query_CD: Tensor, direction_CD: Tensor, learns: bool
     ) -> tuple[Tensor, Tensor]:
-        logits_CN = query_CD.new_empty(query_CD.shape[0], bag_ND.shape[0])
-        total_C1 = query_CD.new_full((query_CD.shape[0], 1), -torch.inf)  # log of the sum of exp(logits)
-        score_C1 = torch.zeros_like(total_C1)
-        pooled_CD, slope_CD = torch.zeros_like(query_CD), torch.zeros_like(query_CD)
-        for part, chunk in _chunks(bag_ND, query_CD.dtype):
-            logits = logits_CN[:, part] = _dot(query_CD, chunk)
-            along = _dot(direction_CD, chunk)
-            weights = _softmax(logits)
-            here_C1 = (weights * along).sum(1, keepdim=True)
-            total_here_C1 = logits.amax(1, keepdim=True) - weights.amax(1, keepdim=True).log()
-            share_C1 = (total_here_C1 - total_C1).sigmoid()
-            merged_C1 = score_C1 + share_C1 * (here_C1 - score_C1)
-            if learns:
-                pooled_here_CD = _weighted(weights, chunk)
-                slope_here_CD = _weighted(weights * (along - here_C1), chunk)
-                slope_CD += (score_C1 - merged_C1) * pooled_CD
-                slope_here_CD += (here_C1 - merged_C1) * pooled_here_CD
-                slope_CD += share_C1 * (slope_here_CD - slope_CD)
-                pooled_CD += share_C1 * (pooled_here_CD - pooled_CD)
-            total_C1, score_C1 = torch.logaddexp(total_C1, total_here_C1), merged_C1
-        attention_CN = _softmax(logits_CN)
+        logits: list[Tensor] = []
+        whole: _Group | None = None
+        for _, chunk in _chunks(bag_ND, query_CD.dtype):
+            here = _Group.of(chunk, query_CD, direction_CD, learns)
+            logits.append(here.logits_CN)
+            whole = here if whole is None else whole.merge(here, learns)
+        assert whole is not None  # a bag has rows
+        attention_CN = whole.weights_CN if len(logits) == 1 else _softmax(torch.cat(logits, dim=1))
+        _, _, _, score_C1, pooled_CD, slope_CD = whole
         ctx.save_for_backward(bag_ND, query_CD, direction_CD, attention_CN, pooled_CD, slope_CD)
         ctx.set_materialize_grads(False)
         return attention_CN.T, score_C1[:, 0]

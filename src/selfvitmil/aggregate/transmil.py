@@ -70,6 +70,7 @@ class TransMil(Aggregator):
             raise ConfigError(f"hidden={hidden} with heads={heads}", "each head takes an equal share of the width")
         self.needs_coordinates = coordinates
         self.is_order_dependent = not coordinates
+        self.waits_for_device = coordinates  # to know how large the plane is
         self.project = nn.Linear(dim, hidden)
         self.cls_token = nn.Parameter(torch.randn(1, hidden))
         self.layer1 = _Layer(hidden, heads, landmarks, dropout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -33,7 +33,12 @@ _FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may na
 
 
 def read_cohort(
-    source: Path, labels: Path | None = None, *, label_column: str | None = None, slides_folder: Path | None = None
+    source: Path,
+    labels: Path | None = None,
+    *,
+    label_column: str | None = None,
+    slides_folder: Path | None = None,
+    features: Mapping[str, Path] | None = None,
 ) -> Cohort:
     """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are known by their names in any case.
 
@@ -47,12 +52,15 @@ def read_cohort(
     what `source` leaves empty; a row for a slide that is not there is an error, a patient without slides is a warning.
     `label_column` names the column of the label; without it that is `label`, or the only one of unknown meaning.
     `slides_folder` is where slides of a table without paths lie, and where relative paths of a table with paths start.
+    `features` (slide -> feature file) stand for the slides of a table without paths, where there are no slides at hand;
+    a slide without one stays in the cohort and fails later, alone.
     Raises CohortError, with the lines, for contradictions; what only deserves a look is in the result's `warnings`.
     """
     source = _existing(source)
     slides_folder = _existing(slides_folder) if slides_folder is not None else None
     if not source.is_dir():
-        cohort = _from_table(read_sheet(source), slides_folder, label_column if labels is None else None)
+        own_labels = label_column if labels is None else None
+        cohort = _from_table(read_sheet(source), slides_folder, own_labels, features)
     elif slides_folder is not None:
         raise ConfigError(
             "a folder of slides and --slides-folder exclude each other",
@@ -95,7 +103,9 @@ def _from_folder(folder: Path, *, hint: bool) -> Cohort:
     )
 
 
-def _from_table(sheet: Sheet, slides_folder: Path | None, label_column: str | None) -> Cohort:
+def _from_table(
+    sheet: Sheet, slides_folder: Path | None, label_column: str | None, features: Mapping[str, Path] | None
+) -> Cohort:
     folded = [column.casefold() for column in sheet.columns]
     ours = sheet.name == "cohort.csv" or {"slide", "path"} <= set(folded)
     if ours:
@@ -109,7 +119,9 @@ def _from_table(sheet: Sheet, slides_folder: Path | None, label_column: str | No
     label_index = sheet.named(label_column) if label_column is not None else sheet.find("label")
     rows = list(_rows_of(sheet, label_index, keep_names=ours))
     warnings = list(sheet.warnings)
-    if sheet.find("path") is None:
+    if sheet.find("path") is None and slides_folder is None and features is not None:
+        rows = [_at_features(row, features) for row in rows]
+    elif sheet.find("path") is None:
         rows, unlisted = _located(sheet, rows, slides_folder)
         warnings += unlisted
     else:
@@ -117,6 +129,15 @@ def _from_table(sheet: Sheet, slides_folder: Path | None, label_column: str | No
         paths = _filled_cells(sheet, "path")
         rows = [replace(row, path=resolve_path(path, base)) for row, path in zip(rows, paths, strict=True)]
     return make_cohort(rows, sheet.name, where=sheet.where, warnings=warnings)
+
+
+def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
+    """The row with its feature file in place of the slide, or with the file that would be it."""
+    names = {name_key(name): name for name in features}
+    name = next((names[key] for key in _spellings(str(row.path)) if key in names), None)
+    if name is None:
+        return replace(row, path=next(iter(features.values())).with_name(f"{row.slide}.h5"))
+    return replace(row, slide=name, path=features[name])
 
 
 def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iterator[SlideRow]:

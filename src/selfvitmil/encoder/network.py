@@ -213,6 +213,28 @@ def resnet18_instancenorm(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return timm.create_model("resnet18", pretrained=pretrained, norm_layer=nn.InstanceNorm2d, **kwargs)
 
 
+class MeanColor(nn.Module):
+    """Mean and spread of each channel: what a tile's colours tell without any network. Built by timm's interface."""
+
+    num_features = head_hidden_size = 6
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(self.num_features), requires_grad=False)
+        self.pretrained_cfg = {"first_conv": None, "classifier": None}
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        pixels = images_B3HW.flatten(2)
+        return torch.cat([pixels.mean(dim=2), pixels.std(dim=2)], dim=1) * self.gain
+
+
+@register_model
+def mean_color(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """`MeanColor`, by a name that timm finds."""
+    del pretrained, kwargs
+    return MeanColor()
+
+
 def build_backbone(
     architecture: str, model_args: Mapping[str, Any] | None = None, *, pretrained: bool = False
 ) -> nn.Module:

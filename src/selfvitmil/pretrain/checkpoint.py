@@ -2,6 +2,8 @@
 
 `state.pt` is replaced as a whole, so there is always one that works, and is read without running anything it holds.
 `metrics.jsonl` grows by a line every few steps; a resumed run first takes back the lines of steps that are done again.
+The same numbers go to `tensorboard/` when asked for: a file of events per start of the run, each of which tells
+TensorBoard from which step on the events of those before are void.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import Any
 import torch
 
 from selfvitmil import artefact
-from selfvitmil.errors import ArtefactError
+from selfvitmil.errors import ArtefactError, ConfigError
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.pt"
 METRICS_FILE = "metrics.jsonl"
+BOARD_FOLDER = "tensorboard"
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -51,19 +54,57 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 
 class Metrics:
-    """`metrics.jsonl`: one JSON object a line, in rising order of `step`."""
+    """`metrics.jsonl`: one JSON object a line, in rising order of `step`. Use it in a `with` block."""
 
-    def __init__(self, folder: Path, first_step: int):
+    def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False):
         self.path = folder / METRICS_FILE
         self.lines = [line for line in read_metrics(folder) if line["step"] < first_step]
         """All lines so far."""
         artefact.write_text(self.path, "".join(_as_line(line) for line in self.lines))
+        self._board: Any = None
+        if tensorboard:
+            self._board = board_writer()(str(folder / BOARD_FOLDER), purge_step=first_step)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._board is not None:
+            self._board.close()
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line; it is in the file when this returns."""
         self.lines.append(line)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_as_line(line))
+        if self._board is not None:
+            for name, value in numbers_of(line).items():
+                self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
+
+
+def board_writer() -> Any:
+    """TensorBoard's class that writes events; raises ConfigError where the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "pretrain.tensorboard is on, but TensorBoard is not installed",
+            "it comes as an extra",
+            'Run pip install "selfvitmil[tensorboard]", or leave the setting out: metrics.jsonl has the same numbers',
+        ) from None
+    return SummaryWriter
+
+
+def numbers_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number of a line of metrics but its step, by name; those of inner mappings as `phase_s/views`."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            found |= numbers_of(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and prefix + name != "step":
+            found[prefix + name] = value
+    return found
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import signal
@@ -199,6 +200,19 @@ def _start_worker(number: int) -> None:
     del number
     for warning in (signal.SIGTERM, signal.SIGINT):
         signal.signal(warning, signal.SIG_IGN)
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    """End this worker when the trainer is gone, even by kill -9.
+
+    A DataLoader's worker looks whether its parent lives. That is the fork server, which in turn lives as long as any
+    worker does: without this they would outlive the trainer for ever.
+    """
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        multiprocessing.connection.wait([trainer.sentinel])
+        os._exit(1)
 
 
 def default_workers() -> int:

@@ -292,6 +292,8 @@ class Outcome:
     """Of the first large view (the teacher's with DINO), for rank and spread."""
     student_RK: torch.Tensor
     teacher_RK: torch.Tensor | None
+    targets_RK: torch.Tensor | None
+    """The teacher's distributions, which the student learns to predict."""
 
 
 def compute_loss(
@@ -304,15 +306,19 @@ def compute_loss(
         projections_RD, embeddings_RD = student(views)
         mark("student")
         value = nt_xent_loss(projections_RD, settings.temperature)
-        return Outcome(value, embeddings_RD[:tiles], projections_RD, None)
+        return Outcome(value, embeddings_RD[:tiles], projections_RD, None, None)
     with torch.no_grad():
         teacher_RK, embeddings_RD = learner.teacher(_global_views(views))
     mark("teacher")
     student_RK, _ = student(views)
     num_views = sum(len(view_VB3SS) for view_VB3SS in views)
-    value = losses.dino_loss(student_RK, teacher_RK, learner.center_K, settings.student_temp, teacher_temp, num_views)
+    if settings.centering == "sinkhorn":
+        targets_RK = losses.balanced_probabilities(teacher_RK, teacher_temp)
+    else:
+        targets_RK = losses.teacher_probabilities(teacher_RK, learner.center_K, teacher_temp)
+    value = losses.crossed_cross_entropy(student_RK, targets_RK, settings.student_temp, num_views)
     mark("student")
-    return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK)
+    return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK, targets_RK)
 
 
 def _global_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -320,19 +326,16 @@ def _global_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [views[0][: losses.NUM_GLOBAL]]
 
 
-def diagnose(learner: Learner, outcome: Outcome, teacher_temp: float) -> dict[str, float]:
+def diagnose(learner: Learner, outcome: Outcome) -> dict[str, float]:
     """Numbers that tell whether the run learns or collapses."""
     settings = learner.settings
     found: dict[str, torch.Tensor] = {
         "feature_rank": losses.effective_rank(outcome.embeddings_RD),
         "feature_std": losses.feature_std(outcome.embeddings_RD),
     }
-    if outcome.teacher_RK is not None:
-        teacher_RK, center_K = outcome.teacher_RK, learner.center_K
-        found["teacher_entropy"] = losses.teacher_entropy(teacher_RK, center_K, teacher_temp)
-        found["kl"] = losses.teacher_student_kl(
-            outcome.student_RK, teacher_RK, center_K, settings.student_temp, teacher_temp
-        )
+    if outcome.targets_RK is not None:
+        found["teacher_entropy"] = losses.teacher_entropy(outcome.targets_RK)
+        found["kl"] = losses.teacher_student_kl(outcome.student_RK, outcome.targets_RK, settings.student_temp)
     return {name: float(value) for name, value in found.items()}
 
 

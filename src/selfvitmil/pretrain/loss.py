@@ -39,6 +39,26 @@ def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teache
     return torch.softmax((logits_RK - center.detach().to(logits_RK.dtype).view(1, -1)) / teacher_temp, dim=-1)
 
 
+@torch.no_grad()
+def balanced_probabilities(teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3) -> torch.Tensor:
+    """The teacher's distributions, sharpened and then balanced: over all rows every output gets nearly an equal share.
+
+    Sinkhorn and Knopp's iteration in place of a centre (SwAV, DINOv2): scale columns to equal sums, then rows to one,
+    and again. The rows of all processes count. Unlike with a centre, the outcome can be neither one output for all nor
+    uniform rows, as long as the logits differ at all: scaling undoes what all rows have in common at once.
+    """
+    logits_RK = at_least_float32(teacher_RK.detach()) / teacher_temp
+    shares_RK = torch.exp(logits_RK - logits_RK.amax(dim=1, keepdim=True))
+    shares_RK /= shares_RK.sum(dim=1, keepdim=True)
+    for _ in range(rounds):
+        columns_K = shares_RK.sum(dim=0)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(columns_K)
+        shares_RK /= columns_K.clamp_min(torch.finfo(columns_K.dtype).tiny)
+        shares_RK /= shares_RK.sum(dim=1, keepdim=True)
+    return shares_RK
+
+
 def dino_loss(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -57,8 +77,16 @@ def dino_loss(
                     total += mean_over_tiles(-sum_over_K(q[g] * log_softmax(student[v] / student_temp)))
         loss = total / (2 * num_views - 2)
     """
-    tiles = _count_tiles(student, teacher, center, num_views)
-    targets_2BK = teacher_probabilities(teacher, center, teacher_temp).view(NUM_GLOBAL, tiles, -1)
+    _count_tiles(student, teacher, center, num_views)
+    return crossed_cross_entropy(student, teacher_probabilities(teacher, center, teacher_temp), student_temp, num_views)
+
+
+def crossed_cross_entropy(
+    student: torch.Tensor, targets_RK: torch.Tensor, student_temp: float, num_views: int
+) -> torch.Tensor:
+    """`dino_loss` with the teacher's distributions (2 * B, K) given."""
+    tiles = len(targets_RK) // NUM_GLOBAL
+    targets_2BK = targets_RK.view(NUM_GLOBAL, tiles, -1)
     student_VBK = student.view(num_views, tiles, -1)
     return _CrossedCrossEntropy.apply(student_VBK, targets_2BK, student_temp)  # pyright: ignore[reportReturnType]
 
@@ -136,24 +164,21 @@ def update_center(center: torch.Tensor, teacher: torch.Tensor, momentum: float) 
 
 
 @torch.no_grad()
-def teacher_entropy(teacher: torch.Tensor, center: torch.Tensor, teacher_temp: float) -> torch.Tensor:
+def teacher_entropy(targets_RK: torch.Tensor) -> torch.Tensor:
     """Mean entropy of the teacher's distributions in nats: 0 for one sure output, log K for no opinion at all."""
-    return torch.special.entr(teacher_probabilities(teacher, center, teacher_temp)).sum(dim=-1).mean()
+    return torch.special.entr(targets_RK).sum(dim=-1).mean()
 
 
 @torch.no_grad()
-def teacher_student_kl(
-    student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, student_temp: float, teacher_temp: float
-) -> torch.Tensor:
-    """Mean KL divergence in nats from the teacher's global views to the student's other global view.
+def teacher_student_kl(student: torch.Tensor, targets_RK: torch.Tensor, student_temp: float) -> torch.Tensor:
+    """Mean KL divergence in nats from the teacher's distributions to the student's of the other global view.
 
     Of `student` only the first 2 * B rows are read. Entropy plus this is the cross-entropy of the crossed global views.
     It vanishes when student and teacher say the same for every view, which a collapsed pair does.
     """
-    probabilities_RK = teacher_probabilities(teacher, center, teacher_temp)
-    logits_RK = at_least_float32(student[: len(teacher)]) / student_temp
-    crossed_RK = torch.log_softmax(logits_RK, dim=-1).roll(len(teacher) // NUM_GLOBAL, dims=0)
-    return functional.kl_div(crossed_RK, probabilities_RK, reduction="batchmean")
+    logits_RK = at_least_float32(student[: len(targets_RK)]) / student_temp
+    crossed_RK = torch.log_softmax(logits_RK, dim=-1).roll(len(targets_RK) // NUM_GLOBAL, dims=0)
+    return functional.kl_div(crossed_RK, targets_RK, reduction="batchmean")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Where tiles come from: slides by their tile tables, or a folder of tile images.
+"""Where tiles come from: slides by their tile tables, packs of such tiles, a folder of tile images, memory.
 
 A source knows all tiles that training may see, numbered through; its reader, which travels to worker processes, turns
 requests for a few tiles of one slide into pixels. Only the reader touches slides.
@@ -9,7 +9,8 @@ Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -21,11 +22,14 @@ from PIL import Image
 
 from selfvitmil import stain
 from selfvitmil.errors import ConfigError, SlideError, StainError
+from selfvitmil.packs import PackFile, open_pack_of, pack_path
 from selfvitmil.slides import SlideCache
 from selfvitmil.tiles import read_tiles
 
 RUN = 16
 """Neighbouring tiles of a slide that are read one after the other."""
+MAX_OPEN_PACKS = 64
+"""Files that a reader of packs holds open at once."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 Indices = NDArray[np.int64]
@@ -109,16 +113,8 @@ class SlideReader:
                 "Bring it back (is the drive connected?), or train without it",
             )
         slide = self.cache.get(path, reader=self.reader, mpp=self.mpps[group])
-        tiles, unfitted = [], 0
-        for x_l0, y_l0 in what:
-            tile = slide.read_tile(int(x_l0), int(y_l0), self.size_px, self.tile_mpp)
-            if self.normalize_tiles:
-                try:
-                    tile = stain.normalize_tile(tile)
-                except StainError:
-                    unfitted += 1
-            tiles.append(tile)
-        return Pixels(_channels_first(np.stack(tiles)), unfitted)
+        tiles = (slide.read_tile(int(x_l0), int(y_l0), self.size_px, self.tile_mpp) for x_l0, y_l0 in what)
+        return _pixels(tiles, self.normalize_tiles)
 
 
 class SlideTiles:
@@ -153,12 +149,13 @@ class SlideTiles:
         self.shape_px = (self.size_px, self.size_px)
         self.names = tuple(slide.slide for slide in slides)
         self.counts = tuple(len(table) for table in tables)
-        self._coords = [table.coords_l0 for table in tables]
+        self._places = [table.coords_l0 for table in tables]
+        """Where the reader finds the tiles of each slide."""
         self.ids = np.concatenate([tile_ids(table.slide, table.coords_l0) for table in tables])
         self._digests = [table.digest for table in tables]
         maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
         self._maps = np.stack(maps) if stain_method == "slide" else None
-        self.reader = SlideReader(
+        self.reader: TileReader = SlideReader(
             paths=[slide.path for slide in slides],
             mpps=[slide.mpp or slide_mpp for slide in slides],
             names=self.names,
@@ -170,7 +167,7 @@ class SlideTiles:
         self.stain_method: Literal["slide", "tile", "none"] = stain_method
 
     def request(self, group: int, rows: Indices) -> Indices:
-        return self._coords[group][rows]
+        return self._places[group][rows]
 
     def maps(self, groups: Indices) -> NDArray[np.float64] | None:
         """(B, 3, 3) maps of stain normalization of tiles of these slides; None when there is nothing to apply."""
@@ -180,6 +177,49 @@ class SlideTiles:
         """What the trained weights depend on: names, places of the tiles, stain maps."""
         maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
         return [*(f"{name} {digest}" for name, digest in zip(self.names, self._digests, strict=True)), maps]
+
+
+@dataclass
+class PackReader:
+    """Reads tiles from packs."""
+
+    files: Sequence[PackFile]
+    normalize_tiles: bool = False
+    opened: OrderedDict[int, PackFile] = field(default_factory=OrderedDict, repr=False)
+
+    def read(self, group: int, what: Any) -> Pixels:
+        """The tiles at these places of the file, (B, 2) first byte and length."""
+        file = self.opened[group] = self.files[group]
+        self.opened.move_to_end(group)
+        if len(self.opened) > MAX_OPEN_PACKS:
+            self.opened.popitem(last=False)[1].close()
+        return _pixels(file.read(what), self.normalize_tiles)
+
+
+class PackTiles(SlideTiles):
+    """The same tiles, under the same numbers and in the same order, from the slides' packs; no slide is touched."""
+
+    def __init__(self, slides: Sequence[TrainSlide], *, stain_method: Literal["slide", "tile", "none"]):
+        super().__init__(slides, stain_method=stain_method)
+        if missing := [slide.slide for slide in slides if not pack_path(slide.table).exists()]:
+            raise ConfigError(
+                f"{len(missing)} of {len(slides)} slides have no pack: {', '.join(missing[:5])}"
+                f"{' ...' if len(missing) > 5 else ''}",
+                "and nothing else was to be read",
+                "Run `selfvitmil tile` with --pack",
+            )
+        packs = [open_pack_of(slide.table) for slide in slides]
+        self._places = [pack.spans for pack in packs]
+        self._lossy = [
+            f"{name} jpeg {pack.made_from['quality']}"
+            for name, pack in zip(self.names, packs, strict=True)
+            if pack.file.encoding == "jpeg"
+        ]
+        self.reader = PackReader([pack.file for pack in packs], normalize_tiles=stain_method == "tile")
+
+    def identity(self) -> list[str]:
+        """That of the slides where packs hold their very pixels: then a run may go on from the one or the other."""
+        return [*super().identity(), *self._lossy]
 
 
 @dataclass
@@ -233,6 +273,53 @@ class ImageTiles:
         return [self._digest]
 
 
+@dataclass
+class TensorReader:
+    """Hands out tiles that are in memory."""
+
+    tiles_N3HW: torch.Tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "tiles in memory are not sent to other processes",
+            "each would get a copy of all of them",
+            "Use --pretrain.workers 0",
+        )
+
+    def read(self, group: int, what: Any) -> Pixels:
+        """The tiles of these numbers."""
+        del group
+        return Pixels(self.tiles_N3HW[torch.from_numpy(what)], 0)
+
+
+class TensorTiles:
+    """Tiles that are in memory as uint8 (N, 3, H, W), all in one group; for `workers = 0`."""
+
+    run = 1
+    mpp: float | None = None
+    stain_method: Literal["slide", "tile", "none"] = "none"
+
+    def __init__(self, tiles_N3HW: torch.Tensor, name: str = "tiles"):
+        self.names = (name,)
+        self.counts = (len(tiles_N3HW),)
+        self.shape_px = (tiles_N3HW.shape[2], tiles_N3HW.shape[3])
+        self.size_px = min(self.shape_px)
+        self.reader = TensorReader(tiles_N3HW)
+        corners = np.stack([np.arange(len(tiles_N3HW)), np.zeros(len(tiles_N3HW), dtype=np.int64)], axis=1)
+        self.ids = tile_ids(name, corners)
+        self._digest = hashlib.sha256(tiles_N3HW.contiguous().numpy().data).hexdigest()
+
+    def request(self, group: int, rows: Indices) -> Indices:
+        del group
+        return rows
+
+    def maps(self, groups: Indices) -> None:
+        del groups
+
+    def identity(self) -> list[str]:
+        return [self._digest]
+
+
 def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
     """One tile image (H, W, 3)."""
     try:
@@ -249,6 +336,19 @@ def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
             "Bring them to one size, or remove it",
         )
     return pixels
+
+
+def _pixels(tiles: Iterable[NDArray[np.uint8]], normalize: bool) -> Pixels:
+    """Tiles (H, W, 3) as they are handed over, each one's stains brought to the reference where that is asked for."""
+    done, unfitted = [], 0
+    for tile in tiles:
+        if normalize:
+            try:
+                tile = stain.normalize_tile(tile)
+            except StainError:
+                unfitted += 1
+        done.append(tile)
+    return Pixels(_channels_first(np.stack(done)), unfitted)
 
 
 def _channels_first(tiles_BHW3: NDArray[np.uint8]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from selfvitmil import artefact
-from selfvitmil.encoder import Encoder, load_encoder, save_encoder
+from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.checkpoint import Metrics, read_metrics, read_state, write_state
+from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
 from selfvitmil.pretrain.feed import Batch, Feed, Order, default_workers, measure_colours
 from selfvitmil.pretrain.learner import Learner, Numbers, Outcome
 from selfvitmil.pretrain.optim import clip_each_gradient, parameter_groups
+from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.sources import TileSource
 from selfvitmil.pretrain.surroundings import (
     Place,
@@ -53,7 +55,21 @@ ALARM_FROM_STEP = 500
 """No alarm before: in its first hundreds of steps a sound run cannot be told from a collapsed one."""
 COMPILE_FROM_STEPS = 3000
 """Steps from which compiling, which takes minutes and saves a quarter of a step's time, is worth it."""
-NOT_IN_HASH = {"workers", "checkpoint_minutes", "log_steps", "compile", "init"}
+PROBES = 10
+"""Probes of a run, where `probe_epochs` does not say how many."""
+WAIT_FOR_PROBE = timedelta(days=1)
+"""How long other processes wait while the first one probes; those that wait for a gradient give up in minutes."""
+NOT_IN_HASH = {
+    "packs",
+    "workers",
+    "checkpoint_minutes",
+    "log_steps",
+    "tensorboard",
+    "probe_table",
+    "probe_epochs",
+    "compile",
+    "init",
+}
 """Settings that change neither which weights come out nor what they mean (`init` counts by its weights)."""
 
 
@@ -214,6 +230,8 @@ class _Run:
     def prepare(self) -> str:
         """Build everything, and load the checkpoint when there is one."""
         settings, device = self.settings, self.place.device
+        if settings.tensorboard:
+            board_writer()  # or its absence would show when colours have been measured
         state = read_state(self.out)
         if state is not None and state["made_from"] != self.made_from:
             raise ConfigError(
@@ -221,7 +239,6 @@ class _Run:
                 f"its state.pt of step {state['step']} does not belong to this run",
                 "Choose another name, or remove its folder to start again",
             )
-        self.mean, self.std = self._colours(state)
         patch_px = learning.patch_px_of(self.encoder.backbone)
         self.recipes = learning.recipes_of(settings, self.source.size_px, patch_px)
         if self.recipes[0].size_px != self.source.size_px and self.source.mpp is not None:
@@ -229,6 +246,8 @@ class _Run:
                 f"large views have {self.recipes[0].size_px} px and tiles {self.source.size_px}: the encoder is for "
                 f"tiles of {self.recipes[0].size_px} px at {self._view_mpp():g} microns per pixel"
             )
+        self._prepare_probes()
+        self.mean, self.std = self._colours(state)
         self.schedules = self.numbers.schedules(settings)
         self.learner = Learner(self.encoder, settings, self.numbers, settings.seed).to(device)
         # Fused only on a GPU: on a CPU it is no faster.
@@ -266,6 +285,33 @@ class _Run:
         if self.place.world > 1:
             dist.broadcast_object_list(values, device=self.place.device)
         return values[0]
+
+    def _prepare_probes(self) -> None:
+        """Read the labelled tiles, in the process that will probe, and say at which steps."""
+        settings, numbers = self.settings, self.numbers
+        self.probe_table: ProbeTable | None = None
+        self.probe_steps = -(-numbers.total_steps // PROBES)
+        if settings.probe_epochs is not None:
+            self.probe_steps = settings.probe_epochs * numbers.steps_per_epoch
+        if settings.probe_table is None:
+            return
+        if self.place.world > 1:
+            self.waiting_group: Any = dist.new_group(backend="gloo", timeout=WAIT_FOR_PROBE)
+        if self.place.rank == 0:
+            self.probe_table = table = read_probe_table(settings.probe_table)
+            size = self.recipes[0].size_px
+            if table.shape_px != (size, size):
+                raise ConfigError(
+                    f"{settings.probe_table.name}: its tiles have {table.shape_px[1]} x {table.shape_px[0]} px",
+                    f"this encoder is for tiles of {size} x {size} px",
+                    "Cut or resize them to that",
+                )
+            self.warnings += table.warnings
+            if self.source.stain_method != "none":
+                self.warnings.append(
+                    f"{settings.probe_table.name}: its tiles are taken with the colours they have, while the stains of "
+                    "the training tiles are normalized"
+                )
 
     def _compile(self) -> None:
         """Compile what is worth it. Where that fails, the first step tells (see `_first_step`)."""
@@ -307,7 +353,7 @@ class _Run:
         """All steps that are left; whether they were done. A checkpoint is written in either case."""
         place, total = self.place, self.numbers.total_steps
         if place.rank == 0:
-            self.metrics = Metrics(self.out, self.step)
+            self.metrics = Metrics(self.out, self.step, tensorboard=self.settings.tensorboard)
         feed = Feed(
             self.source,
             self.order,
@@ -322,7 +368,7 @@ class _Run:
         self.unfitted = 0
         pending: torch.Tensor | None = None
         asked = False
-        with feed:
+        with feed, self.metrics or nullcontext():
             for batch in feed:
                 numbers = self.schedules.at(self.step)
                 outcome, checked = self._guarded_step(batch, numbers)
@@ -330,14 +376,17 @@ class _Run:
                 asked = self._check(pending, self.step - 1) or asked
                 pending = checked
                 self.step += 1
-                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total:
+                probing = self._probe_is_due()
+                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total or probing:
                     asked = self._check(pending, self.step - 1) or asked
                     pending = None
-                    self._log(outcome, numbers, checked, feed, report)
+                    found = self._probe() if probing else {}
+                    self._log(outcome, numbers, checked, feed, report, found)
                 due = time.monotonic() - self.pace.saved > self.settings.checkpoint_minutes * 60
                 if due or asked or self.step == total:
-                    asked = self._check(pending, self.step - 1) or asked
-                    pending = None
+                    # A broken step is never saved. Whether to stop is decided at the next look, which all processes
+                    # take at the same step: their clocks, and so their `due`, differ.
+                    self._check(pending, self.step - 1)
                     self._save()
                 if asked:
                     break
@@ -492,17 +541,19 @@ class _Run:
         checked: torch.Tensor,
         feed: Feed,
         report: Callable[[dict[str, Any]], None],
+        probed: dict[str, float],
     ) -> None:
         if self.metrics is None:
             return
         pace = self.pace.lap(self.step, feed.waited_s, self.settings.batch)
         line: dict[str, Any] = {"step": self.step - 1, "epoch": (self.step - 1) // self.numbers.steps_per_epoch}
         line |= {"loss": float(checked[0]), **numbers}
-        line |= learning.diagnose(self.learner, outcome, numbers["teacher_temp"])
+        line |= learning.diagnose(self.learner, outcome)
         line["tiles_per_s"] = round(pace.tiles_per_s, 2)
         line["data_wait_share"] = round(pace.data_wait_share, 4)
         line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
         line["phase_s"] = self.watch.last_step()
+        line |= probed
         recent = [*self.metrics.lines, line][-ALARM_LINES:]
         first_judged = max(self.numbers.warmup_steps, ALARM_FROM_STEP)
         if len(recent) == ALARM_LINES and recent[0]["step"] >= first_judged:
@@ -513,6 +564,36 @@ class _Run:
                     self.warnings.append(f"at step {self.step - 1}: {advice}")
         self.metrics.add(line)
         report(line)
+
+    def _probe_is_due(self) -> bool:
+        """After every so many steps and after the last one, counted from the start of the run, whoever resumed it."""
+        if self.settings.probe_table is None:
+            return False
+        return self.step % self.probe_steps == 0 or self.step == self.numbers.total_steps
+
+    def _probe(self) -> dict[str, float]:
+        """What the weights so far are worth on labelled tiles, and the seconds that took, which no pace counts.
+
+        Only the first process probes and others wait. The training takes nothing from it but the time; when a signal
+        asks for its end, the probe ends early, with nothing to tell, so that the checkpoint is not late.
+        """
+        start = time.perf_counter()
+        found: dict[str, float] = {}
+        if self.probe_table is not None:
+            encoder = Encoder(self.learner.result, self._config()).to(self.place.device)
+            found = probe_encoder(
+                encoder,
+                self.probe_table,
+                batch=self.settings.batch // self.place.world // self.settings.accumulate,
+                dtype=self.dtype,
+                threads=max(self.workers, 1),
+                stop=self.stop.is_set,
+            )
+        if self.place.world > 1:
+            dist.barrier(self.waiting_group)
+        seconds = time.perf_counter() - start
+        self.pace.leave_out(seconds)
+        return found | {"probe_s": round(seconds, 3)} if found else {}
 
     def _save(self) -> None:
         if self.place.rank == 0:
@@ -539,7 +620,11 @@ class _Run:
             **asdict(self.numbers),
             "made_from": self.made_from,
         }
-        config = self.encoder.config.model_copy(
+        save_encoder(self.out, Encoder(self.learner.result, self._config(provenance)))
+
+    def _config(self, provenance: dict[str, Any] | None = None) -> EncoderConfig:
+        """What the encoder is made for, with the layout that it starts with."""
+        return self.encoder.config.model_copy(
             update={
                 "mean": self.mean,
                 "std": self.std,
@@ -547,10 +632,9 @@ class _Run:
                 "size_px": self.recipes[0].size_px,
                 "stain": self.source.stain_method,
                 "trained_on": self.origin.trained_on,
-                "provenance": provenance,
+                "provenance": provenance or {},
             }
         )
-        save_encoder(self.out, Encoder(self.learner.result, config))
 
 
 @dataclass(frozen=True)
@@ -568,6 +652,10 @@ class _Pace:
         self.saved = time.monotonic()
         self.steps = 0
         self._step, self._time, self._waited = step, time.perf_counter(), 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """These seconds were no training."""
+        self._time += seconds
 
     def lap(self, step: int, waited_s: float, batch: int) -> Pace:
         now = time.perf_counter()

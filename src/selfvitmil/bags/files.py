@@ -220,35 +220,3 @@ def concat_scales(fine: Bag, coarse: Bag, parent_N: NDArray[np.int64]) -> Bag:
     coords = None if fine.coords is None else fine.coords[kept]
     orphans = int(len(fine) - len(kept))
     return replace(fine, features_ND=joined, coords=coords, attributes={**fine.attributes, "without_parent": orphans})
-
-
-# ---------------------------------------------------------------------------------------------------- other tools
-
-
-def export_clam(bag: Bag, folder: Path) -> None:
-    """CLAM's `h5_files/<slide>.h5` and `pt_files/<slide>.pt`, float32."""
-    import torch
-
-    features_ND = np.asarray(bag.features_ND, dtype=np.float32)
-    with artefact.atomic_path(folder / "h5_files" / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
-        file.create_dataset("features", data=features_ND)
-        if bag.coords is not None:
-            file.create_dataset("coords", data=np.asarray(bag.coords, dtype=np.int32))
-    with artefact.atomic_path(folder / "pt_files" / f"{bag.slide}.pt") as temporary:
-        torch.save(torch.from_numpy(features_ND), temporary)
-
-
-def export_stamp(bag: Bag, folder: Path) -> None:
-    """STAMP's `<slide>.h5`: `feats` float16, `coords` in microns."""
-    slide_mpp, size_px = bag.attributes.get("level0_mpp"), bag.attributes.get("patch_size")
-    if bag.coords is None or bag.mpp is None or slide_mpp is None or size_px is None:
-        raise BagError(
-            f"{bag.slide}: coordinates in microns cannot be given",
-            "the feature file does not say its microns per pixel",
-            "Export from feature files that selfvitmil wrote",
-        )
-    with artefact.atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
-        file.create_dataset("feats", data=np.asarray(bag.features_ND, dtype=np.float16))
-        file.create_dataset("coords", data=(np.asarray(bag.coords) * slide_mpp).astype(np.float32))
-        file.attrs.update({"extractor": bag.encoder, "unit": "um", "feat_type": "tile"})
-        file.attrs.update({"tile_size_um": size_px * bag.mpp, "tile_size_px": size_px})

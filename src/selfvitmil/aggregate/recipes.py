@@ -1,0 +1,296 @@
+"""Recipes: with which numbers each aggregator is trained, ours and those of its own paper or code.
+
+`recipe_of(name, settings)` is all that others need: the method's `default` or `published` recipe, overruled field by
+field by what `TrainSettings` sets. Two tables hold the numbers, each a row of differences from a common base, so that a
+number is changed in one place. `source` says in words where a recipe comes from and where we cannot follow it.
+
+What holds for all: one bag a step (`accumulate` bags make one step of the optimizer), the learning rate rises over the
+warm-up and falls along half a cosine (`min_lr` equal to `lr` keeps it constant), and the weights of the best validation
+epoch are kept, also where the published code takes those of the last one or of the best on its test set. Computation is
+in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from selfvitmil.aggregate.contract import settings_of
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import TrainSettings
+
+MAX_LR = 0.03
+"""What a learning rate is raised to at most for embeddings of few dimensions."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All numbers of a training; the fields are those of `TrainSettings`, resolved."""
+
+    optimizer: str
+    """adamw, adam, sgd (Nesterov, momentum 0.9) or lookahead-radam."""
+    lr: float
+    min_lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    epochs: int
+    """Passes over the training bags, at most."""
+    warmup_epochs: int
+    accumulate: int
+    clip_grad: float
+    """Longest gradient of all weights together; 0 means no limit."""
+    patience: int
+    """Epochs without a better validation after which training ends; 0 means never."""
+    min_epochs: int
+    """Epochs before which it does not end."""
+    monitor: str
+    """loss, auc, or authors: (AUC + accuracy + 1 - loss) / 4."""
+    class_weights: str
+    """none, or balanced: a bag counts by the rarity of its class."""
+    instance_dropout: float
+    max_instances: int | None
+    standardize: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the aggregator that differ from its own defaults."""
+    source: str = ""
+    """In words: where the numbers come from."""
+    lr_dim: int | None = None
+    """Dimensions that `lr` is meant for, see `for_dim`; None means that it holds for any."""
+
+    def for_dim(self, dim: int) -> Recipe:
+        """The recipe for embeddings of `dim` dimensions: learning rates go with 1 / dim where `lr_dim` says so.
+
+        A step of Adam moves every weight by about `lr`, and so the logit of a linear scorer by `lr` times the sum of
+        |h_i| over the dimensions. Published rates agree with that: 1e-4 for 512 (DSMIL), 2e-5 for 3840 (Self-ViT-MIL).
+        """
+        if self.lr_dim is None:
+            return self
+        factor = min(self.lr_dim / dim, MAX_LR / self.lr)
+        return replace(self, lr=self.lr * factor, min_lr=self.min_lr * factor, lr_dim=None)
+
+
+# ---------------------------------------------------------------------------------------------------- ours
+
+_BASE = Recipe(
+    optimizer="adamw",
+    lr=1e-4,
+    min_lr=1e-6,
+    betas=(0.9, 0.999),
+    weight_decay=1e-3,
+    epochs=100,
+    warmup_epochs=2,
+    accumulate=1,
+    clip_grad=0.0,
+    patience=20,
+    min_epochs=0,
+    monitor="loss",
+    class_weights="none",
+    instance_dropout=0.0,
+    max_instances=None,
+    standardize=True,
+    source="ours: one recipe for cohorts of any size, inputs standardized",
+)
+
+_TWO_STREAMS: dict[str, Any] = {
+    "lr": 5e-4,
+    "lr_dim": 1024,
+    "weight_decay": 1.0,  # a step shrinks weights by lr times this: little, but it takes the first weights' noise away
+    "epochs": 60,
+    "warmup_epochs": 5,
+    "min_epochs": 40,
+    "instance_dropout": 0.3,
+    "options": {"init": "quiet"},
+}
+"""What makes DSMIL find its critical instances also on few slides: benchmarks/small_cohorts.py."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "self-vit-mil": _TWO_STREAMS,
+    "dsmil": _TWO_STREAMS,
+    "dsmil-lc": _TWO_STREAMS,
+    "abmil": {"lr_dim": 1024},
+    "abmil-gated": {"lr_dim": 1024},
+    "chowder": {"lr": 3e-4, "lr_dim": 1024, "min_epochs": 60},
+    "transmil": {"lr": 2e-4, "options": {"landmarks": 64}},
+    "mil-rnn": {"lr": 3e-4, "lr_dim": 1024},
+    "clam-sb": {"lr_dim": 1024},
+    "mean": {"lr": 5e-4, "lr_dim": 1024},
+    "max": {"lr": 5e-4, "lr_dim": 1024},
+    "topk": {"lr": 5e-4, "lr_dim": 1024},
+}
+"""What differs from the base, by method."""
+
+# ---------------------------------------------------------------------------------------------------- published
+
+_AS_PRINTED = replace(_BASE, weight_decay=0.0, warmup_epochs=0, patience=0, standardize=False, source="")
+"""What papers do not mention: no warm-up, no early stop, embeddings as they are."""
+
+_DSMIL = {
+    "optimizer": "adam",
+    "lr": 1e-4,
+    "min_lr": 5e-6,
+    "betas": (0.5, 0.9),
+    "weight_decay": 1e-3,
+    "epochs": 50,
+    "patience": 10,
+    "monitor": "authors",
+    "options": {"init": "orthogonal"},
+}
+_CLAM = {
+    "optimizer": "adam",
+    "lr": 1e-4,
+    "min_lr": 1e-4,
+    "weight_decay": 1e-5,
+    "epochs": 200,
+    "patience": 20,
+    "min_epochs": 50,
+    "monitor": "loss",
+}
+_OWN_BASELINE = "ours, for want of a published recipe: Adam as in CLAM's practice, embeddings as they are"
+
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "self-vit-mil": {
+        "optimizer": "adamw",
+        "lr": 2e-5,
+        "min_lr": 5e-6,
+        "betas": (0.5, 0.9),
+        "weight_decay": 5e-3,
+        "epochs": 50,
+        "monitor": "authors",
+        "options": {"q": "linear", "v": "linear", "init": "default", "score": "mean_prob"},
+        "source": "Self-ViT-MIL (2022), the text: AdamW, learning rate 2e-5, 50 epochs, mean of both streams; from the "
+        "authors' code what the text leaves open: betas, weight decay, cosine to 5e-6, attention divided by sqrt(128), "
+        "choice of the epoch (theirs on the test set, here on validation)",
+    },
+    "dsmil": {
+        **_DSMIL,
+        "source": "DSMIL's code of 2024: Adam (0.5, 0.9), learning rate 1e-4, weight decay 1e-3, cosine to 5e-6, 50 "
+        "epochs, stop after 10 without gain, orthogonal weights; its cosine goes by epochs, ours by steps, which also "
+        "choose the epoch on validation",
+    },
+    "dsmil-lc": {
+        **_DSMIL,
+        "options": {"init": "orthogonal", "v": "identity"},
+        "source": "DSMIL's code of 2024 on concatenated scales: the recipe of dsmil, with v the identity as there",
+    },
+    "abmil": {
+        "optimizer": "adam",
+        "lr": 5e-4,
+        "min_lr": 5e-4,
+        "weight_decay": 1e-4,
+        "epochs": 20,
+        "monitor": "loss",
+        "options": {"hidden": 500, "attention_dim": 128, "dropout": 0.0},
+        "source": "Ilse et al. 2018, their code for digits: Adam, learning rate 5e-4, weight decay 1e-4, 20 epochs, "
+        "500 hidden units, attention of 128; for slides see abmil-gated",
+    },
+    "abmil-gated": {
+        **_CLAM,
+        "options": {"hidden": 512, "attention_dim": 256, "dropout": 0.25},
+        "source": "practice on slides as in CLAM's code: 512 hidden units, gated attention of 256, dropout 0.25, Adam, "
+        "learning rate 1e-4, weight decay 1e-5, at most 200 epochs, stop on validation loss after 20 without gain, not "
+        "before epoch 50",
+    },
+    "chowder": {
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "min_lr": 1e-3,
+        "epochs": 50,
+        "accumulate": 16,
+        "max_instances": 1000,
+        "monitor": "auc",
+        "options": {"form": "current"},
+        "source": "Owkin's code of 2023: Adam, 50 epochs, 16 slides a step, 1,000 tiles of each; they choose learning "
+        "rate (1e-3, 1e-4) and weight decay (0, 1e-4) by nested cross-validation, here 1e-3 and 0",
+    },
+    "transmil": {
+        "optimizer": "lookahead-radam",
+        "lr": 2e-4,
+        "min_lr": 2e-4,
+        "weight_decay": 1e-5,
+        "epochs": 200,
+        "accumulate": 2,
+        "patience": 10,
+        "monitor": "loss",
+        "options": {"hidden": 512, "heads": 8, "dropout": 0.1},
+        "source": "TransMIL's code of 2021: Lookahead (6 steps, 0.5) over RAdam, learning rate 2e-4, weight decay "
+        "1e-5, 2 slides a step, at most 200 epochs, stop on validation loss after 10 without gain; theirs computes in "
+        "float16",
+    },
+    "mil-rnn": {
+        "optimizer": "adam",
+        "lr": 1e-4,
+        "min_lr": 1e-4,
+        "weight_decay": 1e-4,
+        "epochs": 100,
+        "monitor": "auc",
+        "options": {"s": 10, "hidden": 128},
+        "source": "Campanella et al. 2019, first stage: Adam, learning rate 1e-4, weight decay 1e-4, 100 epochs. Not "
+        "followed: the recurrent stage is trained along with the first one instead of after it, by the same optimizer "
+        "(theirs: SGD, learning rate 0.1, Nesterov 0.9); one bag a step instead of 512 tiles and 128 slides, which "
+        "suit thousands of slides; frozen embeddings instead of a trained ResNet-34; epoch by AUC, not by mean error",
+    },
+    "clam-sb": {
+        **_CLAM,
+        "options": {"k": 8, "bag_weight": 0.7, "instance_loss": "svm", "dropout": 0.25},
+        "source": "CLAM's code: Adam, learning rate 1e-4, weight decay 1e-5, at most 200 epochs, stop on validation "
+        "loss after 20 without gain, not before epoch 50; 8 instances each side, 0.7 of the loss for the bag",
+    },
+    "mean": {**_CLAM, "source": _OWN_BASELINE},
+    "max": {**_CLAM, "source": _OWN_BASELINE},
+    "topk": {**_CLAM, "source": _OWN_BASELINE},
+}
+"""What differs from `_AS_PRINTED`, by method."""
+
+_PUBLISHED_FORMS: dict[tuple[str, str, Any], dict[str, Any]] = {
+    ("chowder", "form", "original"): {
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "min_lr": 1e-3,
+        "epochs": 30,
+        "accumulate": 10,
+        "monitor": "auc",
+        "options": {"form": "original"},
+        "source": "Courtiol et al. 2018: 5 highest and 5 lowest scores, Adam, learning rate 1e-3, 10 slides a step, 30 "
+        "epochs, dropout 0.5, L2 of 0.5 on the scorer; they average several such networks (here: seeds)",
+    },
+}
+"""Published recipes of a method's other form: (method, option, its value)."""
+
+
+def recipe_of(name: str, settings: TrainSettings) -> Recipe:
+    """The recipe of a method: `default` or `published`, overruled by every field that `settings` sets.
+
+    Where only `lr` is set, `min_lr` keeps its share of it; where only `epochs` is set, the warm-up ends before them.
+    ConfigError where the method is unknown or its numbers contradict each other.
+    """
+    settings_of(name)  # the method exists
+    recipe = _recipe(name, settings)
+    given = {key: value for key in _OVERRULED if (value := getattr(settings, key)) is not None}
+    options = {**recipe.options, **settings.options}
+    given.setdefault("standardize", bool(options.pop("standardize", recipe.standardize)))
+    if "lr" in given:
+        given.setdefault("min_lr", given["lr"] * recipe.min_lr / recipe.lr)
+        recipe = replace(recipe, lr_dim=None)
+    if "epochs" in given:
+        given.setdefault("warmup_epochs", min(recipe.warmup_epochs, given["epochs"] - 1))
+    recipe = replace(recipe, **given, options=options)
+    if recipe.min_lr > recipe.lr:
+        raise ConfigError(f"min_lr={recipe.min_lr} above lr={recipe.lr}", "the learning rate falls towards min_lr")
+    if recipe.warmup_epochs >= recipe.epochs:
+        why = f"{recipe.epochs} epochs are all that there are"
+        raise ConfigError(f"warmup_epochs={recipe.warmup_epochs}", why, "Set train.warmup_epochs to fewer")
+    return recipe
+
+
+_NOT_OVERRULED = ("options", "source", "min_epochs", "lr_dim")
+_OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT_OVERRULED)
+
+
+def _recipe(name: str, settings: TrainSettings) -> Recipe:
+    if settings.recipe == "default":
+        return replace(_BASE, **_DEFAULTS[name])
+    for (method, option, value), changes in _PUBLISHED_FORMS.items():
+        if method == name and settings.options.get(option) == value:
+            return replace(_AS_PRINTED, **changes)
+    return replace(_AS_PRINTED, **_PUBLISHED[name])

@@ -1,0 +1,73 @@
+"""Models of the supervised baseline in files: `model.safetensors`, `config.json` and `metrics.jsonl` in one folder.
+
+The config is written last and holds the checksum of the weights, so that files of two models never pass for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from selfvitmil import artefact
+from selfvitmil.errors import ArtefactError
+
+FORMAT_VERSION = 1
+WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
+
+
+def write_model(
+    folder: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    history: Iterable[Mapping[str, Any]],
+) -> None:
+    """Write a model's folder; the same model gives the same weights and config, byte for byte."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    weights = safetensors.torch.save(plain, metadata={"format": "pt"})
+    artefact.write_bytes(folder / WEIGHTS, weights)
+    artefact.write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in history))
+    head = {"kind": kind, "format_version": FORMAT_VERSION, "weights_sha256": hashlib.sha256(weights).hexdigest()}
+    artefact.write_text(folder / CONFIG, json.dumps({**head, **config}, indent=2, sort_keys=True) + "\n")
+
+
+def read_config(folder: Path, kind: str) -> dict[str, Any]:
+    """The config of a model; ArtefactError where there is none of this kind."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        told = (config["kind"], config["format_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(folder, f"{CONFIG} is missing or damaged ({type(error).__name__})") from None
+    if told != (kind, FORMAT_VERSION):
+        raise _unreadable(folder, f"it is a {told[0]} in format {told[1]}, expected a {kind} in {FORMAT_VERSION}")
+    return config
+
+
+def read_model(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and config of a model that `write_model` wrote."""
+    config = read_config(folder, kind)
+    try:
+        weights = (folder / WEIGHTS).read_bytes()
+        if hashlib.sha256(weights).hexdigest() != config["weights_sha256"]:
+            raise ValueError(f"{WEIGHTS} is damaged, or not the one that {CONFIG} describes")
+        return safetensors.torch.load(weights), config
+    except OSError:
+        raise _unreadable(folder, f"{WEIGHTS} is missing") from None
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise _unreadable(folder, str(error)) from None
+
+
+def read_history(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The lines of `metrics.jsonl`."""
+    return tuple(json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines())
+
+
+def _unreadable(folder: Path, why: str) -> ArtefactError:
+    return ArtefactError(f"{folder.name}: not a readable model", why, "Remove the folder and train it again")

@@ -1,0 +1,137 @@
+"""A classifier of tiles: an encoder, usually a ResNet-18, with one logit on top; its folder, what it says of slides.
+
+Tiles are read from the slides by the machinery of pretraining (`pretrain.sources`, `pretrain.feed`) and normalized as
+in training. `tiletrain` trains it.
+
+Axes in names: B tiles of a batch, N tiles of a slide, D width, H and W height and width, 3 is RGB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import expit
+from torch import Tensor, nn
+
+from selfvitmil import stain
+from selfvitmil.aggregate.scoring import BagScore
+from selfvitmil.aggregate.store import choose_device
+from selfvitmil.aggregate.supervised import files
+from selfvitmil.aggregate.supervised.scores import bag_score
+from selfvitmil.encoder import Encoder, EncoderConfig, build_backbone, check_fits
+from selfvitmil.pretrain import feed
+from selfvitmil.pretrain.sources import Indices, Pixels, SlideTiles, TileSource, TrainSlide
+from selfvitmil.pretrain.surroundings import choose_precision
+from selfvitmil.settings import SupervisedSettings
+
+KIND = "supervised-tile-network"
+SCORE_BATCH = 256
+"""Tiles that are scored at once."""
+
+StainMethod = Literal["slide", "tile", "none"]
+
+
+class TileNetwork(nn.Module):
+    """An encoder with a linear layer on top: normalized images to the logit of tumour."""
+
+    def __init__(self, encoder: Encoder):
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.dim, 1)
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        """(B,) logits in float32: half precision would make many tiles equal."""
+        vectors_BD = self.encoder(images_B3HW)
+        with torch.autocast(images_B3HW.device.type, enabled=False):
+            return self.head(vectors_BD.float())[:, 0]
+
+
+def load_tile_network(folder: Path) -> tuple[TileNetwork, dict[str, Any]]:
+    """The network of a folder, in eval mode, and its config."""
+    tensors, config = files.read_model(folder, KIND)
+    encoder_config = EncoderConfig(**config["encoder"])
+    backbone = build_backbone(encoder_config.architecture, encoder_config.model_args)
+    network = TileNetwork(Encoder(backbone, encoder_config))
+    network.load_state_dict(tensors)
+    return network.eval(), config
+
+
+# ---------------------------------------------------------------------------------------------------- scoring
+
+
+def tile_probabilities(
+    network: TileNetwork,
+    slides: Sequence[TrainSlide],
+    settings: SupervisedSettings | None = None,
+    *,
+    stain_method: StainMethod,
+    reader: str = "auto",
+    slide_mpp: float | None = None,
+) -> list[NDArray[np.float64]]:
+    """For every slide the probability of each tile of its table to be tumour, as if both were equally frequent."""
+    settings = settings or SupervisedSettings()
+    source = SlideTiles(slides, stain_method=stain_method, reader=reader, slide_mpp=slide_mpp)
+    check_fits(network.encoder.config, source.mpp or 0.0, source.size_px, stain_method)
+    device = choose_device(settings.device)
+    dtype = choose_precision(settings.precision, device)
+    tiles = np.arange(sum(source.counts))
+    logits = score_tiles(network.to(device).eval(), source, tiles, device, dtype, num_workers(settings))
+    network.to("cpu")
+    return np.split(expit(logits), np.cumsum(source.counts)[:-1])
+
+
+def score_slides(
+    network: TileNetwork,
+    slides: Sequence[TrainSlide],
+    settings: SupervisedSettings | None = None,
+    *,
+    stain_method: StainMethod,
+    reader: str = "auto",
+    slide_mpp: float | None = None,
+) -> list[BagScore]:
+    """One score per slide, pooled as the settings say over all tiles of its table."""
+    settings = settings or SupervisedSettings()
+    found = tile_probabilities(network, slides, settings, stain_method=stain_method, reader=reader, slide_mpp=slide_mpp)
+    pairs = zip(slides, found, strict=True)
+    return [bag_score(slide.slide, each, settings.pool, settings.k) for slide, each in pairs]
+
+
+@torch.inference_mode()
+def score_tiles(
+    network: TileNetwork, source: TileSource, tiles: Indices, device: torch.device, dtype: torch.dtype, workers: int
+) -> NDArray[np.float64]:
+    """Logits of tiles, given by their numbers in the source; in the same order."""
+    firsts = np.cumsum(source.counts)
+    logits: list[Tensor] = []
+    done = 0
+    for tiles_B3HW in _in_batches(feed.read_all(source, feed.requests_of(source, tiles), workers)):
+        groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right")
+        done += len(tiles_B3HW)
+        tiles_B3HW, maps_B33 = tiles_B3HW.to(device), source.maps(groups)
+        if maps_B33 is not None:
+            tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            logits.append(network(network.encoder.normalize(tiles_B3HW)))
+    return torch.cat(logits).double().cpu().numpy()
+
+
+def _in_batches(parts: Iterator[Pixels]) -> Iterator[Tensor]:
+    """The tiles of many small parts, `SCORE_BATCH` or a few more at a time."""
+    waiting: list[Tensor] = []
+    for part in parts:
+        waiting.append(part.tiles_B3HW)
+        if sum(map(len, waiting)) >= SCORE_BATCH:
+            yield torch.cat(waiting)
+            waiting = []
+    if waiting:
+        yield torch.cat(waiting)
+
+
+def num_workers(settings: SupervisedSettings) -> int:
+    """Processes that read tiles."""
+    return feed.default_workers() if settings.workers is None else settings.workers

@@ -1,0 +1,214 @@
+"""Bags as files of other tools: CLAM, STAMP, AnnData, and TRIDENT's layout in another precision.
+
+A folder of feature files of any known kind comes in, a folder that the other tool opens goes out. Our own files are
+TRIDENT's layout already; writing them again is for tools that do not cast float16. Every file is written whole or not
+at all; files of the same name are replaced.
+
+N instances, D dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil import artefact
+from selfvitmil.bags.files import Bag, Features, find_bags, read_bag
+from selfvitmil.errors import BagError, ConfigError
+
+Tool = Literal["clam", "stamp", "anndata", "trident"]
+Dtype = Literal["float16", "float32"]
+
+TOOLS: Mapping[str, Dtype] = {"clam": "float32", "stamp": "float16", "anndata": "float32", "trident": "float32"}
+"""Tools, and the precision that each gets unless another one is asked for."""
+DTYPES = ("float16", "float32")
+ATTRIBUTES = (
+    "patch_size",
+    "patch_size_level0",
+    "level0_magnification",
+    "target_magnification",
+    "overlap",
+    "level0_width",
+    "level0_height",
+    "mpp",
+    "level0_mpp",
+)
+"""What TRIDENT's readers look for on `coords`, and the exact resolution beside its magnifications."""
+
+
+# ---------------------------------------------------------------------------------------------------- a folder of bags
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """All that a worker needs to export one slide."""
+
+    slide: str
+    path: Path
+    """Its feature file."""
+    folder: Path
+    """Where the other tool's files go."""
+    to: Tool
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What became of one slide."""
+
+    num_tiles: int
+    note: str = "made"
+
+
+def plan_export(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportJob]:
+    """A job for every feature file in `source`; refuses what cannot work for any of them."""
+    tool, precision = _check_choice(to, dtype)
+    here, there = source.resolve(), folder.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise ConfigError(
+            f"{folder.name}: the export would go where the feature files lie",
+            "it could replace them, or be taken for them",
+            "Name a folder that neither holds them nor lies among them",
+        )
+    return {name: ExportJob(name, path, folder, tool, precision) for name, path in find_bags(source).items()}
+
+
+def export_slide(job: ExportJob) -> ExportResult:
+    """Write the other tool's files of one slide. Raises SelfVitMilError where it cannot."""
+    bag = read_bag(job.path)
+    writers = {"clam": export_clam, "stamp": export_stamp, "anndata": export_anndata, "trident": export_trident}
+    writers[job.to](bag, job.folder, job.dtype)
+    return ExportResult(len(bag))
+
+
+def export_bags(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportResult]:
+    """Export all feature files in `source`, one after the other; the first that cannot be exported raises."""
+    return {name: export_slide(job) for name, job in plan_export(source, folder, to, dtype).items()}
+
+
+def _check_choice(to: str, dtype: str | None) -> tuple[Any, Any]:
+    if to not in TOOLS or dtype not in (None, *DTYPES):
+        raise ConfigError(
+            f"there is no export to {to} in {dtype or 'its usual precision'}",
+            how=f"Choose one of {', '.join(TOOLS)}, and {' or '.join(DTYPES)}",
+        )
+    if to == "clam" and dtype == "float16":
+        raise ConfigError(
+            "CLAM cannot train on float16", "it does not cast, and its networks are float32", "Leave out --dtype"
+        )
+    if to == "anndata" and find_spec("anndata") is None:
+        raise ConfigError("anndata is not installed", "and it writes these files", "pip install 'selfvitmil[anndata]'")
+    return to, dtype or TOOLS[to]
+
+
+# ---------------------------------------------------------------------------------------------------- one bag
+
+
+def export_clam(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
+    """CLAM's `h5_files/<slide>.h5` and `pt_files/<slide>.pt`; float32 only, since CLAM does not cast."""
+    import torch
+
+    _check_choice("clam", dtype)
+    features_ND = _features(bag, dtype)
+    with artefact.atomic_path(folder / "h5_files" / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+        file.create_dataset("features", data=features_ND)
+        if bag.coords is not None:
+            file.create_dataset("coords", data=_corners_l0(bag).astype(np.int32))
+    with artefact.atomic_path(folder / "pt_files" / f"{bag.slide}.pt") as temporary:
+        torch.save(torch.from_numpy(features_ND), temporary)
+
+
+def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
+    """STAMP's `<slide>.h5`: `feats`, and `coords` in microns."""
+    slide_mpp, size_px = bag.attributes.get("level0_mpp"), bag.attributes.get("patch_size")
+    if bag.coords is None or bag.mpp is None or slide_mpp is None or size_px is None:
+        raise BagError(
+            f"{bag.slide}: coordinates in microns cannot be given",
+            "the feature file does not say its microns per pixel",
+            "Export from feature files that selfvitmil wrote",
+        )
+    with artefact.atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+        file.create_dataset("feats", data=_features(bag, dtype))
+        file.create_dataset("coords", data=(np.asarray(bag.coords) * slide_mpp).astype(np.float32))
+        file.attrs.update({"extractor": bag.encoder, "unit": "um", "feat_type": "tile"})
+        file.attrs.update({"tile_size_um": size_px * bag.mpp, "tile_size_px": size_px})
+
+
+def export_trident(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
+    """TRIDENT's `features_<encoder>/<slide>.h5`, and `patches/<slide>_patches.h5` with the coordinates alone."""
+    corners = _corners_l0(bag)
+    known = {key: bag.attributes[key] for key in ATTRIBUTES if key in bag.attributes}
+    attributes = {**known, "name": bag.slide, "savetodir": ""}
+    encoder = re.sub(r"[^A-Za-z0-9._-]", "_", bag.encoder) or "unknown"
+    places = {f"patches/{bag.slide}_patches.h5": None, f"features_{encoder}/{bag.slide}.h5": _features(bag, dtype)}
+    for place, features_ND in places.items():
+        with artefact.atomic_path(folder / place) as temporary, h5py.File(temporary, "w") as file:
+            if features_ND is not None:
+                features = file.create_dataset("features", data=features_ND)
+                features.attrs.update({"name": bag.slide, "savetodir": "", "encoder": bag.encoder})
+            file.create_dataset("coords", data=corners).attrs.update(attributes)
+
+
+def export_anndata(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
+    """`<slide>.h5ad`: a row per tile in `X`, level-0 top left corners in `obsm["spatial"]`, as LazySlide has them.
+
+    `obs` holds the tile's row in its table (`tile_id`) and its slide (`library_id`), `uns` what is known of the slide
+    and its tiles: `slide`, `encoder`, `mpp`, `slide_mpp`, `tile_px`, and the tile's edge in level-0 pixels `tile_l0`.
+    """
+    _check_choice("anndata", dtype)
+    import anndata
+    import pandas as pd
+
+    about = {
+        "slide": bag.slide,
+        "encoder": bag.encoder or None,
+        "mpp": bag.mpp,
+        "slide_mpp": bag.attributes.get("level0_mpp"),
+        "tile_px": bag.attributes.get("patch_size"),
+        "tile_l0": bag.tile_extent,
+    }
+    rows = np.arange(len(bag))
+    table = anndata.AnnData(
+        X=_features(bag, dtype),
+        obs=pd.DataFrame(
+            {"tile_id": rows, "library_id": pd.Categorical([bag.slide] * len(bag))},
+            index=pd.Index([f"{bag.slide}_{row}" for row in rows]),
+        ),
+        uns={key: value for key, value in about.items() if value is not None},
+    )
+    table.obsm["spatial"] = _corners_l0(bag)
+    with artefact.atomic_path(folder / f"{bag.slide}.h5ad") as temporary:
+        table.write_h5ad(temporary)
+
+
+def _features(bag: Bag, dtype: Dtype) -> Features:
+    with np.errstate(over="ignore"):
+        features_ND = np.ascontiguousarray(bag.features_ND, dtype=dtype)
+    if dtype == "float16" and bag.features_ND.dtype != np.float16:
+        lost = np.isinf(features_ND) & np.isfinite(bag.features_ND)
+        if lost.any():
+            raise BagError(
+                f"{bag.slide}: {lost.sum()} values do not fit into float16",
+                "they are beyond 65504",
+                "Export with --dtype float32",
+            )
+    return features_ND
+
+
+def _corners_l0(bag: Bag) -> NDArray[np.int64]:
+    if bag.coords is None or bag.unit != "l0":
+        why = "it has none" if bag.coords is None else "it has microns and does not say how many make a pixel"
+        raise BagError(
+            f"{bag.slide}: the feature file does not say where its tiles lie in level-0 pixels",
+            why,
+            "Export from feature files of selfvitmil, TRIDENT or CLAM (.h5)",
+        )
+    return np.asarray(bag.coords, dtype=np.int64)

@@ -1,0 +1,324 @@
+"""From a cohort and its feature files to cases: slides with a label and a bag that something can be learned from.
+
+`find_cases` opens and checks every file. A slide without a label is a note, one without a sound feature file a failure
+that stops nobody; bags of different dimensions, encoders or resolutions in one cohort are refused with their list, as
+are labels that are missing altogether or all the same.
+
+Classes are numbered in the cohort's class order (numbers by value, then words alphabetically). Of two classes the later
+one is the positive, whose probability a score is; `Cases.lines` says so in words, to be printed before anything runs.
+
+Bags of two scales are joined once and stored as feature files of their own (`join_scales`): at 20x and 5x a bag has
+twice the width, and a cohort's would not fit into memory, while files are mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
+from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.table import listing
+from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
+from selfvitmil.tiles import TileTable, read_tiles
+
+
+@dataclass(frozen=True)
+class BagFile:
+    """A slide with its feature file, without its label: all that may be known of a test slide."""
+
+    slide: str
+    patient: str
+    path: Path
+    identity: str
+    """Fingerprint of the file's content."""
+
+    def read(self) -> Bag:
+        return replace(read_bag(self.path), slide=self.slide)
+
+    def with_label(self, label: int) -> Case:
+        return Case(self.slide, self.patient, self.path, self.identity, label)
+
+
+@dataclass(frozen=True)
+class Case(BagFile):
+    """A slide that can be learned from."""
+
+    label: int
+    """Place of its label in `Cases.class_names`."""
+
+    def without_label(self) -> BagFile:
+        return BagFile(self.slide, self.patient, self.path, self.identity)
+
+
+@dataclass(frozen=True, eq=False)
+class Cases:
+    """All cases of a cohort on one kind of features, in the cohort's order."""
+
+    cases: tuple[Case, ...]
+    class_names: tuple[str, ...]
+    cohort: Cohort
+    """The whole cohort, also the slides that are no cases."""
+    dim: int
+    encoder: str
+    """As the feature files name it, else as the caller does; may be empty."""
+    tiling: str
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        """What aggregators take: 1 for two classes."""
+        return 1 if len(self.class_names) == 2 else len(self.class_names)
+
+    @cached_property
+    def by_slide(self) -> dict[str, Case]:
+        return {case.slide: case for case in self.cases}
+
+    @cached_property
+    def usable(self) -> Cohort:
+        """The cohort's rows that are cases."""
+        return Cohort(tuple(row for row in self.cohort.rows if row.slide in self.by_slide))
+
+    def only(self, slides: Collection[str]) -> Cases:
+        """Those of the given slides, for a comparison of features that not all slides have."""
+        kept = tuple(case for case in self.cases if case.slide in slides)
+        _check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
+        return replace(self, cases=kept)
+
+    def lines(self) -> list[str]:
+        """What to print before anything is learned: classes with their numbers, what is positive, what is left out."""
+        counts = Counter(case.label for case in self.cases)
+        classes = ", ".join(f"{k} = {name} ({counts[k]} slides)" for k, name in enumerate(self.class_names))
+        lines = [f"classes: {classes}"]
+        if self.num_classes == 1:
+            why = "the later one in class order; train.positive names another" * (
+                self.class_names == self.cohort.classes
+            )
+            chosen = f" ({why})" if why else ""
+            lines.append(f"positive: {self.class_names[1]}{chosen}; scores are its probability")
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+@dataclass(frozen=True)
+class CoarseScale:
+    """A coarser scale whose vectors are appended to those of the tiles within."""
+
+    tiling: str
+    """Name of its tiling, under which the fine tile tables store parents."""
+    files: Mapping[str, Path]
+    """Slide -> its coarse feature file."""
+    tables: Mapping[str, Path]
+    """Slide -> its fine tile table (made with tile.parent_mpp)."""
+    folder: Path
+    """Where joined feature files go: bags/<fine>+<coarse>/features_<encoder>."""
+
+
+# ---------------------------------------------------------------------------------------------------- finding
+
+
+def find_cases(
+    cohort: Cohort,
+    bag_files: Mapping[str, Path],
+    *,
+    coarse: CoarseScale | None = None,
+    stage: str = "train",
+    encoder: str = "",
+    tiling: str = "",
+    positive: str | None = None,
+) -> Cases:
+    """Check labels and feature files (`bags.find_bags`) and pair them; `stage` names failures.
+
+    `encoder` is what to call it where the files do not say; `positive` the class of two that scores speak for.
+    Raises ConfigError where no honest training is possible.
+    """
+    labelled = cohort.select(labelled=True)
+    if not labelled.rows:
+        raise ConfigError(
+            "no slide of the cohort has a label",
+            "there is nothing to learn from",
+            "Fill the column label of cohort.csv, or give --labels",
+        )
+    _check_two_classes(set(cohort.classes), "the cohort")
+    classes = _ordered(cohort.classes, positive)
+    cases: list[Case] = []
+    failures: list[Failure] = []
+    facts: dict[str, _Facts] = {}
+    for row in labelled.rows:
+        try:
+            path = _bag_file(row.slide, bag_files, coarse)
+            bag = read_bag(path)
+            check_bag(replace(bag, slide=row.slide))
+        except (SelfVitMilError, OSError) as error:
+            failures.append(Failure.of(row.slide, stage, error))
+            continue
+        label = classes.index(row.label or "")
+        cases.append(Case(row.slide, row.patient, path, artefact.fingerprint(path), label))
+        facts[row.slide] = _Facts.of(bag, path)
+    _refuse_mixed(facts)
+    if not cases:
+        raise BagError(
+            f"none of {len(labelled)} labelled slides has a sound feature file",
+            failures[0].reason,
+            "Name the folder of the feature files, or embed the slides first",
+        )
+    _check_two_classes({classes[case.label] for case in cases}, "what is left of the cohort")
+    first = facts[cases[0].slide]
+    notes = _notes(cohort, bag_files, facts)
+    named = first.encoder or encoder
+    return Cases(tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What must be the same for all bags of a cohort."""
+
+    dim: int
+    encoder: str
+    resolution: str
+    in_memory: int
+    """Bytes, of a bag that cannot be mapped."""
+
+    @classmethod
+    def of(cls, bag: Bag, path: Path) -> _Facts:
+        magnification = bag.attributes.get("target_magnification")
+        if bag.mpp is not None:
+            resolution = f"{bag.mpp:.4g} um/px"
+        else:
+            resolution = f"{magnification}x" if magnification is not None else "not said"
+        mapped = isinstance(bag.features_ND, np.memmap) or path.suffix == ".pt"
+        return cls(bag.dim, bag.encoder, resolution, 0 if mapped else bag.features_ND.nbytes)
+
+
+def _bag_file(slide: str, bag_files: Mapping[str, Path], coarse: CoarseScale | None) -> Path:
+    fine = _named(slide, bag_files, "feature file", "Embed the slide, or see why that failed")
+    if coarse is None:
+        return fine
+    other = _named(slide, coarse.files, f"feature file at {coarse.tiling}", "Embed the coarse scale too")
+    table = _named(slide, coarse.tables, "tile table", "Run `selfvitmil tile` with tile.parent_mpp")
+    return join_scales(fine, other, read_tiles(table), coarse.tiling, coarse.folder / f"{slide}.h5")
+
+
+def _named(slide: str, files: Mapping[str, Path], what: str, how: str) -> Path:
+    if slide not in files or not files[slide].exists():
+        raise BagError(f"{slide}: no {what}", "the slide has a label but nothing to learn from", how)
+    return files[slide]
+
+
+def _ordered(classes: tuple[str, ...], positive: str | None) -> tuple[str, ...]:
+    """Class names in the order of their numbers: the positive one of two comes last."""
+    if positive is None:
+        return classes
+    if positive not in classes or len(classes) != 2:
+        why = f"the classes are {listing(classes)}" + ("" if len(classes) == 2 else ", and only one of two is positive")
+        raise ConfigError(f"train.positive {positive!r}", why, "Name one of two classes, or leave it out")
+    return tuple(sorted(classes, key=positive.__eq__))
+
+
+def _check_two_classes(names: set[str], whole: str) -> None:
+    if len(names) < 2:
+        raise ConfigError(
+            f"{whole} has {f'one class only ({min(names)})' if names else 'no labelled slide'}",
+            "a classifier needs slides of two classes at least",
+            "Add slides of another class, or correct the labels",
+        )
+
+
+def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
+    """One error that lists every kind of bag, where there is more than one."""
+    problems: list[str] = []
+    for what, key in (("dimensions", "dim"), ("encoders", "encoder"), ("resolutions", "resolution")):
+        slides: dict[str, list[str]] = defaultdict(list)
+        for slide, fact in facts.items():
+            slides[str(getattr(fact, key)) or "not said"].append(slide)
+        if len(slides) > 1:
+            kinds = sorted(slides.items(), key=lambda kind: (len(kind[1]), kind[0]))
+            told = "; ".join(f"{value} in {listing(names)}" for value, names in kinds)
+            problems.append(f"feature files of different {what}: {told}")
+    if problems:
+        raise ConfigError(
+            ". ".join(problems),
+            "vectors of different kinds cannot be learned from together",
+            "Embed all slides in the same way, or keep each kind in a folder of its own",
+        )
+
+
+def _notes(cohort: Cohort, bag_files: Mapping[str, Path], facts: Mapping[str, _Facts]) -> tuple[str, ...]:
+    notes: list[str] = []
+    if cohort.unlabelled:
+        notes.append(f"{len(cohort.unlabelled)} slides have no label and take no part: {listing(cohort.unlabelled)}")
+    strangers = sorted(set(bag_files) - set(cohort.slides))
+    if strangers:
+        notes.append(f"{len(strangers)} feature files are of no slide of the cohort: {listing(strangers)}")
+    held = [fact.in_memory for fact in facts.values() if fact.in_memory]
+    if sum(held) > 2**30:
+        notes.append(
+            f"{len(held)} feature files are chunked or compressed and cannot be mapped: they take "
+            f"{sum(held) / 2**30:.1f} GB of memory"
+        )
+    return tuple(notes)
+
+
+# ---------------------------------------------------------------------------------------------------- two scales
+
+
+def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_tiling: str, target: Path) -> Path:
+    """Write the bag of two scales, unless it is current: each fine vector followed by that of the tile around it.
+
+    `table` is the fine tile table, which knows the parents. Tiles without a parent are left out. Returns `target`,
+    a feature file like any other. Raises BagError where the files do not belong together.
+    """
+    made_from = {
+        "fine": artefact.fingerprint(fine_file),
+        "coarse": artefact.fingerprint(coarse_file),
+        "tiles": table.digest,
+        "parents": table.parent_digests.get(coarse_tiling, ""),
+    }
+    if _is_current(target, made_from):
+        return target
+    fine, coarse = read_bag(fine_file), read_bag(coarse_file)
+    if coarse_tiling not in table.parents:
+        raise BagError(
+            f"{table.slide}: its tile table knows no parents at {coarse_tiling}",
+            f"it has {listing(table.parents) or 'none'}",
+            "Run `selfvitmil tile` with tile.parent_mpp, then embed both scales again",
+        )
+    _check_places(fine, table.digest, "fine")
+    _check_places(coarse, table.parent_digests[coarse_tiling], "coarse")
+    parents = table.parents[coarse_tiling]
+    joined = concat_scales(fine, coarse, parents)
+    encoder = fine.encoder if fine.encoder == coarse.encoder else f"{fine.encoder}+{coarse.encoder}"
+    write_bag(target, joined.features_ND, _rows_of(table, parents >= 0), encoder, made_from)
+    return target
+
+
+def _check_places(bag: Bag, digest: str, scale: str) -> None:
+    coords = np.empty((0, 2), np.int64) if bag.coords is None else np.ascontiguousarray(bag.coords, np.int64)
+    if hashlib.sha256(coords.tobytes()).hexdigest() != digest:
+        raise BagError(
+            f"{bag.slide}: its {scale} feature file is not of the tiles of its tile table",
+            "so it is not known which fine tile lies in which coarse one",
+            "Embed both scales again",
+        )
+
+
+def _rows_of(table: TileTable, kept: np.ndarray) -> TileTable:
+    return replace(table, coords_l0=table.coords_l0[kept], tissue=table.tissue[kept], annotated=None, parents={})
+
+
+def _is_current(target: Path, made_from: Mapping[str, str]) -> bool:
+    if not target.exists():
+        return False
+    try:
+        return json.loads(read_bag(target).attributes.get("made_from", "{}")) == made_from
+    except BagError:
+        return False

@@ -1,0 +1,94 @@
+"""The figures of an evaluated method as files: ROC, precision-recall, calibration, confusion, training.
+
+Splits whose test slides do not overlap are drawn together. Where they overlap (Monte Carlo), each has its own files.
+A figure that cannot be drawn, say for want of a class among few test slides, is left out, and its reason returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from selfvitmil import artefact, metrics
+from selfvitmil.errors import MetricError
+from selfvitmil.evaluate import figures
+from selfvitmil.evaluate.protocol import MethodResult
+from selfvitmil.evaluate.scores import Samples, are_disjoint, samples_of
+from selfvitmil.settings import EvaluateSettings
+
+History = Sequence[Mapping[str, Any]]
+
+
+def write_figures(
+    folder: Path, result: MethodResult, evaluate: EvaluateSettings, histories: Mapping[tuple[str, int], History]
+) -> list[str]:
+    """Write all figures of a method; the reasons why some could not be drawn. `histories` by (split, seed)."""
+    reasons: list[str] = []
+    splits = (None,) if are_disjoint(result.predictions) else result.splits
+    for split in splits:
+        prefix = "" if split is None else f"{split}_"
+        for name, draw in _figures(result, split, evaluate):
+            reasons += _write(folder / f"{prefix}{name}.svg", draw)
+    runs = [run for run in result.runs if (run.split, run.seed) in histories]
+    if runs:
+        lines = [histories[run.split, run.seed] for run in runs]
+        chosen = [run.epoch for run in runs]
+        title, protocol = f"Training of {result.method}", _protocol(result)
+        reasons += _write(
+            folder / "training.svg", lambda: figures.history_figure(lines, chosen, title, protocol=protocol)
+        )
+    return reasons
+
+
+def _write(path: Path, draw: Callable[[], str]) -> list[str]:
+    try:
+        text = draw()
+    except MetricError as error:
+        path.unlink(missing_ok=True)  # one of an earlier run would pass for this run's
+        return [f"{path.name} is not drawn: {error}"]
+    artefact.write_text(path, text)
+    return []
+
+
+def _protocol(result: MethodResult) -> Literal["honest", "optimistic"]:
+    return "optimistic" if result.protocol == "optimistic" else "honest"
+
+
+def _figures(
+    result: MethodResult, split: str | None, evaluate: EvaluateSettings
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    ensemble = samples_of(result.predictions, split=split)
+    seeds = [samples_of(result.predictions, seed=seed, split=split) for seed in result.seeds]
+    rows = [row for row in result.predictions if row.part == "test" and row.seed is None and split in (None, row.split)]
+    thresholds = None if rows[0].threshold is None else np.array([row.threshold for row in rows], dtype=np.float64)
+    said = "; ".join(ensemble.threshold_from)
+    shared: dict[str, Any] = {"class_names": result.class_names, "protocol": _protocol(result)}
+    curves = shared | {"threshold": thresholds, "threshold_from": said, "groups": np.array(ensemble.patients)}
+    curves |= {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
+    curves["seed_scores"] = [_plain(own, "scores") for own in seeds] if len(seeds) > 1 else []
+    scores, title = _plain(ensemble, "scores"), result.method
+    yield "roc", lambda: figures.roc_figure(ensemble.labels, scores, f"ROC curve of {title}", **curves)
+    yield "pr", lambda: figures.pr_figure(ensemble.labels, scores, f"Precision-recall curve of {title}", **curves)
+    stated = shared | {"threshold": thresholds, "threshold_from": said, "level": evaluate.confidence}
+    if ensemble.calibrated:
+        stated["uncalibrated"] = scores
+    probabilities = _plain(ensemble, "probabilities")
+    yield (
+        "calibration",
+        lambda: figures.calibration_figure(ensemble.labels, probabilities, f"Calibration of {title}", **stated),
+    )
+    matrix = metrics.confusion_matrix(ensemble.labels, ensemble.decisions, len(result.class_names))
+    told: dict[str, Any] = {"threshold_from": said, "protocol": _protocol(result), "level": evaluate.confidence}
+    yield (
+        "confusion",
+        lambda: figures.confusion_figure(matrix, result.class_names, f"Decisions of {title}", **told),
+    )
+
+
+def _plain(samples: Samples, what: Literal["scores", "probabilities"]) -> Any:
+    """(N,) for one score, (N, C) for more."""
+    array = getattr(samples, what)
+    return array[:, 0] if array.shape[1] == 1 else array

@@ -1,0 +1,402 @@
+"""One method over all splits and seeds: trained, its choices made, its test slides scored.
+
+    splits = make_splits(cases, train_settings, evaluate_settings)
+    trial = seal(cases, splits, evaluate_settings)          # test labels are out of reach from here on
+    fitted = fit_method("dsmil", trial, train_settings)     # for every method: train, score, choose thresholds
+    trial.labels.open(FINAL_SCORING)                        # from here on no training can begin
+    result = judge_method(fitted, trial)                    # decisions beside the truth
+
+`run_method` does the last four for one method. A comparison fits all methods before it opens the labels.
+
+`honest`: the epoch is chosen by the trainer on validation slides, the threshold and the calibration on their scores.
+`optimistic`: the test slides take the place of validation in all three, no validation is carved from the training
+slides, and the labels are opened at the start with that reason.
+
+The ensemble is the mean of the seeds' probabilities, with a threshold and a calibration of its own.
+Models lie in <folder>/<split>/seed<k>/ (<split>_optimistic under that protocol); one whose stored hash of recipe,
+seed, slides, labels and feature files is current is used again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil import artefact
+from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.recipes import recipe_of
+from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model
+from selfvitmil.aggregate.train import score as score_bags
+from selfvitmil.aggregate.train import train as train_aggregator
+from selfvitmil.cohort import Split
+from selfvitmil.errors import SelfVitMilError
+from selfvitmil.evaluate.cases import BagFile, Case, Cases
+from selfvitmil.evaluate.choices import Choice, choose
+from selfvitmil.evaluate.guard import FINAL_SCORING
+from selfvitmil.evaluate.predictions import Prediction, Values
+from selfvitmil.evaluate.trial import Trial, TrialSplit, seal
+from selfvitmil.settings import EvaluateSettings, TrainSettings
+
+VERSION = 1
+"""Of what a training does with its inputs; a higher one makes stored models stale."""
+
+Report = Callable[[dict[str, Any]], None]
+Floats = NDArray[np.float64]
+
+
+def run_method(
+    name: str,
+    cases: Cases,
+    splits: Sequence[Split],
+    train: TrainSettings,
+    evaluate: EvaluateSettings,
+    *,
+    title: str = "",
+    folder: Path | None = None,
+    store: BagStore | None = None,
+    report: Report | None = None,
+) -> MethodResult:
+    """One method from cases to predictions: seal, train, open, judge. Arguments as of `fit_method`."""
+    trial = seal(cases, splits, evaluate)
+    fitted = fit_method(name, trial, train, title=title, folder=folder, store=store, report=report)
+    trial.labels.open(FINAL_SCORING)
+    return judge_method(fitted, trial)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One training: a method on one split with one seed."""
+
+    split: str
+    seed: int
+    epoch: int
+    """The one chosen."""
+    note: str
+    """`made`, `current` (a stored model was used), or `made again: ...`."""
+    seconds: float
+    """Time of the training, be it an earlier one."""
+    warnings: tuple[str, ...]
+    chosen_on: Mapping[str, BagScore]
+    """Scores of the slides that thresholds are chosen on."""
+    test: Mapping[str, BagScore]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """All trainings of one method and what was chosen after them; made without the label of any test slide."""
+
+    method: str
+    """What its row is called."""
+    aggregator: str
+    runs: tuple[Run, ...]
+    choices: Mapping[tuple[str, int | None], Choice]
+    """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
+
+
+def fit_method(
+    name: str,
+    trial: Trial,
+    train: TrainSettings,
+    *,
+    title: str = "",
+    folder: Path | None = None,
+    store: BagStore | None = None,
+    report: Report | None = None,
+    score_test: bool = True,
+) -> Fitted:
+    """Train the aggregator `name` on every split with every seed, score bags, choose thresholds and calibrations.
+
+    `title` names the row where it is not `name`; `folder` keeps the models (models/<tiling>/<encoder>/<aggregator>);
+    `report` is told every epoch with method, split and seed. With `score_test=False` test bags are not even opened.
+    """
+    # One store for all trainings: bags are checked, measured and uploaded once.
+    fitter = _Fitter(name, trial, train, folder, store or BagStore.of(train), report)
+    seeds = range(train.seed, train.seed + train.seeds)
+    runs = [fitter.run(split, seed, score_test) for split in trial.splits for seed in seeds]
+    return conclude(title or name, name, runs, trial)
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    module: Aggregator
+    epoch: int
+    note: str
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitter:
+    """What all trainings of a method share."""
+
+    name: str
+    trial: Trial
+    train: TrainSettings
+    folder: Path | None
+    store: BagStore
+    report: Report | None
+
+    def run(self, split: TrialSplit, seed: int, score_test: bool) -> Run:
+        chosen_on = self.trial.chosen_on(split)
+        model = self._model(split, chosen_on, seed)
+        scored, test = self._scored(model, chosen_on), self._scored(model, split.test) if score_test else {}
+        return Run(split.name, seed, model.epoch, model.note, model.seconds, model.warnings, scored, test)
+
+    def _model(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> _Model:
+        """The stored model where it is current, else a new one, stored where there is a folder."""
+        made_from = self._made_from(split, chosen_on, seed)
+        place = None
+        if self.folder is not None:
+            place = self.folder / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
+        stored = _stored(place, made_from)
+        if isinstance(stored, _Model):
+            return stored
+        trained = self._trained(split, chosen_on, seed)
+        if place is not None:
+            # An old config must not stay beside new weights, should we be killed in between.
+            (place / "config.json").unlink(missing_ok=True)
+            save_model(place, trained, {"made_from": made_from, **self._about(split, chosen_on, seed)})
+        return _Model(trained.module, trained.epoch, stored, _seconds(trained.history), trained.warnings)
+
+    def _trained(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> Trained:
+        """A new training, which is handed nothing but labelled bags of training and validation."""
+        where = {"method": self.name, "split": split.name, "seed": seed}
+        report = None if self.report is None else partial(_tell, self.report, where)
+        training, validation = (
+            [LabelledBag(case.slide, self.trial.bag(case), case.label) for case in part]
+            for part in (split.train, chosen_on)
+        )
+        with self.trial.labels.training(f"{self.name}, {split.name}, seed {seed}"):
+            return train_aggregator(
+                self.name, training, validation, self.trial.num_classes, self.train, seed,
+                store=self.store, report=report,
+            )  # fmt: skip
+
+    def _made_from(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> str:
+        """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
+        recipe = {key: value for key, value in asdict(recipe_of(self.name, self.train)).items() if key != "source"}
+        slides = [[(case.slide, case.label, case.identity) for case in part] for part in (split.train, chosen_on)]
+        return artefact.hash_of(VERSION, self.name, recipe, seed, self.trial.class_names, slides)
+
+    def _about(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> dict[str, Any]:
+        """What the model's folder tells of its origin."""
+        return {
+            "split": split.name,
+            "seed": seed,
+            "classes": list(self.trial.class_names),
+            "protocol": self.trial.evaluate.protocol,
+            "epoch_from": self.trial.where,
+            "encoder": self.trial.encoder,
+            "tiling": self.trial.tiling,
+            "trained_on": [case.slide for case in split.train],
+            "chosen_on": [case.slide for case in chosen_on],
+        }
+
+    def _scored(self, model: _Model, cases: Sequence[BagFile]) -> dict[str, BagScore]:
+        scores = score_bags(model.module, [self.trial.bag(case) for case in cases], store=self.store)
+        return {case.slide: score for case, score in zip(cases, scores, strict=True)}
+
+
+def model_name(split: str, optimistic: bool) -> str:
+    """Folder of the models of a split: the protocols do not overwrite each other's."""
+    return f"{split}_optimistic" if optimistic else split
+
+
+def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
+    report({**where, **line})
+
+
+def _stored(place: Path | None, made_from: str) -> _Model | str:
+    """The stored model where it is current, else the note for a new one."""
+    if place is None or not (place / "config.json").exists():
+        return "made"
+    try:
+        module, config = load_model(place)
+        lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds = _seconds([json.loads(line) for line in lines])
+    except (SelfVitMilError, OSError, ValueError, KeyError):
+        return "made again: the stored model was damaged"
+    if config.get("made_from") != made_from:
+        return "made again: other settings, labels, slides or features than before"
+    return _Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
+
+
+def _seconds(history: Iterable[Mapping[str, Any]]) -> float:
+    return sum(float(line["seconds"]) for line in history)
+
+
+# ---------------------------------------------------------------------------------------------------- choosing
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """What one seed, or the ensemble, says of some slides: (N, K) probabilities of the method and of its streams."""
+
+    score: Floats
+    max: Floats | None
+    bag: Floats | None
+
+    def values(self, stream: Literal["max", "bag"], row: int) -> Values | None:
+        array: Floats | None = getattr(self, stream)
+        return None if array is None else tuple(array[row].tolist())
+
+
+def conclude(method: str, aggregator: str, runs: Sequence[Run], trial: Trial) -> Fitted:
+    """Choose thresholds and calibrations after all trainings, also after such as were made elsewhere."""
+    choices: dict[tuple[str, int | None], Choice] = {}
+    for split in trial.splits:
+        chosen_on = trial.chosen_on(split)
+        own = [run for run in runs if run.split == split.name]
+        for seed, scored in _with_ensemble(own, "chosen_on", chosen_on).items():
+            labels = [case.label for case in chosen_on]
+            choices[split.name, seed] = choose(labels, scored.score, trial.evaluate, trial.where)
+    return Fitted(method, aggregator, tuple(runs), choices)
+
+
+def _with_ensemble(
+    runs: Sequence[Run], part: Literal["chosen_on", "test"], cases: Sequence[BagFile]
+) -> dict[int | None, _Scored]:
+    """Scores of every seed, and under None their mean, also of the streams where all have them."""
+    slides = [case.slide for case in cases]
+    scored: dict[int | None, _Scored] = {}
+    for run in runs:
+        rows = [getattr(run, part)[slide] for slide in slides]
+        streams = ("max_probabilities", "bag_probabilities")
+        scored[run.seed] = _Scored(
+            np.array([row.probabilities for row in rows], dtype=np.float64),
+            *(_array([getattr(row, stream) for row in rows]) for stream in streams),
+        )
+    parts = list(scored.values())
+    scored[None] = _Scored(
+        np.mean([part.score for part in parts], axis=0),
+        _mean([part.max for part in parts]),
+        _mean([part.bag for part in parts]),
+    )
+    return scored
+
+
+def _array(rows: Sequence[Values | None]) -> Floats | None:
+    return None if any(row is None for row in rows) else np.array(rows, dtype=np.float64)
+
+
+def _mean(arrays: Sequence[Floats | None]) -> Floats | None:
+    present = [array for array in arrays if array is not None]
+    return np.mean(present, axis=0) if len(present) == len(arrays) else None
+
+
+# ---------------------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True, eq=False)
+class MethodResult:
+    """All predictions of one method and how they came about."""
+
+    method: str
+    aggregator: str
+    class_names: tuple[str, ...]
+    predictions: tuple[Prediction, ...]
+    """By split; within it seeds in order, then the ensemble; within that validation, then test slides."""
+    runs: tuple[Run, ...]
+    choices: Mapping[tuple[str, int | None], Choice]
+    """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
+    protocol: str
+    labels_opened: str
+    """Why the test labels were opened."""
+    encoder: str
+    tiling: str
+    warnings: tuple[str, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(run.split for run in self.runs))
+
+
+def judge_method(fitted: Fitted, trial: Trial) -> MethodResult:
+    """Put decisions beside the truth; SealedLabelError unless the test labels were opened."""
+    predictions: list[Prediction] = []
+    for split in trial.splits:
+        runs = [run for run in fitted.runs if run.split == split.name]
+        test = trial.opened(split)
+        on_test = _with_ensemble(runs, "test", test)
+        # Under the optimistic protocol both are the same slides: they stand under `test` alone.
+        on_val = {} if trial.optimistic else _with_ensemble(runs, "chosen_on", split.val)
+        for seed, scored in on_test.items():
+            name = _Name(fitted.method, split.name, seed, trial.evaluate.protocol)
+            choice = fitted.choices[split.name, seed]
+            if seed in on_val:
+                predictions += _rows(name, "val", split.val, on_val[seed], choice)
+            predictions += _rows(name, "test", test, scored, choice)
+    return MethodResult(
+        method=fitted.method,
+        aggregator=fitted.aggregator,
+        class_names=trial.class_names,
+        predictions=tuple(predictions),
+        runs=fitted.runs,
+        choices=fitted.choices,
+        protocol=trial.evaluate.protocol,
+        labels_opened=trial.labels.reason,
+        encoder=trial.encoder,
+        tiling=trial.tiling,
+        warnings=(*trial.warnings, *_warnings(fitted)),
+    )
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What the rows of one seed share."""
+
+    method: str
+    split: str
+    seed: int | None
+    protocol: str
+
+
+def _rows(
+    name: _Name, part: Literal["val", "test"], cases: Sequence[Case], scored: _Scored, choice: Choice
+) -> Iterator[Prediction]:
+    decisions = choice.decide(scored.score)
+    calibrated = choice.calibrate(scored.score)
+    for row, case in enumerate(cases):
+        yield Prediction(
+            method=name.method,
+            slide=case.slide,
+            patient=case.patient,
+            split=name.split,
+            part=part,
+            label=case.label,
+            seed=name.seed,
+            score=tuple(scored.score[row].tolist()),
+            max=scored.values("max", row),
+            bag=scored.values("bag", row),
+            calibrated=None if calibrated is None else tuple(calibrated[row].tolist()),
+            threshold=choice.threshold,
+            threshold_from=choice.threshold_from,
+            decision=int(decisions[row]),
+            protocol=name.protocol,
+        )
+
+
+def _warnings(fitted: Fitted) -> list[str]:
+    """Of trainings and calibrations, each with how many it concerns."""
+    trained = Counter(warning for run in fitted.runs for warning in run.warnings)
+    sources = Counter(choice.calibration_from for choice in fitted.choices.values())
+    refused = {text.removeprefix("none: "): count for text, count in sources.items() if text.startswith("none: ")}
+    return [
+        *(f"{text} ({count} of {len(fitted.runs)} trainings)" for text, count in trained.items()),
+        *(f"not calibrated ({count} of {len(fitted.choices)} times): {text}" for text, count in refused.items()),
+    ]

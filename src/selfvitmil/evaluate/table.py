@@ -1,0 +1,546 @@
+"""The comparison table: a row for every method, paired tests against a baseline, the paper's Table 1 beside it.
+
+In come the scores of every method's ensemble on the same slides (`paired_rows`) and one `ComparisonRow` per method; out
+go text for a file (`table_csv`, `table_markdown`) and cells for a terminal (`table_cells` with `table_notes`).
+
+Measured and published numbers never share a column: a published one was made with other features, often with its epoch
+and threshold chosen on the test slides, and on Camelyon16 alone. `PUBLISHED` says for each what is known about it, and
+every table that shows one says so below. Rows that were not judged on the same slides by the same protocol are refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from selfvitmil.errors import MetricError
+from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
+from selfvitmil.metrics.intervals import Floats, Labels, bootstrap, check_groups, percentile_interval
+from selfvitmil.metrics.ranking import _resampled_auc
+
+# ---------------------------------------------------------------------------------------------------- published
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's Table 1, all on Camelyon16's official test set, and how it came about as far as is known."""
+
+    name: str
+    accuracy: float | None
+    auc: float
+    features: str
+    trained_on: str
+    protocol: str
+    """How epoch and threshold were chosen."""
+    source: str
+
+    @property
+    def note(self) -> str:
+        """All of it but the numbers, in one sentence."""
+        return (
+            f"Published {self.name}: features: {self.features}; trained on {self.trained_on}; {self.protocol}; "
+            f"source: {self.source}."
+        )
+
+
+_TABLE = "Table 1 of Gul et al. 2022"
+_C16 = "Camelyon16's training slides"
+_SIMCLR = "ResNet18, SimCLR"
+_DSMIL_CHOICE = "its released code takes Youden's threshold of the test slides; the choice of epoch is not known"
+
+PUBLISHED: dict[str, Published] = {
+    "chowder": Published(
+        "CHOWDER",
+        None,
+        0.8580,
+        "not stated there",
+        _C16,
+        "choice of epoch and threshold not stated there",
+        f"{_TABLE}, citing Courtiol et al. 2020",
+    ),
+    "abmil": Published(
+        "ABMIL",
+        0.8450,
+        0.8653,
+        f"{_SIMCLR}, as in DSMIL's table",
+        _C16,
+        "choice of epoch and threshold not stated there",
+        f"{_TABLE}, taken from DSMIL's paper (Li et al. 2021)",
+    ),
+    "dsmil": Published(
+        "DSMIL", 0.8682, 0.8944, f"{_SIMCLR}, single scale", _C16, _DSMIL_CHOICE, f"{_TABLE}, citing Li et al. 2021"
+    ),
+    "mil-rnn": Published(
+        "MIL-RNN",
+        None,
+        0.8990,
+        "ResNet34, in its released code trained by the method itself from ImageNet weights",
+        "9,894 axillary lymph node slides of MSK instead of Camelyon16",
+        "choice of epoch and threshold for this figure not stated there",
+        f"{_TABLE}, citing Campanella et al. 2019",
+    ),
+    "dsmil-lc": Published(
+        "DSMIL-LC",
+        0.8992,
+        0.9165,
+        f"{_SIMCLR}, 20x and 5x with an encoder each",
+        _C16,
+        _DSMIL_CHOICE,
+        f"{_TABLE}, citing Li et al. 2021",
+    ),
+    "transmil": Published(
+        "TransMIL",
+        0.8837,
+        0.9309,
+        "ResNet50 up to its third stage, ImageNet",
+        f"{_C16}, 54 of 270 kept for validation in the released split",
+        "its released code takes the epoch by validation loss and the likelier class, no threshold",
+        f"{_TABLE}, citing Shao et al. 2021",
+    ),
+    "resnet18": Published(
+        "fully supervised",
+        0.9147,
+        0.9362,
+        "ResNet18, trained on tiles labelled by annotation",
+        f"{_C16} with annotations",
+        "the rules that label a tile and score a slide are not published",
+        f"{_TABLE}, citing Li et al. 2021",
+    ),
+    "self-vit-mil": Published(
+        "Self-ViT-MIL",
+        0.9147,
+        0.9426,
+        "ViT-B/16, DINO on Camelyon16's training tiles, 5D vectors",
+        _C16,
+        "its released code takes the best epoch and Youden's threshold of the test slides, so both are optimistic",
+        _TABLE,
+    ),
+}
+"""By our name of the method; `resnet18` is the fully supervised baseline. Other methods have no published row."""
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class JudgedOn:
+    """What all rows of a table share: the slides that judge, and who chose epoch and threshold."""
+
+    cohort: str
+    split: str
+    """Which slides of the cohort these are, in words: `given test split`, `test parts of 5 folds` ..."""
+    counts: tuple[tuple[str, int], ...]
+    """Class names in class order with the number of samples of each."""
+    unit: Literal["slides", "patients"] = "slides"
+    protocol: Literal["honest", "optimistic"] = "honest"
+    camelyon16_test: bool = False
+    """These are Camelyon16's official test slides, on which the published numbers were made."""
+
+    @property
+    def words(self) -> str:
+        """For instance `80 normal + 49 tumor slides`."""
+        return " + ".join(f"{count} {name}" for name, count in self.counts) + f" {self.unit}"
+
+
+@dataclass(frozen=True)
+class PairedRow:
+    """AUC of a method minus that of the baseline on the same slides, with raw and Holm-corrected p-values."""
+
+    method: str
+    baseline: str
+    difference: Interval
+    test: str
+    """Which test `p_value` comes from."""
+    p_value: float
+    holm_p_value: float
+    bootstrap_p_value: float
+    bootstrap_holm_p_value: float
+    num_comparisons: int
+    """How many methods were compared with the baseline: what Holm's correction is for."""
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """A method as measured. Intervals are of the ensemble: the mean probability of all seeds."""
+
+    method: str
+    display_name: str
+    features: str
+    """What the tiles were turned into vectors by."""
+    judged_on: JudgedOn
+    seed_aucs: tuple[float, ...]
+    """AUC of each single training, one for each seed."""
+    auc: Interval
+    """With more than two classes the mean over classes, each against the rest; and so `seed_aucs`."""
+    accuracy: Interval
+    balanced_accuracy: Interval
+    sensitivity: Interval | None
+    """None with more than two classes, and so specificity."""
+    specificity: Interval | None
+    threshold_from: str
+    """Where the threshold of accuracy and the others came from: `Youden's point of the validation slides` ..."""
+    paired: PairedRow | None = None
+    """None for the baseline itself, or where nothing was compared."""
+    training_seconds: float | None = None
+    """Of all trainings of this row together."""
+    warnings: tuple[str, ...] = ()
+    published: Published | None = None
+
+    @property
+    def num_seeds(self) -> int:
+        return len(self.seed_aucs)
+
+    @property
+    def auc_mean(self) -> float:
+        return float(np.mean(self.seed_aucs))
+
+    @property
+    def auc_sd(self) -> float:
+        """Sample standard deviation over seeds; NaN for one seed."""
+        return float(np.std(self.seed_aucs, ddof=1)) if self.num_seeds > 1 else float("nan")
+
+
+# ---------------------------------------------------------------------------------------------------- paired tests
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Holm's step-down correction, in the order given: the smallest level at which the family rejects each."""
+    given = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(given, kind="stable")
+    corrected = np.empty_like(given)
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(given[order] * np.arange(len(given), 0, -1)))
+    return tuple(corrected.tolist())
+
+
+def paired_rows(
+    labels: Mapping[str, int],
+    scores: Mapping[str, Mapping[str, float | Sequence[float]]],
+    baseline: str,
+    *,
+    patients: Mapping[str, str] | None = None,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> dict[str, PairedRow]:
+    """Every method of `scores` (method -> slide -> score, or one per class) against `baseline`, slide by slide.
+
+    Two classes: DeLong's paired test, the bootstrap beside it. More: bootstrap of the macro AUC. Patients are drawn
+    whole. Methods that did not score the same slides are refused: their difference would be one of slides as well.
+    """
+    if baseline not in scores:
+        raise MetricError(
+            f"{baseline}: the baseline is not among the methods {', '.join(scores)}",
+            "there is nothing to compare them with",
+            "Name one of them as compare.baseline",
+        )
+    slides = sorted(labels)
+    for method, of_slides in scores.items():
+        _check_same_slides(method, set(of_slides), set(slides))
+    label = np.array([labels[slide] for slide in slides])
+    group = None if patients is None else [patients[slide] for slide in slides]
+    arrays = {method: _columns([of_slides[slide] for slide in slides]) for method, of_slides in scores.items()}
+    others = [method for method in scores if method != baseline]
+    tests = [_paired(label, arrays[method], arrays[baseline], group, level, resamples, seed) for method in others]
+    corrected = holm([p for _, _, p, _ in tests]), holm([p for _, _, _, p in tests])
+    return {
+        method: PairedRow(method, baseline, difference, test, p, holm_p, other_p, other_holm_p, len(others))
+        for method, (difference, test, p, other_p), holm_p, other_holm_p in zip(others, tests, *corrected, strict=True)
+    }
+
+
+def _check_same_slides(method: str, scored: set[str], wanted: set[str]) -> None:
+    if scored == wanted:
+        return
+    odd = sorted(scored ^ wanted)
+    raise MetricError(
+        f"{method}: {len(wanted - scored)} of {len(wanted)} slides have no score and {len(scored - wanted)} scored "
+        f"slides have no label ({', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''})",
+        "a paired test compares methods on the same slides",
+        "Score all methods on one set of slides",
+    )
+
+
+def _columns(scores: Sequence[float | Sequence[float]]) -> Floats:
+    """(N,) or, for several classes, (N, C); the only column of one-element rows counts as the former."""
+    given = np.asarray(scores, dtype=np.float64)
+    return given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
+
+
+def _paired(
+    label: Labels, a: Floats, b: Floats, groups: ArrayLike | None, level: float, resamples: int, seed: int
+) -> tuple[Interval, str, float, float]:
+    """Difference, name of the test, its p-value, and that of the bootstrap (the same one for several classes)."""
+    if a.ndim == 1:
+        done = paired_auc_test(label, a, b, level=level, groups=groups, resamples=resamples, seed=seed)
+        usual = done.difference.method.startswith("DeLong")
+        test = "paired DeLong test" if usual else f"z-test by {done.difference.method} (no variance for DeLong)"
+        return done.difference, test, done.p_value, done.bootstrap_p_value
+    if a.shape != b.shape:
+        raise MetricError(
+            f"scores of shapes {a.shape} and {b.shape}", "both must have one column per class", "Check the classes"
+        )
+    # With these all inputs are checked, and the values of the difference found.
+    value = multiclass_auc(label, a, resamples=100).macro.value - multiclass_auc(label, b, resamples=100).macro.value
+    of_a, of_b = _resampled_macro_auc(label, a), _resampled_macro_auc(label, b)
+    group = check_groups(groups, len(label))
+    values_R = bootstrap(lambda weights: of_a(weights) - of_b(weights), label, group, resamples, seed)
+    rarer_side = min(int((values_R <= 0).sum()), int((values_R >= 0).sum()))
+    p_value = min(1.0, 2 * (rarer_side + 1) / (resamples + 1))
+    test = f"paired bootstrap of the macro AUC, {resamples} resamples"
+    return percentile_interval(value, values_R, level), test, p_value, p_value
+
+
+def _resampled_macro_auc(label: Labels, scores_NC: Floats) -> Callable[[Floats], Floats]:
+    parts = [_resampled_auc((label == k).astype(np.int64), scores_NC[:, k]) for k in range(scores_NC.shape[1])]
+    return lambda weights_RN: np.mean([part(weights_RN) for part in parts], axis=0)
+
+
+# ---------------------------------------------------------------------------------------------------- rendering
+
+
+def table_csv(rows: Sequence[ComparisonRow]) -> str:
+    """One line per row with every field, unrounded to six digits, published ones in columns `published_...`."""
+    check_rows(rows)
+    records = [_record(row) for row in rows]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
+    """The header and a line of cells for each row; headers may have two lines. Two spaces between: 160 columns."""
+    check_rows(rows)
+    _, marks = _notes(rows)
+    header = _header(rows, intervals=False)
+    lines = [_cells(row, marked, intervals=False) for row, marked in zip(rows, marks, strict=True)]
+    return [header, *lines]
+
+
+def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """What stands below the table: first what holds for all rows, then the numbered notes that rows point to."""
+    check_rows(rows)
+    return _notes(rows)[0]
+
+
+def table_markdown(rows: Sequence[ComparisonRow]) -> str:
+    """The table with intervals in every cell that has one, and its notes as a list below."""
+    check_rows(rows)
+    notes, marks = _notes(rows)
+    header = [cell.replace("\n", " ") for cell in _header(rows, intervals=True)]
+    lines = [_cells(row, marked, intervals=True) for row, marked in zip(rows, marks, strict=True)]
+    table = [header, ["---"] * len(header), *lines]
+    text = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in table)
+    return text + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+def check_rows(rows: Sequence[ComparisonRow]) -> None:
+    """At least one, and all judged alike."""
+    if not rows:
+        raise MetricError("a comparison without rows", "there is nothing to show", "Name a method in compare.methods")
+    first = rows[0]
+    for row in rows[1:]:
+        if row.judged_on != first.judged_on or limits_name(row.auc) != limits_name(first.auc):
+            raise MetricError(
+                f"{first.display_name} and {row.display_name} were judged on different slides or in different ways",
+                "in one table they would look comparable",
+                "Make a table for each",
+            )
+
+
+def limits_name(interval: Interval) -> str:
+    """What its limits are: `95 %`, or `range` where the level is NaN because they are a smallest and largest value."""
+    return "range" if np.isnan(interval.level) else f"{100 * interval.level:g} %"
+
+
+def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
+    judged_on = rows[0].judged_on
+    method = "method\nOPTIMISTIC" if judged_on.protocol == "optimistic" else "method"
+    auc = "macro AUC" if len(judged_on.counts) > 2 else "AUC"
+    limits = f" [{limits_name(rows[0].auc)}]"
+    rest = limits if intervals else ""
+    named = [method, f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
+    named += [f"acc.{rest}", f"bal.\nacc.{rest}", f"sens.{rest}", f"spec.{rest}", "p", "p\nHolm", "training"]
+    return [*named, "published\nAUC", "published\nacc.", "notes"]
+
+
+def _cells(row: ComparisonRow, marks: Sequence[int], *, intervals: bool) -> list[str]:
+    paired, published = row.paired, row.published
+    decided = (row.accuracy, row.balanced_accuracy, row.sensitivity, row.specificity)
+    return [
+        row.display_name if intervals else _shorten(row.display_name, 24),
+        _with_limits(row.auc),
+        _number(row.auc_mean) if np.isnan(row.auc_sd) else f"{row.auc_mean:.3f} ± {row.auc_sd:.3f}",
+        str(row.num_seeds),
+        *(_with_limits(part) if intervals else _number(part.value if part else None) for part in decided),
+        _p_value(paired.p_value) if paired else "-",
+        _p_value(paired.holm_p_value) if paired else "-",
+        _duration(row.training_seconds),
+        _number(published.auc if published else None, 4),
+        _number(published.accuracy if published else None, 4),
+        " ".join(map(str, marks)) or "-",
+    ]
+
+
+def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
+    """The notes, and for every row the numbers of those that are not about all rows."""
+    general = [_judged_words(rows[0].judged_on)]
+    special: list[str] = []
+    marks: list[list[int]] = [[] for _ in rows]
+    topics = [_features_note, _auc_note, _threshold_note, _paired_note, *_warning_topics(rows), _published_note]
+    for topic in topics:
+        texts = [topic(row) for row in rows]
+        distinct = list(dict.fromkeys(text for text in texts if text))
+        # A note that all rows share needs no number; what a p-value is, not even the baseline needs to be told apart.
+        if len(distinct) == 1 and (all(texts) or topic is _paired_note):
+            general += distinct
+            continue
+        for text in distinct:
+            if text not in special:
+                special.append(text)
+            for marked, own in zip(marks, texts, strict=True):
+                if own == text:
+                    marked.append(special.index(text) + 1)
+    if any(row.published for row in rows):
+        general.append(_published_words(rows[0].judged_on))
+    return general + [f"[{number}] {text}" for number, text in enumerate(special, start=1)], marks
+
+
+def _judged_words(on: JudgedOn) -> str:
+    text = f"Measured on {on.words} of {on.cohort} ({on.split})."
+    if on.protocol == "optimistic":
+        text = f"OPTIMISTIC: epoch and threshold were chosen on the {on.unit} that judge; expect less on others. {text}"
+    return text
+
+
+def _features_note(row: ComparisonRow) -> str:
+    return f"Features: {row.features}."
+
+
+def _auc_note(row: ComparisonRow) -> str:
+    seeds = f"the mean probability of {row.num_seeds} seeds" if row.num_seeds > 1 else "one training (1 seed)"
+    spread = "; 'of seeds': mean ± sample sd over the single trainings" if row.num_seeds > 1 else ""
+    limits = row.auc.method if np.isnan(row.auc.level) else f"{limits_name(row.auc)} interval, {row.auc.method}"
+    return f"AUC: {seeds} ({limits}){spread}."
+
+
+def _threshold_note(row: ComparisonRow) -> str:
+    return f"Accuracy and the columns up to p: of the same scores; threshold: {row.threshold_from}."
+
+
+def _paired_note(row: ComparisonRow) -> str | None:
+    paired = row.paired
+    if paired is None:
+        return None
+    number = f"{paired.num_comparisons} comparison{'s' * (paired.num_comparisons > 1)}"
+    return f"p: {paired.test} against {paired.baseline}, two-sided; 'Holm': corrected for {number}."
+
+
+def _published_note(row: ComparisonRow) -> str | None:
+    return row.published.note if row.published else None
+
+
+def _warning_topics(rows: Sequence[ComparisonRow]) -> list[Callable[[ComparisonRow], str | None]]:
+    """One topic for each warning, so that one which all rows have is told once."""
+    return [
+        lambda row, text=text: f"Warning: {text}" if text in row.warnings else None
+        for text in dict.fromkeys(text for row in rows for text in row.warnings)
+    ]
+
+
+def _published_words(on: JudgedOn) -> str:
+    text = (
+        "Published columns: not measured here. Table 1 of the Self-ViT-MIL paper (Gul et al. 2022), on the 129 "
+        "slides of Camelyon16's official test set, "
+    )
+    if on.camelyon16_test:
+        return text + "which are the test slides here too; features, training and choices differ as the notes tell."
+    return text + f"so not comparable with numbers on {on.cohort}."
+
+
+# ---------------------------------------------------------------------------------------------------- numbers as text
+
+
+def _record(row: ComparisonRow) -> dict[str, str]:
+    on, paired, published = row.judged_on, row.paired, row.published
+    record = {
+        "method": row.method,
+        "display_name": row.display_name,
+        "protocol": on.protocol,
+        "cohort": on.cohort,
+        "test": on.split,
+        **{f"test_{on.unit}": ";".join(f"{name}={count}" for name, count in on.counts)},
+        "features": row.features,
+        "num_seeds": str(row.num_seeds),
+        **_interval_record("macro_auc" if len(on.counts) > 2 else "auc", row.auc),
+        "auc_limits": f"{limits_name(row.auc)}, {row.auc.method}",
+        "seed_auc_mean": _full(row.auc_mean),
+        "seed_auc_sd": _full(row.auc_sd),
+        "seed_aucs": ";".join(map(_full, row.seed_aucs)),
+        **_interval_record("accuracy", row.accuracy),
+        **_interval_record("balanced_accuracy", row.balanced_accuracy),
+        **_interval_record("sensitivity", row.sensitivity),
+        **_interval_record("specificity", row.specificity),
+        "threshold_from": row.threshold_from,
+        "baseline": paired.baseline if paired else "",
+        "test_against_baseline": paired.test if paired else "",
+        **_interval_record("auc_difference", paired.difference if paired else None),
+        "p_value": _full(paired.p_value if paired else None),
+        "p_value_holm": _full(paired.holm_p_value if paired else None),
+        "bootstrap_p_value": _full(paired.bootstrap_p_value if paired else None),
+        "bootstrap_p_value_holm": _full(paired.bootstrap_holm_p_value if paired else None),
+        "training_seconds": "" if row.training_seconds is None else f"{row.training_seconds:.1f}",
+        "warnings": "; ".join(row.warnings),
+    }
+    for name in ("name", "auc", "accuracy", "features", "trained_on", "protocol", "source"):
+        value = getattr(published, name, None)
+        record[f"published_{name}"] = f"{value:.4f}" if isinstance(value, float) else value or ""
+    record["published_on_these_slides"] = "" if published is None else "yes" if on.camelyon16_test else "no"
+    return record
+
+
+def _interval_record(name: str, interval: Interval | None) -> dict[str, str]:
+    value, low, high = (interval.value, interval.low, interval.high) if interval else (None, None, None)
+    return {name: _full(value), f"{name}_low": _full(low), f"{name}_high": _full(high)}
+
+
+def _full(value: float | None) -> str:
+    """Six significant digits; empty where there is no number."""
+    return "" if value is None or np.isnan(value) else f"{value:.6g}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None or np.isnan(value) else f"{value:.{digits}f}"
+
+
+def _with_limits(interval: Interval | None) -> str:
+    if interval is None or np.isnan(interval.value):
+        return "-"
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _p_value(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _escape(cell: str) -> str:
+    """A cell must not end its column, nor its line."""
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,355 @@
+"""Packs: all tiles of a slide, encoded one by one, in one file. For training where slides are slow to read.
+
+A tile table and its slide come in, `tiles/<tiling>/packs/<slide>.zip` goes out. Reading a tile from a slide takes
+several small reads at scattered places, which network drives are slow at, and decoding more than the tile. From a pack
+it is one read at a known place, and neighbouring tiles lie next to each other.
+
+The file is an ordinary zip without compression, so any program shows the tiles as images: `000012_4480_896.jpg` is row
+12 of the table, with its level-0 corner. After them come `pack.json` (what the pack was made from) and `spans.npy`
+(N, 2) int64, first byte and length of every tile in the file. The archive's comment says where those two lie, so that
+a reader need not go through the directory of a hundred thousand names.
+
+JPEG (quality 95, 4:4:4, exact DCT) is the default; PNG keeps every pixel. Measured on a real slide (Aperio, 45 tiles of
+224 px at 0.5 um): JPEG takes 45 kB a tile and differs from the slide's pixels by 2.4 grey levels in the mean, 9 or less
+in 99 % of the values, 23 at most; PNG takes 97 kB. One core reads 1.4 to 1.8 times as many tiles a second from JPEG
+packs as from slides on a local disk, from PNG 0.4 times: PNG pays only where the drive, not the core, is the limit.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+from zipfile import ZipFile, ZipInfo
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from selfvitmil import artefact
+from selfvitmil.errors import ArtefactError, ConfigError, SlideError
+from selfvitmil.slides import Slide, fingerprint, open_slide
+from selfvitmil.tiles import TileTable, read_tiles
+
+SCHEMA = "selfvitmil.pack"
+FORMAT_VERSION = 1
+COMMENT_BYTES = 96
+"""Length of the archive's comment, which is the end of the file."""
+MAX_GAP = 4096
+"""Bytes between two tiles that are read along rather than asked for anew."""
+MAX_READ = 8 << 20
+"""Most bytes of one read."""
+SUFFIXES = {"jpeg": ".jpg", "png": ".png"}
+
+Encoding = Literal["jpeg", "png"]
+Tile = NDArray[np.uint8]
+"""(H, W, 3)."""
+Spans = NDArray[np.int64]
+"""(N, 2) first byte and length."""
+
+
+# ---------------------------------------------------------------------------------------------------- one slide
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """All that a worker needs to pack one slide."""
+
+    slide: str
+    path: Path
+    table: Path
+    """Its tile table; the pack goes into `packs` beside it."""
+    encoding: Encoding = "jpeg"
+    quality: int = 95
+    """Of JPEG, 1 to 100."""
+    reader: str = "auto"
+    mpp: float | None = None
+    """Microns per level-0 pixel, over whatever the slide says."""
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """What became of one slide."""
+
+    num_tiles: int
+    note: str
+    """`made`, `current`, or `made again: ...` with the reason."""
+    num_bytes: int
+
+
+def pack_path(table: Path) -> Path:
+    """Where the pack of a tile table lies."""
+    return table.parent / "packs" / f"{table.stem}.zip"
+
+
+def pack_slide(job: PackJob) -> PackResult:
+    """Pack one slide, unless its pack is current. Raises SelfVitMilError where it cannot."""
+    if job.encoding not in SUFFIXES or not 1 <= job.quality <= 100:
+        raise ConfigError(
+            f"tiles cannot be packed as {job.encoding} with quality {job.quality}",
+            how="Choose jpeg with a quality of 1 to 100, or png",
+        )
+    table = read_tiles(job.table)
+    target = pack_path(job.table)
+    made_from = {
+        **_identity(job.table, table),
+        "reader": job.reader,
+        "encoding": job.encoding,
+        "quality": job.quality if job.encoding == "jpeg" else None,
+    }
+    note = _why_stale(target, made_from)
+    if note is not None:
+        with open_slide(job.path, reader=job.reader, mpp=job.mpp) as slide:
+            _check_is_the_tiled_one(slide, job, made_from["slide"])
+            images = (encode(tile, job.encoding, job.quality) for tile in _read_all(slide, table))
+            _write(target, table, images, made_from)
+    return PackResult(len(table), note or "current", target.stat().st_size)
+
+
+def _read_all(slide: Slide, table: TileTable) -> Iterator[Tile]:
+    return (slide.read_tile(int(x), int(y), table.size_px, table.mpp) for x, y in table.coords_l0)
+
+
+def _identity(path: Path, table: TileTable) -> dict[str, Any]:
+    """Which tiles of which slide: what the pack and the table at `path` must agree on."""
+    with h5py.File(path, "r") as file:
+        slide = json.loads(str(file.attrs["inputs"])).get("slide")
+    resolution = {"size_px": table.size_px, "mpp": table.mpp, "slide_mpp": table.slide_mpp}
+    return {"slide": slide, "tiles": table.digest, **resolution}
+
+
+def _check_is_the_tiled_one(slide: Slide, job: PackJob, tiled: str | None) -> None:
+    if tiled is not None and fingerprint(job.path) != tiled:
+        raise SlideError(
+            f"{slide.name}: not the file that was tiled",
+            "its content has changed since its tile table was made",
+            "Run `selfvitmil tile` again, then pack",
+        )
+
+
+def _why_stale(target: Path, made_from: Mapping[str, Any]) -> str | None:
+    """None when the pack is current, otherwise the reason to (re)make it."""
+    if not target.exists():
+        return "made"
+    try:
+        with open_pack(target) as pack:
+            before = pack.made_from
+    except ArtefactError:
+        return "made again: the pack is damaged, or of another version"
+    hashes = {"slide": "another slide", "tiles": "other tiles"}
+    changes = [
+        hashes.get(key, f"{key} {before.get(key)} -> {made_from[key]}")
+        for key in made_from
+        if before.get(key) != made_from[key]
+    ]
+    return f"made again: {', '.join(changes)}" if changes else None
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+
+def encode(tile: Tile, encoding: Encoding, quality: int) -> bytes:
+    """A tile as the content of an image file."""
+    import simplejpeg
+
+    if encoding == "jpeg":
+        return simplejpeg.encode_jpeg(np.ascontiguousarray(tile), quality, "RGB", "444", fastdct=False)
+    content = io.BytesIO()
+    Image.fromarray(tile).save(content, "PNG")
+    return content.getvalue()
+
+
+def decode(content: bytes | memoryview, encoding: Encoding) -> Tile:
+    """The tile again; raises ValueError, OSError or SyntaxError for anything but such a file."""
+    import simplejpeg
+
+    if encoding == "jpeg":
+        return simplejpeg.decode_jpeg(content, "RGB", fastdct=False)
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _write(path: Path, table: TileTable, images: Iterable[bytes], made_from: Mapping[str, Any]) -> None:
+    """Write a pack atomically, tile by tile; equal tiles give equal bytes."""
+    suffix = SUFFIXES[made_from["encoding"]]
+    about = {"slide": table.slide, "made_from": made_from}
+    spans = np.empty((len(table), 2), dtype="<i8")
+    with artefact.atomic_path(path) as temporary, temporary.open("wb") as file, ZipFile(file, "w") as archive:
+        for row, ((x, y), image) in enumerate(zip(table.coords_l0, images, strict=True)):
+            spans[row] = _add(file, archive, f"{row:06}_{x}_{y}{suffix}", image)
+        table_of_spans = io.BytesIO()
+        np.save(table_of_spans, spans, allow_pickle=False)
+        places = [
+            *_add(file, archive, "pack.json", json.dumps(about, sort_keys=True).encode()),
+            *_add(file, archive, "spans.npy", table_of_spans.getvalue()),
+        ]
+        comment = " ".join(map(str, [SCHEMA, FORMAT_VERSION, *places]))
+        archive.comment = comment.encode("ascii").ljust(COMMENT_BYTES)
+
+
+def _add(file: BinaryIO, archive: ZipFile, name: str, content: bytes) -> tuple[int, int]:
+    """Append a file to the archive, without a date; its first byte and length."""
+    info = ZipInfo(name)
+    info.create_system, info.external_attr = 3, 0o644 << 16  # the same bytes on every system
+    archive.writestr(info, content)
+    return file.tell() - len(content), len(content)
+
+
+@dataclass
+class PackFile:
+    """The file of a pack, opened when it is first read; small, so it travels to the workers."""
+
+    path: Path
+    encoding: Encoding
+    size_px: int
+    _descriptor: int | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_descriptor": None}
+
+    def read(self, spans: Spans) -> list[Tile]:
+        """The tiles at these places, (H, W, 3) each; neighbours come with one read. Threads may share it."""
+        return [self._tile(content) for start, stop in runs(spans) for content in self._contents(spans[start:stop])]
+
+    def _contents(self, spans: Spans) -> list[memoryview]:
+        first = int(spans[0, 0])
+        length = int(spans[-1].sum()) - first
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            content = memoryview(_pread(self._descriptor, length, first))
+        except FileNotFoundError:
+            raise _missing(self.path) from None
+        except OSError as error:
+            raise ArtefactError(
+                f"{self.path.name}: the pack cannot be read",
+                (error.strerror or str(error)).lower(),
+                "Check the drive, then run the same command again",
+            ) from error
+        if len(content) < length:
+            raise _damaged(self.path, "it ends before its tiles do")
+        return [content[start - first : start - first + count] for start, count in spans.tolist()]
+
+    def _tile(self, content: memoryview) -> Tile:
+        try:
+            tile = decode(content, self.encoding)
+        except (ValueError, OSError, SyntaxError) as error:
+            raise _damaged(self.path, f"a tile does not decode ({error})") from None
+        if tile.shape != (self.size_px, self.size_px, 3):
+            raise _damaged(self.path, f"a tile has the shape {tile.shape}")
+        return tile
+
+    def close(self) -> None:
+        """Let go of the file; the next read opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def runs(spans: Spans) -> Iterator[tuple[int, int]]:
+    """(start, stop) of rows that lie behind one another in the file, near enough to be read as one."""
+    start = 0
+    for row in range(1, len(spans)):
+        gap = spans[row, 0] - spans[row - 1].sum()
+        if not 0 <= gap <= MAX_GAP or spans[row].sum() - spans[start, 0] > MAX_READ:
+            yield start, row
+            start = row
+    if len(spans):
+        yield start, len(spans)
+
+
+def _pread(descriptor: int, length: int, offset: int) -> bytes:
+    """As `os.pread`, which may stop early on network drives."""
+    content = os.pread(descriptor, length, offset)
+    while 0 < len(content) < length and (more := os.pread(descriptor, length - len(content), offset + len(content))):
+        content += more
+    return content
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """An open pack. Use it in a `with` block, or call `close`."""
+
+    file: PackFile
+    spans: Spans
+    made_from: Mapping[str, Any]
+    """Hashes of `slide` and `tiles`, `size_px`, `mpp`, `slide_mpp`, `reader`, `encoding`, `quality` (of JPEG)."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def read(self, index: int) -> Tile:
+        """The tile of this row of the table."""
+        return self.file.read(self.spans[[index]])[0]
+
+    def read_many(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Tile]:
+        """The tiles of these rows; rows that follow one another are read at once."""
+        return self.file.read(self.spans[np.asarray(indices, dtype=np.int64)])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.file.close()
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_pack(path: Path) -> Pack:
+    """Open a pack; raises ArtefactError when there is none, or it is damaged or of another version."""
+    try:
+        with path.open("rb") as file:
+            about, spans = _index(file)
+        made_from = about["made_from"]
+        return Pack(PackFile(path, made_from["encoding"], made_from["size_px"]), spans, made_from)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except (ValueError, KeyError, EOFError, OSError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _index(file: BinaryIO) -> tuple[dict[str, Any], Spans]:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - COMMENT_BYTES))
+    words = file.read().decode("ascii", "replace").split()
+    if words[:2] != [SCHEMA, str(FORMAT_VERSION)]:
+        raise ValueError(f"it does not end as packs of format {FORMAT_VERSION} do")
+    about_start, about_length, spans_start, spans_length = map(int, words[2:])
+    file.seek(about_start)
+    about = json.loads(file.read(about_length))
+    file.seek(spans_start)
+    return about, np.load(io.BytesIO(file.read(spans_length)), allow_pickle=False)
+
+
+def open_pack_of(table: Path) -> Pack:
+    """The pack of a tile table; raises ArtefactError as well when it holds other tiles than the table."""
+    pack = open_pack(pack_path(table))
+    identity = _identity(table, read_tiles(table))
+    differing = [key for key in identity if pack.made_from.get(key) != identity[key]]
+    if differing:
+        raise ArtefactError(
+            f"{pack.file.path.name}: the pack was not made from the tile table of its name",
+            f"they differ in {' and '.join(differing)}",
+            "Run `selfvitmil tile` with --pack again",
+        )
+    return pack
+
+
+def _missing(path: Path) -> ArtefactError:
+    return ArtefactError(f"{path.name}: there is no such pack", "", "Run `selfvitmil tile` with --pack")
+
+
+def _damaged(path: Path, why: str) -> ArtefactError:
+    return ArtefactError(
+        f"{path.name}: the pack is damaged", why, "Remove it and run `selfvitmil tile` with --pack again"
+    )

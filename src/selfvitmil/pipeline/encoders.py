@@ -1,0 +1,208 @@
+"""Commands from tiles to vectors: `pretrain`, `embed`, `export`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.cohort import Cohort
+from selfvitmil.engine import Engine
+from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.pipeline.study import CohortSource, Summary, changes, map_slides, num_tiles, open_study, study_cohort
+from selfvitmil.settings import StudySettings, tiling_name, to_toml
+
+
+def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
+    """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
+
+    Under torchrun every process calls this; the first one holds the lock and writes.
+    """
+    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.pretrain.train import Origin
+    from selfvitmil.pretrain.train import pretrain as train
+
+    if encoder_name(name) != name:
+        raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
+    first = os.environ.get("RANK", "0") == "0"
+    with open_study(study, "pretrain") if first else nullcontext():
+        if images is not None:
+            source, lines, trained_on = ImageTiles(images), [], f"images of {images.name}"
+        else:
+            source, lines, trained_on = _training_tiles(study, settings)
+        show = _training_lines() if first else None
+        out = study / "encoders" / name
+        result = train(source, out, settings.pretrain, Origin(trained_on, settings.preset), report=show)
+        if first:
+            artefact.write_text(
+                out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"})
+            )
+    lines += [f"note: {warning}" for warning in result.warnings]
+    loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
+    lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
+    return Summary(tuple(lines) if first else (), interrupted=not result.finished)
+
+
+def _training_tiles(study: Path, settings: StudySettings) -> tuple[Any, list[str], str]:
+    """The tiles that self-supervision may see, lines on what it does not, and the words for the encoder's config."""
+    from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
+
+    cohort, _ = study_cohort(study, CohortSource())
+    transductive = settings.pretrain.transductive
+    rows = cohort.rows if transductive else cohort.select(split="train").rows
+    if not rows:
+        raise ConfigError(
+            "no slide of the cohort is in the split `train`",
+            "self-supervision must not see slides that a classifier is tested on later",
+            "Fill the column split of cohort.csv, or add --pretrain.transductive to use all slides",
+        )
+    tables = {row.slide: study / "tiles" / tiling_name(settings.tile) / f"{row.slide}.h5" for row in rows}
+    found = [row for row in rows if tables[row.slide].exists()]
+    slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
+    missing = [row.slide for row in rows if row not in found]
+    lines = [f"note: {len(missing)} slides have no tiles and are left out: {', '.join(missing)}"] if missing else []
+    if settings.pretrain.packs:
+        source = PackTiles(slides, stain_method=settings.stain.method)
+    else:
+        source = SlideTiles(
+            slides, stain_method=settings.stain.method, reader=settings.slide.reader, slide_mpp=settings.slide.mpp
+        )
+    which = "all slides of the cohort (transductive)" if transductive else "train split"
+    return source, lines, f"{which}, {len(slides)} slides"
+
+
+def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
+    """Prints how training goes, the first line at once and then no more often than every `seconds`."""
+    last = -math.inf
+
+    def show(line: dict[str, Any]) -> None:
+        nonlocal last
+        if time.monotonic() - last < seconds:
+            return
+        last = time.monotonic()
+        parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
+        print(f"pretrain: step {line['step']}, {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+SHOWN_METRICS = ("loss", "teacher_entropy", "feature_rank", "knn20", "linear", "tiles_per_s", "data_wait_share")
+
+
+def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
+    """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`."""
+    from selfvitmil.embed import embed_slide
+    from selfvitmil.encoder import load_encoder
+
+    sources = {encoder_name(source): encoder_source(study, source) for source in encoders}
+    # Loaded here first: one clear error, and one download, instead of one per slide.
+    configs = {name: load_encoder(source).config for name, source in sources.items()}
+    pairs, lines = _scales_that_fit(configs, settings)
+    failures: list[Failure] = []
+    with open_study(study, "embed"):
+        cohort, _ = study_cohort(study, CohortSource())
+        for tiling, name in pairs:
+            stage = f"embed {name} {tiling}"
+            jobs, missing = _embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
+            done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
+            artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
+            failures += [*missing, *failed]
+            folder = study / "bags" / tiling / f"features_{name}"
+            if done:
+                artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+            lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
+    return Summary(tuple(lines), tuple(failures))
+
+
+def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tuple[list[tuple[str, str]], list[str]]:
+    """(tiling, encoder) for every scale and the encoders made for it, and notes on the others.
+
+    An encoder that fits no scale at all raises what `check_fits` says of it.
+    """
+    from selfvitmil.encoder import check_fits
+
+    tile = settings.tile
+    pairs: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for name, config in configs.items():
+        misfits: list[EncoderError] = []
+        for mpp in (tile.mpp, *tile.parent_mpp):
+            try:
+                check_fits(config, mpp, tile.size_px, settings.stain.method)
+            except EncoderError as error:
+                misfits.append(error)
+                notes.append(f"note: tiles at {mpp:g} um/px are not embedded with {name}: {error}")
+            else:
+                pairs.append((tiling_name(tile, mpp), name))
+        if len(misfits) == 1 + len(tile.parent_mpp):
+            raise misfits[0]
+    return pairs, notes
+
+
+def encoder_name(source: str) -> str:
+    """What an encoder is called in file names: the last part of its folder, file or hub name."""
+    name = Path(source.removeprefix("hf-hub:")).name or source
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def encoder_source(study: Path, source: str) -> str:
+    """An encoder of the study by its name, else `source` as it is."""
+    own = study / "encoders" / source
+    return str(own) if own.is_dir() else source
+
+
+def _embed_jobs(
+    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Jobs for the slides that have tiles, and a failure for each that has none."""
+    from selfvitmil.embed import EmbedJob
+
+    jobs: dict[str, Any] = {}
+    missing: list[Failure] = []
+    for row in cohort.rows:
+        table = study / "tiles" / tiling / f"{row.slide}.h5"
+        bag = study / "bags" / tiling / f"features_{name}" / f"{row.slide}.h5"
+        if table.exists():
+            jobs[row.slide] = EmbedJob(
+                row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
+                settings.slide.reader, row.mpp or settings.slide.mpp,
+            )  # fmt: skip
+        else:
+            reason = f"{row.slide}: no tile table in tiles/{tiling}"
+            missing.append(Failure(row.slide, stage, reason, "Run `selfvitmil tile` and see what it says"))
+    return jobs, missing
+
+
+def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
+    warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
+    total = sum(result.num_tiles for result in done.values())
+    made = [result for result in done.values() if result.note != "current"]
+    wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
+    return [*changes(done), *warnings, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
+
+
+def export(
+    study: Path, encoder: str, out: Path, to: str, settings: StudySettings, engine: Engine, dtype: str | None = None
+) -> Summary:
+    """Write the feature files of an encoder in another tool's form into the folder `out`."""
+    from selfvitmil.bags import export_slide, plan_export
+
+    name, tiling = encoder_name(encoder), tiling_name(settings.tile)
+    folder = study / "bags" / tiling / f"features_{name}"
+    if not folder.is_dir():
+        what = f"{study.name}: there are no vectors of encoder {encoder!r} for tiles {tiling}"
+        raise ConfigError(what, how="Run `selfvitmil embed` first, or name another encoder")
+    with open_study(study, "export"):
+        jobs = plan_export(folder, out, to, dtype)
+        done, failures = map_slides(engine, study, f"export {to}", export_slide, jobs, unit="tiles", count=num_tiles)
+    return Summary((f"{len(done)} of {len(jobs)} slides written to {out} for {to}",), tuple(failures))

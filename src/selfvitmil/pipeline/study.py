@@ -1,0 +1,154 @@
+"""A study on disk, for all commands: its settings, its cohort, its lock; and how a stage is run over its slides."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, write_cohort
+from selfvitmil.engine import Engine
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import StudySettings, resolve_settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a command did, for people: `lines` to print, and the failures among its slides."""
+
+    lines: tuple[str, ...]
+    failures: tuple[Failure, ...] = ()
+    table: tuple[tuple[str, ...], ...] = ()
+    """Rows to show, header first."""
+    interrupted: bool = False
+    """Whether a signal ended the work before its end."""
+
+
+@dataclass(frozen=True)
+class CohortSource:
+    """Where a study's slides come from, when it is not yet (or no longer only) its own cohort.csv."""
+
+    cohort: Path | None = None
+    labels: Path | None = None
+    label_column: str | None = None
+    slides_folder: Path | None = None
+    features: Path | None = None
+    """A folder of feature files that stand for slides which are not at hand."""
+
+
+@contextmanager
+def open_study(study: Path, command: str) -> Iterator[None]:
+    """Hold the study's lock, with what a killed run left behind swept away."""
+    with artefact.study_lock(study, command):
+        artefact.remove_leftovers(study)
+        yield
+
+
+def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
+    """Settings of a study: its `study.toml` if there is one, `flags` on top."""
+    toml_file = study / "study.toml"
+    return resolve_settings(toml_file if toml_file.exists() else None, flags)
+
+
+def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
+    """The study's cohort, extended by `source` when one is given; and lines that tell what was added."""
+    own = study / "cohort.csv"
+    if source.cohort is None:
+        if not own.exists():
+            raise ConfigError(
+                f"{study.name}: this study has no cohort.csv yet",
+                "so there is nothing to work on",
+                "Give --cohort with a folder of slides or a table of them",
+            )
+        return read_cohort(own), []
+    if own.exists() and source.cohort.resolve() == own.resolve():
+        return read_cohort(own), []
+    cohort = read_cohort(
+        source.cohort,
+        labels=source.labels,
+        label_column=source.label_column,
+        slides_folder=source.slides_folder,
+        features=_feature_files(source.features),
+    )
+    lines: list[str] = []
+    if own.exists():
+        cohort, report = merge_cohorts(read_cohort(own), cohort)
+        lines = [
+            f"cohort.csv: {text}: {', '.join(slides)}"
+            for text, slides in (
+                ("new slides", report.added),
+                ("fields filled", report.filled),
+                ("files found in a new place", report.moved),
+                ("not in the given table, but kept", report.only_old),
+            )
+            if slides
+        ]
+    write_cohort(own, cohort)
+    return cohort, [*lines, *(f"note: {warning}" for warning in cohort.warnings)]
+
+
+def _feature_files(folder: Path | None) -> Mapping[str, Path] | None:
+    if folder is None:
+        return None
+    from selfvitmil.bags import find_bags
+
+    return find_bags(folder)
+
+
+def map_slides(
+    engine: Engine, study: Path, stage: str, function: Callable[[Any], T], jobs: Mapping[str, Any], **progress: Any
+) -> tuple[dict[str, T], list[Failure]]:
+    """Run a stage over its slides: results in the cohort's order, and failures, which are recorded whatever happens."""
+    done: dict[str, T] = {}
+    failures: list[Failure] = []
+    try:
+        for outcome in engine.map(function, jobs, stage=stage, **progress):
+            if outcome.failure is not None:
+                failures.append(outcome.failure)
+            else:
+                done[outcome.name] = cast(T, outcome.value)
+    finally:
+        artefact.record_failures(study, stage, [*done, *(failure.slide for failure in failures)], failures)
+    return {name: done[name] for name in jobs if name in done}, failures
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    artefact.write_text(path, text.getvalue())
+
+
+def changes(done: Mapping[str, Any]) -> list[str]:
+    """Why slides were made again, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for slide, result in done.items():
+        if result.note not in ("made", "current"):
+            reasons.setdefault(result.note, []).append(slide)
+    return [f"{slides[0] if len(slides) == 1 else f'{len(slides)} slides'} {note}" for note, slides in reasons.items()]
+
+
+def few(lines: list[str], where: str, most: int = 40) -> list[str]:
+    """The first lines, and where the others are to be found."""
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"... and {more} more, see {where}"]
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "; ".join(value) if isinstance(value, tuple | list) else "" if value is None else str(value)
+
+
+def num_tiles(result: Any) -> int:
+    """What the progress of stages on tiles counts."""
+    return result.num_tiles

@@ -1,0 +1,136 @@
+"""Recipes: the published numbers as their sources give them, and what settings overrule."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from selfvitmil import aggregate
+from selfvitmil.aggregate.recipes import MAX_LR, recipe_of
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import TrainSettings
+
+EACH = pytest.mark.parametrize("name", aggregate.NAMES)
+PUBLISHED = TrainSettings(recipe="published")
+
+
+@EACH
+@pytest.mark.parametrize("which", ["default", "published"])
+def test_every_method_has_both_recipes_and_they_fit_it(name, which):
+    recipe = recipe_of(name, TrainSettings(recipe=which))
+    module = aggregate.build(name, 8, 1, **recipe.options, standardize=recipe.standardize)
+    assert module.config["name"] == name
+    assert recipe.source
+    assert recipe.min_lr <= recipe.lr
+    assert recipe.max_instances is None or recipe.max_instances > 0
+
+
+# Method, options, then what its paper or code says: optimizer, learning rate, its end, betas, weight decay, epochs,
+# bags a step, patience.
+PRINTED = [
+    ("self-vit-mil", {}, "adamw", 2e-5, 5e-6, (0.5, 0.9), 5e-3, 50, 1, 0),
+    ("dsmil", {}, "adam", 1e-4, 5e-6, (0.5, 0.9), 1e-3, 50, 1, 10),
+    ("dsmil-lc", {}, "adam", 1e-4, 5e-6, (0.5, 0.9), 1e-3, 50, 1, 10),
+    ("abmil", {}, "adam", 5e-4, 5e-4, (0.9, 0.999), 1e-4, 20, 1, 0),
+    ("abmil-gated", {}, "adam", 1e-4, 1e-4, (0.9, 0.999), 1e-5, 200, 1, 20),
+    ("chowder", {}, "adam", 1e-3, 1e-3, (0.9, 0.999), 0, 50, 16, 0),
+    ("chowder", {"form": "original"}, "adam", 1e-3, 1e-3, (0.9, 0.999), 0, 30, 10, 0),
+    ("transmil", {}, "lookahead-radam", 2e-4, 2e-4, (0.9, 0.999), 1e-5, 200, 2, 10),
+    ("mil-rnn", {}, "adam", 1e-4, 1e-4, (0.9, 0.999), 1e-4, 100, 1, 0),
+    ("clam-sb", {}, "adam", 1e-4, 1e-4, (0.9, 0.999), 1e-5, 200, 1, 20),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "optimizer", "lr", "min_lr", "betas", "decay", "epochs", "together", "patience"), PRINTED
+)
+def test_published_numbers(name, options, optimizer, lr, min_lr, betas, decay, epochs, together, patience):
+    recipe = recipe_of(name, TrainSettings(recipe="published", options=options)).for_dim(3840)
+    found = (recipe.optimizer, recipe.lr, recipe.min_lr, recipe.betas, recipe.weight_decay, recipe.epochs)
+    assert found == (optimizer, lr, min_lr, betas, decay, epochs)
+    assert (recipe.accumulate, recipe.patience) == (together, patience)
+    assert not recipe.standardize
+    assert recipe.warmup_epochs == 0
+
+
+def test_published_details():
+    assert recipe_of("self-vit-mil", PUBLISHED).options["v"] == "linear"
+    assert recipe_of("chowder", PUBLISHED).max_instances == 1000
+    assert recipe_of("clam-sb", PUBLISHED).min_epochs == 50
+    assert recipe_of("dsmil", PUBLISHED).monitor == "authors"
+    assert recipe_of("transmil", PUBLISHED).monitor == "loss"
+
+
+@EACH
+def test_settings_overrule_field_by_field(name):
+    given = {
+        "optimizer": "sgd",
+        "lr": 0.25,
+        "min_lr": 0.125,
+        "betas": (0.1, 0.2),
+        "weight_decay": 0.5,
+        "epochs": 7,
+        "warmup_epochs": 3,
+        "accumulate": 5,
+        "clip_grad": 2.5,
+        "patience": 6,
+        "monitor": "auc",
+        "class_weights": "balanced",
+        "instance_dropout": 0.25,
+        "max_instances": 123,
+        "standardize": False,
+    }
+    for which in ("default", "published"):
+        whole = recipe_of(name, TrainSettings.model_validate({"recipe": which, **given})).for_dim(2)
+        assert {key: asdict(whole)[key] for key in given} == given
+        plain = asdict(recipe_of(name, TrainSettings(recipe=which, epochs=50)))
+        for key in set(given) - {"lr", "min_lr", "epochs"}:
+            settings = TrainSettings.model_validate({"recipe": which, "epochs": 50, key: given[key]})
+            assert asdict(recipe_of(name, settings)) == plain | {key: given[key]}
+
+
+def test_options_are_merged_and_may_standardize():
+    recipe = recipe_of("self-vit-mil", TrainSettings(recipe="published", options={"top": 3, "v": "identity"}))
+    assert recipe.options["top"] == 3
+    assert recipe.options["v"] == "identity"
+    assert recipe.options["q"] == "linear"
+    by_option = recipe_of("dsmil", TrainSettings(recipe="published", options={"standardize": True}))
+    assert by_option.standardize
+    assert "standardize" not in by_option.options
+    assert not recipe_of("dsmil", TrainSettings(standardize=False, options={"standardize": True})).standardize
+
+
+def test_a_short_training_has_a_shorter_warm_up():
+    assert recipe_of("dsmil", TrainSettings(epochs=1)).warmup_epochs == 0
+    assert recipe_of("dsmil", TrainSettings(epochs=2)).warmup_epochs <= 1
+
+
+def test_min_lr_keeps_its_share_of_a_given_lr():
+    assert recipe_of("dsmil", TrainSettings(recipe="published", lr=1e-3)).min_lr == pytest.approx(5e-5)
+    assert recipe_of("transmil", TrainSettings(recipe="published", lr=1e-3)).min_lr == pytest.approx(1e-3)
+
+
+@EACH
+def test_default_learning_rates_go_with_the_dimension_unless_given(name):
+    recipe = recipe_of(name, TrainSettings())
+    scaled = recipe.for_dim(2 * (recipe.lr_dim or 1))
+    share = 0.5 if recipe.lr_dim else 1.0
+    assert (scaled.lr, scaled.min_lr) == pytest.approx((share * recipe.lr, share * recipe.min_lr))
+    assert recipe.for_dim(1).lr <= 1.001 * max(MAX_LR, recipe.lr)
+    assert scaled.for_dim(1) == scaled  # once is enough
+    given = recipe_of(name, TrainSettings(lr=1e-3))
+    assert given.for_dim(7).lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("dsmill", {}, "did you mean 'dsmil'"),
+        ("dsmil", {"lr": 1e-4, "min_lr": 1e-3}, "min_lr=0.001 above lr=0.0001"),
+        ("dsmil", {"epochs": 3, "warmup_epochs": 3}, "warmup_epochs=3"),
+    ],
+)
+def test_contradictions_are_refused(name, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        recipe_of(name, TrainSettings.model_validate(settings))

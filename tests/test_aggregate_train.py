@@ -1,0 +1,753 @@
+"""Training of aggregators: what is learned, and every number on the way against a slow loop, numpy or a formula."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfvitmil import aggregate, metrics
+from selfvitmil.aggregate import graphs, monitor, optim, scoring, steps, store, train
+from selfvitmil.aggregate import rows as rows_module
+from selfvitmil.aggregate.dsmil import DsmilOutput
+from selfvitmil.aggregate.recipes import recipe_of
+from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, score
+from selfvitmil.bags import Bag
+from selfvitmil.errors import ArtefactError, BagError, ConfigError
+from selfvitmil.settings import TrainSettings
+
+DIM = 16
+PLANTED = 5
+SMALL: dict[str, dict[str, Any]] = {
+    "dsmil-lc": {"bottleneck": 12},
+    "abmil": {"hidden": 32, "attention_dim": 16},
+    "abmil-gated": {"hidden": 32, "attention_dim": 16},
+    "chowder": {"top": 3, "bottom": 3},
+    "transmil": {"hidden": 64, "heads": 4, "landmarks": 8},
+    "mil-rnn": {"hidden": 16, "s": 3},
+    "clam-sb": {"hidden": 32, "attention_dim": 16, "k": 2},
+    "topk": {"k": 2},
+}
+
+
+def made(number: int, label: int, dim: int = DIM, shift: float = 8.0, size: int = 0) -> tuple[LabelledBag, set[int]]:
+    """A bag of noise; in one of class k > 0 a few instances are shifted along dimension k. And which those are."""
+    generator = np.random.default_rng((number, label))
+    features = generator.normal(size=(size or int(generator.integers(20, 41)), dim))
+    planted = generator.choice(len(features), min(PLANTED, len(features)), replace=False)
+    if label:
+        features[planted, label] += shift
+    coords = np.stack([np.arange(len(features)) % 6, np.arange(len(features)) // 6], axis=1) * 224
+    bag = Bag(f"slide{number}", features.astype(np.float16), coords)
+    return LabelledBag(bag.slide, bag, label), set(planted.tolist())
+
+
+def cohort(start: int, stop: int, num_classes: int = 2, **how: Any) -> list[LabelledBag]:
+    return [made(number, number % num_classes, **how)[0] for number in range(start, stop)]
+
+
+def asked(**how: Any) -> TrainSettings:
+    return TrainSettings.model_validate({"device": "cpu", **how})
+
+
+def quick(name: str = "dsmil", seed: int = 0, **how: Any) -> Trained:
+    how = {"epochs": 2, "options": SMALL.get(name, {}), **how}
+    return train.train(name, cohort(0, 8), cohort(8, 14), 1, asked(**how), seed)
+
+
+def weights_of(trained: Trained) -> dict[str, torch.Tensor]:
+    return dict(trained.module.state_dict())
+
+
+def assert_same_weights(one: Trained, other: Trained) -> None:
+    assert weights_of(one).keys() == weights_of(other).keys()
+    for name, weight in weights_of(one).items():
+        assert torch.equal(weight, weights_of(other)[name]), name
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+EPOCHS = {"chowder": 100, "transmil": 20}
+"""Where the default is not cut short to 25: sigmoids all the way take their time."""
+
+
+def learned(name: str, num_classes: int, num_training: int) -> tuple[list[BagScore], list[LabelledBag], list[set[int]]]:
+    classes = max(num_classes, 2)
+    how = asked(epochs=EPOCHS.get(name, 25), options=SMALL.get(name, {}))
+    training, validation = cohort(0, num_training, classes), cohort(100, 118, classes)
+    trained = train.train(name, training, validation, num_classes, how, 0)
+    test = [made(number, number % classes) for number in range(200, 242)]
+    return (
+        score(trained.module, [each.bag for each, _ in test]),
+        [each for each, _ in test],
+        [where for _, where in test],
+    )
+
+
+@pytest.mark.parametrize("name", aggregate.NAMES)
+def test_every_method_learns_with_its_default_recipe(name):
+    scores, test, planted = learned(name, 1, 40)
+    assert metrics.auc([each.label for each in test], [each.probabilities[0] for each in scores]) >= 0.95
+    found = [each.critical in where for each, where, truth in zip(scores, planted, test, strict=True) if truth.label]
+    if name != "transmil":  # what its attention shows is an indication only
+        assert np.mean(found) >= 0.95
+
+
+@pytest.mark.parametrize("name", ["self-vit-mil", "dsmil", "abmil-gated", "mil-rnn", "clam-sb", "mean", "topk"])
+def test_three_classes_are_learned(name):
+    scores, test, planted = learned(name, 3, 60)
+    labels = np.array([each.label for each in test])
+    assert {len(each.probabilities) for each in scores} == {3}
+    for k in range(3):
+        assert metrics.auc(labels == k, [each.probabilities[k] for each in scores]) >= 0.95
+    found = [each.critical in where for each, where, truth in zip(scores, planted, test, strict=True) if truth.label]
+    assert np.mean(found) >= 0.9
+
+
+# ---------------------------------------------------------------------------------------------------- the numbers
+
+
+@given(
+    lr=st.floats(1e-5, 1),
+    share=st.floats(0, 1),
+    epochs=st.integers(2, 9),
+    warmup=st.integers(0, 8),
+    per_epoch=st.integers(1, 7),
+)
+def test_learning_rate_follows_the_formula(lr, share, epochs, warmup, per_epoch):
+    warmup = min(warmup, epochs - 1)
+    given_settings = asked(lr=lr, min_lr=lr * share, epochs=epochs, warmup_epochs=warmup)
+    schedule = optim.learning_rates(recipe_of("mean", given_settings), per_epoch)
+    total, rising = epochs * per_epoch, warmup * per_epoch
+    for step in range(total):
+        expected = lr * (step + 1) / rising if step < rising else None
+        if expected is None:
+            turn = math.pi * (step - rising) / (total - rising)
+            expected = lr * share + (lr - lr * share) * (1 + math.cos(turn)) / 2
+        assert schedule.value_at(step) == pytest.approx(expected, rel=1e-9)
+
+
+def slow_loop(training: list[LabelledBag], how: TrainSettings, make: Any, clip: float = 0.0) -> dict[str, torch.Tensor]:
+    """The first epoch of a training, written plainly: one joint loss for the bags of a step."""
+    recipe = recipe_of("max", how).for_dim(DIM)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(3)
+        module = aggregate.build("max", DIM, 1)
+    optimizer = make(module)
+    order = np.random.default_rng((3, 1)).permutation(len(training))
+    counts = np.bincount([each.label for each in training])
+    groups = [order[start : start + recipe.accumulate] for start in range(0, len(order), recipe.accumulate)]
+    for number, group in enumerate(groups):
+        done = number / len(groups)
+        for parameters in optimizer.param_groups:
+            cosine = (1 + math.cos(math.pi * done)) / 2
+            parameters["lr"] = recipe.min_lr + (recipe.lr - recipe.min_lr) * cosine
+        loss = torch.zeros(())
+        for place in group:
+            each = training[place]
+            weight = len(training) / (2 * counts[each.label]) if recipe.class_weights == "balanced" else 1.0
+            output = module(torch.from_numpy(np.array(each.bag.features_ND)))
+            loss = loss + weight * module.loss(output, each.label) / len(group)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            length = torch.cat([each.grad.flatten() for each in module.parameters()]).norm()
+            for each in module.parameters():
+                each.grad *= min(1.0, clip / float(length))
+        optimizer.step()
+    return dict(module.state_dict())
+
+
+def decayed(module: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
+    matrices = [each for each in module.parameters() if each.ndim > 1]
+    others = [each for each in module.parameters() if each.ndim <= 1]
+    return [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), betas=(0.8, 0.95), weight_decay=0.1, foreach=False),
+    "adamw": lambda m: torch.optim.AdamW(decayed(m, 0.1), betas=(0.8, 0.95), foreach=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("together", [1, 3, 16])
+@pytest.mark.parametrize("weights", ["none", "balanced"])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_a_training_epoch_equals_a_slow_loop(optimizer, together, weights, clip):
+    training = [*cohort(0, 7), made(50, 0)[0], made(51, 0)[0], made(52, 0)[0]]  # 10 bags, 3 positive
+    how = asked(
+        optimizer=optimizer,
+        lr=0.05,
+        betas=(0.8, 0.95),
+        weight_decay=0.1,
+        epochs=1,
+        accumulate=together,
+        class_weights=weights,
+        clip_grad=clip,
+        standardize=False,
+        warmup_epochs=0,
+    )
+    trained = train.train("max", training, cohort(20, 24), 1, how, 3)
+    expected = slow_loop(training, how, OPTIMIZERS[optimizer], clip)
+    for name, weight in weights_of(trained).items():
+        torch.testing.assert_close(weight, expected[name], rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_lookahead_equals_a_slow_loop():
+    recipe = recipe_of("transmil", asked(recipe="published", weight_decay=0.1))
+    torch.manual_seed(0)
+    module, plain = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    plain.load_state_dict(module.state_dict())
+    mover = optim.Mover(module, recipe, torch.device("cpu"), keep_gradients=False)
+    radam = torch.optim.RAdam(decayed(plain, 0.1), lr=recipe.lr, decoupled_weight_decay=True, foreach=False)
+    slow = [each.detach().clone() for each in plain.parameters()]
+    inputs = torch.randn(20, 3)
+    for number, row in enumerate(inputs, 1):
+        mover.set_lr(0.01)
+        module(row).square().sum().backward()
+        mover.step()
+        mover.settle()
+        for group in radam.param_groups:
+            group["lr"] = 0.01
+        radam.zero_grad()
+        plain(row).square().sum().backward()
+        radam.step()
+        if number % 6 == 0:
+            for kept, weight in zip(slow, plain.parameters(), strict=True):
+                kept += 0.5 * (weight.detach() - kept)
+                weight.data.copy_(kept)
+    for mine, his in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, his)
+
+
+@pytest.mark.parametrize("chunk", [16, 1 << 20])
+def test_standardization_is_numpys_over_training_bags_alone(monkeypatch, chunk):
+    monkeypatch.setitem(store.CHUNK_ELEMENTS, "cpu", chunk)
+    training = cohort(0, 6, shift=3.0)
+    bags = [Bag(each.slide, each.bag.features_ND * np.float16(3) + np.float16(50), None) for each in training]
+    bags[0].features_ND[:, 2] = 50
+    for bag in bags[1:]:
+        bag.features_ND[:, 2] = 50  # never varies
+    labelled = [LabelledBag(bag.slide, bag, each.label) for bag, each in zip(bags, training, strict=True)]
+    trained = train.train("mean", labelled, cohort(20, 26), 1, asked(epochs=1), 0)
+    joined = np.concatenate([bag.features_ND for bag in bags]).astype(np.float64)
+    spread = joined.std(axis=0)
+    np.testing.assert_allclose(trained.module.input_mean_D, joined.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(trained.module.input_std_D, np.where(spread == 0, 1, spread), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_moments_of_parts_are_those_of_the_whole(dtype, monkeypatch):
+    features = np.random.default_rng(0).normal(100, 0.5, size=(57, 5)).astype(dtype)
+    monkeypatch.setitem(store.CHUNK_ELEMENTS, "cpu", 20)
+    found = store.measure(torch.from_numpy(features))
+    assert found.count == 57
+    np.testing.assert_allclose(found.mean_D, features.astype(np.float64).mean(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(found.squares_D / 57, features.astype(np.float64).var(axis=0), rtol=1e-10)
+
+
+def test_class_weights():
+    bags = [made(number, label)[0] for number, label in enumerate([0, 0, 0, 2, 2, 0])]
+    assert steps.class_weights(bags, 3, "none") == [1, 1, 1]
+    assert steps.class_weights(bags, 3, "balanced") == [6 / (2 * 4), 1, 6 / (2 * 2)]
+
+
+@given(number=st.integers(1, 60), share=st.floats(0, 1))
+@settings(max_examples=50)
+def test_drawn_instances_are_different_and_in_order(number, share):
+    drawn = steps.draw(number, max(1, int(share * number)), torch.device("cpu")).tolist()
+    assert len(drawn) == max(1, int(share * number))
+    assert drawn == sorted(set(drawn))
+    assert drawn[0] >= 0
+    assert drawn[-1] < number
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ({}, 20),
+        ({"instance_dropout": 0.3}, 14),
+        ({"max_instances": 7}, 7),
+        ({"instance_dropout": 0.3, "max_instances": 17}, 14),
+        ({"instance_dropout": 0.99}, 1),
+    ],
+)
+def test_only_training_sees_parts_of_bags(monkeypatch, how, seen):
+    sizes: list[tuple[bool, int, bool]] = []
+    aggregate_rows = aggregate.contract.Aggregator.forward
+
+    def watched(module, bag_ND, coords_N2=None):
+        together = coords_N2 is not None and bool((coords_N2[:, 0] // 224 == bag_ND[:, 0]).all())
+        sizes.append((module.training, len(bag_ND), together))
+        return aggregate_rows(module, bag_ND, coords_N2)
+
+    monkeypatch.setattr(aggregate.contract.Aggregator, "forward", watched)
+
+    def numbered(labelled: LabelledBag) -> LabelledBag:
+        features = labelled.bag.features_ND.copy()
+        features[:, 0] = np.arange(len(features))
+        coords = np.stack([np.arange(len(features)), np.zeros(len(features), int)], axis=1) * 224
+        return LabelledBag(labelled.slide, Bag(labelled.slide, features, coords), labelled.label)
+
+    training, validation = ([numbered(each) for each in cohort(*span, size=20)] for span in ((0, 4), (4, 6)))
+    options = {"hidden": 8, "heads": 2, "landmarks": 4, "coordinates": True}
+    train.train("transmil", training, validation, 1, asked(epochs=2, options=options, **how), 0)
+    assert sizes == ([(True, seen, True)] * 4 + [(False, 20, True)] * 2) * 2
+
+
+# ---------------------------------------------------------------------------------------------------- randomness
+
+
+@pytest.mark.parametrize("name", ["self-vit-mil", "abmil", "transmil", "mil-rnn"])
+def test_equal_seeds_give_equal_bits_whatever_ran_before(name):
+    torch.manual_seed(11)
+    first = quick(name, seed=5, instance_dropout=0.2)
+    after = torch.rand(3)
+    torch.manual_seed(11)
+    assert torch.equal(after, torch.rand(3))  # the caller's numbers are untouched
+    again = quick(name, seed=5, instance_dropout=0.2)
+    assert_same_weights(first, again)
+    without_time = [[{**line, "seconds": 0} for line in each.history] for each in (first, again)]
+    assert without_time[0] == without_time[1]
+    other = quick(name, seed=6, instance_dropout=0.2)
+    assert any(not torch.equal(weight, weights_of(other)[key]) for key, weight in weights_of(first).items())
+
+
+def test_a_shared_store_changes_nothing():
+    shared = BagStore("cpu")
+    training, validation = cohort(0, 8), cohort(8, 14)
+    how = asked(epochs=2)
+    alone = train.train("dsmil", training, validation, 1, how, 0)
+    for _ in range(2):
+        assert_same_weights(alone, train.train("dsmil", training, validation, 1, how, 0, store=shared))
+
+
+# ---------------------------------------------------------------------------------------------------- epochs
+
+
+def planted_worth(monkeypatch, values: list[float]) -> None:
+    left = iter(values)
+    monkeypatch.setattr(monitor, "worth", lambda *_: next(left))
+
+
+CONSTANT = {"lr": 0.01, "min_lr": 0.01, "warmup_epochs": 0}
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "best", "last"),
+    [
+        ([1, 3, 2, 3, 1, 0], 0, 2, 6),  # of equals the earliest
+        ([1, 3, 2, 3, 1, 0], 2, 2, 4),
+        ([1, 2, 3, 4, 5, 6], 1, 6, 6),
+        ([6, 5, 4, 3, 2, 1], 3, 1, 4),
+    ],
+)
+def test_the_best_epoch_is_kept(monkeypatch, values, patience, best, last):
+    planted_worth(monkeypatch, values)
+    lines: list[dict[str, Any]] = []
+    how = asked(epochs=6, patience=patience, **CONSTANT)
+    trained = train.train("dsmil", cohort(0, 6), cohort(6, 10), 1, how, 0, report=lines.append)
+    assert trained.epoch == best
+    assert [line["epoch"] for line in trained.history] == list(range(1, last + 1))
+    assert lines == list(trained.history)
+    planted_worth(monkeypatch, list(range(best)))  # there the last epoch is the best
+    until = train.train("dsmil", cohort(0, 6), cohort(6, 10), 1, asked(epochs=best, **CONSTANT), 0)
+    assert_same_weights(trained, until)
+    assert not trained.module.training
+
+
+def test_min_epochs_come_first(monkeypatch):
+    planted_worth(monkeypatch, [9.0] + [0.0] * 70)
+    how = asked(recipe="published", epochs=60, patience=2, options=SMALL["clam-sb"])
+    trained = train.train("clam-sb", cohort(0, 2), cohort(2, 4), 1, how, 0)
+    assert (trained.epoch, len(trained.history)) == (1, 50)
+
+
+def test_history_has_what_it_promises():
+    trained = quick("dsmil", epochs=3)
+    keys = {"epoch", "lr", "train_loss", "val_loss", "val_auc", "attention_entropy", "critical_churn", "seconds"}
+    assert all(line.keys() == keys for line in trained.history)
+    assert trained.history[0]["critical_churn"] is None
+    assert all(0 <= line["critical_churn"] <= 1 for line in trained.history[1:])
+    assert all(0 < line["attention_entropy"] <= 1.0001 for line in trained.history)
+    assert all(line["attention_entropy"] is None for line in quick("mean").history)
+    # The chosen module, scored afterwards, says what the history says of that epoch.
+    line, validation = trained.history[trained.epoch - 1], cohort(8, 14)
+    scores = score(trained.module, [each.bag for each in validation])
+    labels = [each.label for each in validation]
+    assert metrics.auc(labels, [each.probabilities[0] for each in scores]) == pytest.approx(line["val_auc"])
+    entropies = [each.attention_entropy for each in scores if validation[scores.index(each)].label]
+    assert np.mean(np.array(entropies, dtype=float)) == pytest.approx(line["attention_entropy"], rel=1e-5)
+    losses = []
+    for each in validation:
+        output = trained.module(torch.from_numpy(each.bag.features_ND))
+        losses.append(trained.module.loss(output, each.label).item())
+    assert np.mean(losses) == pytest.approx(line["val_loss"], rel=1e-5)
+
+
+def test_authors_criterion_and_auc_of_several_classes():
+    labels = np.array([0, 0, 1, 1, 1])
+    probabilities = np.array([[0.2], [0.6], [0.5], [0.7], [0.9]])
+    area, right = 5 / 6, 4 / 5  # Youden's point lies between 0.6 and 0.7, and misses 0.5
+    assert monitor.worth("authors", labels, probabilities, 0.3) == pytest.approx((area + right + 1 - 0.3) / 4)
+    assert monitor.worth("auc", labels, probabilities, 0.3) == pytest.approx(area)
+    assert monitor.worth("loss", labels, probabilities, 0.3) == -0.3
+    three = np.array([0, 1, 2, 2])
+    scores = np.array([[0.8, 0.1, 0.1], [0.1, 0.5, 0.4], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
+    assert monitor.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
+    assert monitor.accuracy(three, scores) == 0.75
+
+
+@given(
+    fallen=st.lists(st.integers(0, 50), min_size=1, max_size=8), size=st.integers(1, 400), num_classes=st.integers(1, 3)
+)
+def test_churn_against_a_slow_loop(fallen, size, num_classes):
+    labels = [number % max(num_classes, 2) for number in range(len(fallen))]
+    counted = [rank for rank, label in zip(fallen, labels, strict=True) if label or num_classes > 1]
+    given_up = [rank for rank in counted if rank >= 1 and rank / size >= 0.05]
+    expected = len(given_up) / len(counted) if counted else None
+    arrays = (np.array(labels), np.array(fallen), np.full(len(fallen), size))
+    assert monitor.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
+
+
+def test_overtaking_of_the_critical_instance_is_counted():
+    training, validation = cohort(0, 2), cohort(2, 4, size=9)
+    module = aggregate.build("max", DIM, 1)
+    both = steps.Steps(module, recipe_of("max", asked()), BagStore("cpu"), training, validation)
+    weight, before = module.scorer.weight, None
+    assert isinstance(weight, torch.nn.Parameter)
+    for seed in (1, 2):
+        weight.data.copy_(torch.randn(1, DIM, generator=torch.Generator().manual_seed(seed)))
+        both.validate(1)
+        now = validation[1].bag.features_ND.astype(np.float32) @ weight.detach().numpy()[0]
+        if before is not None:
+            assert both.validation.fetch().fallen[1] == (now > now[before.argmax()]).sum()
+        before = now
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def test_uniform_attention_is_told():
+    trained = quick("abmil", lr=1e-9)
+    (warning,) = trained.warnings
+    assert "attention is all but uniform at the chosen epoch" in warning
+    assert "train.standardize" in warning
+
+
+def test_doubts_come_above_their_thresholds_only():
+    line = {"epoch": 7, "attention_entropy": 0.98, "critical_churn": 0.5}
+    assert monitor.doubts(line) == []
+    assert monitor.doubts({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
+    (told,) = monitor.doubts({**line, "critical_churn": 0.6})
+    assert "from epoch 6 to the chosen epoch 7 it was given up for others on 60% of the validation slides" in told
+    assert len(monitor.doubts({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
+
+
+@pytest.mark.parametrize("wanted", ["auc", "authors"])
+def test_validation_of_one_class_is_judged_by_loss(wanted):
+    validation = [made(number, 0)[0] for number in range(30, 34)]
+    trained = train.train("mean", cohort(0, 8), validation, 1, asked(epochs=3, monitor=wanted), 0)
+    losses = [line["val_loss"] for line in trained.history]
+    assert trained.epoch == 1 + int(np.argmin(losses))
+    assert {line["val_auc"] for line in trained.history} == {None}
+    assert "it has no slide of class 1" in trained.warnings[0]
+    assert train.train("mean", cohort(0, 8), validation, 1, asked(epochs=1, monitor="loss"), 0).warnings == ()
+
+
+def test_a_class_without_training_slides_is_told():
+    trained = train.train("mean", cohort(0, 6), cohort(6, 10), 3, asked(epochs=1), 0)
+    assert any("no training slide of class 2" in each for each in trained.warnings)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def with_features(labelled: LabelledBag, features: np.ndarray) -> LabelledBag:
+    return LabelledBag(labelled.slide, Bag(labelled.slide, features, None), labelled.label)
+
+
+def nan_in(labelled: LabelledBag) -> LabelledBag:
+    features = labelled.bag.features_ND.copy()
+    features[3, 2] = np.nan
+    return with_features(labelled, features)
+
+
+BROKEN = {
+    "no validation": (lambda t, v: (t, []), ConfigError, "no validation bags"),
+    "no training": (lambda t, v: ([], v), ConfigError, "no training bags"),
+    "one class": (lambda t, v: (t[::2], v), ConfigError, "all 4 training slides are of class 0"),
+    "wrong label": (lambda t, v: ([*t, made(90, 2)[0]], v), ConfigError, "slide90: label 2"),
+    "in both": (lambda t, v: (t, [*v, t[3]]), ConfigError, "slide3 both in training and in validation"),
+    "mixed": (
+        lambda t, v: (t, [*v, made(91, 1, dim=5)[0], made(92, 1, dim=5)[0]]),
+        BagError,
+        "5 in slide91, slide92; 16 in slide0, slide1, slide2, slide3, slide4 and 9 more",
+    ),
+    "empty": (lambda t, v: ([*t, with_features(made(93, 0)[0], np.zeros((0, DIM)))], v), BagError, "slide93: the bag"),
+    "nan": (lambda t, v: (t, [*v, nan_in(made(94, 0)[0])]), BagError, "slide94: NaN or infinity in row 3"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_learned_from_is_refused(case):
+    spoil, error, words = BROKEN[case]
+    training, validation = spoil(cohort(0, 8), cohort(8, 14))
+    with pytest.raises(error, match=words):
+        train.train("mean", training, validation, 1, asked(epochs=1), 0)
+
+
+def test_weights_that_run_away_are_told_with_bag_and_epoch():
+    how = asked(optimizer="sgd", lr=1e30, epochs=5, standardize=False, warmup_epochs=0)
+    order = np.random.default_rng((0, 1)).permutation(8)
+    with pytest.raises(ConfigError, match=r"slide\d+: the loss is not a finite number in epoch 1") as caught:
+        train.train("dsmil", cohort(0, 8), cohort(8, 14), 1, how, 0)
+    assert f"slide{order[0]}:" not in str(caught.value)  # the first step still had sound weights
+    assert "train.lr" in str(caught.value)
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="device 'cuda:77' cannot be used"):
+        BagStore("cuda:77")
+
+
+# ---------------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_those_of_the_formulas():
+    trained = quick("dsmil")
+    test = cohort(60, 64)
+    before = torch.is_grad_enabled(), trained.module.training
+    for each, found in zip(test, score(trained.module, [each.bag for each in test]), strict=True):
+        output = trained.module(torch.from_numpy(each.bag.features_ND))
+        assert isinstance(output, DsmilOutput)
+        assert output.attention_NC is not None
+        assert output.instance_logits_NC is not None
+        streams = [float(logit.sigmoid()) for logit in (output.max_logits_C, output.bag_logits_C)]
+        assert found.slide == each.slide
+        assert found.max_probabilities == pytest.approx((streams[0],))
+        assert found.bag_probabilities == pytest.approx((streams[1],))
+        assert found.probabilities == pytest.approx((np.mean(streams),), rel=1e-5)
+        attention = output.attention_NC[:, 0].detach().double().numpy()
+        entropy = -(attention * np.log(attention)).sum() / np.log(len(attention))
+        assert found.attention_entropy == pytest.approx(entropy, rel=1e-5)
+        assert found.critical == int(output.instance_logits_NC[:, 0].argmax())
+    assert (torch.is_grad_enabled(), trained.module.training) == before
+
+
+def test_scores_of_methods_without_streams_or_attention():
+    trained = quick("mean")
+    (found,) = score(trained.module, [made(70, 1)[0].bag])
+    assert (found.max_probabilities, found.bag_probabilities, found.attention_entropy) == (None, None, None)
+    one = made(71, 1, size=1)[0].bag
+    (alone,) = score(quick("abmil").module, [one])
+    assert (alone.attention_entropy, alone.critical) == (None, 0)
+    assert score(trained.module, []) == []
+
+
+def test_chowders_evidence_has_the_right_sign():
+    module = aggregate.build("chowder", 1, 1, form="original", top=2, bottom=2)
+    features = torch.tensor([[-3.0], [0.0], [1.0]])
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            for layer in module.slide:
+                if isinstance(layer, torch.nn.Linear):
+                    layer.weight.fill_(1.0)
+            module.slide[-1].weight.fill_(sign)
+            module.scorer.weight.fill_(1.0)
+        module.eval()
+        evidence = scoring.evidence(module, module(features))
+        assert int(evidence.argmax()) == (2 if sign > 0 else 0)
+
+
+def test_scoring_a_bag_of_another_encoder_names_the_slide():
+    with pytest.raises(BagError, match="slide80: vectors of 5 dimensions, the aggregator was trained on 16"):
+        score(quick("mean").module, [made(80, 0, dim=5)[0].bag])
+    with pytest.raises(BagError, match="slide81: NaN"):
+        score(quick("mean").module, [nan_in(made(81, 0)[0]).bag])
+
+
+def test_coordinates_are_used_where_asked_for():
+    options = {"hidden": 8, "heads": 2, "landmarks": 4, "coordinates": True}
+    trained = quick("transmil", options=options)
+    bag = made(82, 1)[0].bag
+    moved = Bag(bag.slide, bag.features_ND, bag.coords[::-1].copy())
+    here, there = score(trained.module, [bag, moved])
+    assert here.probabilities != there.probabilities
+    with pytest.raises(BagError, match="slide82: its feature file has no coordinates"):
+        score(trained.module, [Bag(bag.slide, bag.features_ND, None)])
+
+
+def test_bags_on_a_cpu_stay_mapped(tmp_path: Path):
+    path = tmp_path / "features"
+    np.random.default_rng(0).normal(size=(40, DIM)).astype(np.float16).tofile(path)
+    mapped = np.memmap(path, dtype=np.float16, mode="r", shape=(40, DIM))
+    tensor = BagStore("cpu").features(Bag("a", mapped, None))
+    assert np.shares_memory(tensor.numpy(), mapped)
+    (found,) = score(quick("mean").module, [Bag("a", mapped, None)])
+    (copied,) = score(quick("mean").module, [Bag("a", np.array(mapped), None)])
+    assert found.probabilities == copied.probabilities
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
+
+
+@pytest.mark.parametrize("name", ["self-vit-mil", "chowder", "clam-sb"])
+def test_a_saved_model_scores_the_same(tmp_path: Path, name):
+    trained = quick(name)
+    save_model(tmp_path / "seed0", trained, {"classes": ["normal", "tumor"], "encoder": "vit"})
+    module, config = load_model(tmp_path / "seed0")
+    bags = [each.bag for each in cohort(60, 66)]
+    assert [each.probabilities for each in score(module, bags)] == [
+        each.probabilities for each in score(trained.module, bags)
+    ]
+    assert config["classes"] == ["normal", "tumor"]
+    assert config["aggregator"]["name"] == name
+    assert config["recipe"]["lr"] == trained.recipe.lr
+    assert config["epoch"] == trained.epoch
+    lines = [json.loads(line) for line in (tmp_path / "seed0" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(trained.history)
+    save_model(tmp_path / "again", trained, {"classes": ["normal", "tumor"], "encoder": "vit"})
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "seed0" / file).read_bytes()
+    assert str(tmp_path) not in (tmp_path / "seed0" / "config.json").read_text()
+
+
+def test_broken_folders_are_told(tmp_path: Path):
+    with pytest.raises(ArtefactError, match=r"none: no trained aggregator, it has no config.json"):
+        load_model(tmp_path / "none")
+    folder = tmp_path / "seed0"
+    save_model(folder, quick("mean"), {})
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArtefactError, match="seed0: the aggregator cannot be read"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ArtefactError, match=r"it has no model\.safetensors"):
+        load_model(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('_version": 1', '_version": 9'))
+    with pytest.raises(ArtefactError, match="version 9"):
+        load_model(folder)
+
+
+# ---------------------------------------------------------------------------------------------------- recording
+
+
+class FakeRecorder:
+    """Stands in for CUDA graphs: a replay calls the step, in the mode that the module had when it was recorded."""
+
+    replays: list[int] = []  # noqa: RUF012
+
+    def record(self, recorded: list[graphs.Step]) -> list[graphs.Step]:
+        def replay(step: graphs.Step) -> graphs.Step:
+            def call() -> None:
+                FakeRecorder.replays.append(1)
+                step()
+
+            return call
+
+        return [replay(step) for step in recorded]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, together):
+    how = {"epochs": 4, "accumulate": together, "patience": 0}
+    plain = quick("dsmil", **how)
+    monkeypatch.setattr(FakeRecorder, "replays", [])
+    monkeypatch.setattr(train, "Recorder", FakeRecorder)
+    monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: True)
+    assert_same_weights(plain, quick("dsmil", **how))
+    moves = 0 if together == 1 else math.ceil(8 / together)
+    assert len(FakeRecorder.replays) == 3 * (8 + 6 + moves)
+
+
+def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
+    class Refusing:
+        def record(self, recorded: list[graphs.Step]) -> list[graphs.Step]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    plain = quick("dsmil", epochs=3)
+    monkeypatch.setattr(train, "Recorder", Refusing)
+    monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: True)
+    trained = quick("dsmil", epochs=3)
+    assert_same_weights(plain, trained)
+    assert "(operation not permitted when stream is capturing)" in trained.warnings[0]
+
+
+def test_methods_say_when_they_wait_for_the_device():
+    waits = {name: aggregate.build(name, 8, 1).waits_for_device for name in aggregate.NAMES}
+    assert not any(waits.values())
+    assert aggregate.build("transmil", 8, 1, coordinates=True).waits_for_device
+    assert aggregate.build("mil-rnn", 8, 1, shuffle=True).waits_for_device
+    assert aggregate.build("dsmil", 8, 1, v="linear", dropout=0.1).waits_for_device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("name", aggregate.NAMES)
+    @pytest.mark.parametrize("together", [1, 3])
+    def test_replayed_epochs_equal_plain_ones(self, monkeypatch, name, together):
+        if name == "transmil":
+            pytest.skip("adds in an order that changes from run to run")
+        options = {**SMALL.get(name, {}), **({"dropout": 0.0} if name in ("abmil", "abmil-gated", "clam-sb") else {})}
+        how = {"device": "cuda", "epochs": 6, "accumulate": together, "options": options, "patience": 0, **CONSTANT}
+        recorded = quick(name, **how)
+        assert not [each for each in recorded.warnings if "graphs" in each]
+        monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: False)
+        plain = quick(name, **how)
+        losses = [[line["train_loss"] for line in each.history] for each in (recorded, plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lookahead-radam"])
+    def test_optimizers_are_recorded(self, optimizer):
+        how = {"optimizer": optimizer, "epochs": 6, "patience": 0, "clip_grad": 1.0, **CONSTANT}
+        gpu, cpu = (quick("dsmil", device=device, **how) for device in ("cuda", "cpu"))
+        losses = [[line["train_loss"] for line in each.history] for each in (gpu, cpu)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert not [each for each in gpu.warnings if "graphs" in each]
+
+    def test_random_numbers_are_drawn_anew_in_every_replay(self):
+        how = {"device": "cuda", "epochs": 8, "patience": 0, "instance_dropout": 0.5, "lr": 1e-12, "min_lr": 1e-12}
+        trained = quick("abmil", **how)
+        losses = [line["train_loss"] for line in trained.history]
+        assert len(set(losses)) > 5
+        assert not [each for each in trained.warnings if "graphs" in each]
+        again = quick("abmil", **how)
+        assert [line["train_loss"] for line in again.history] == losses
+
+    @pytest.mark.parametrize("cache_gb", [0, 1.5e-6, None])
+    def test_bags_that_do_not_fit_are_uploaded_each_time(self, cache_gb):
+        fitted = quick("dsmil", device="cuda", epochs=3)
+        trained = quick("dsmil", device="cuda", epochs=3, cache_gb=cache_gb)
+        losses = [[line["train_loss"] for line in each.history] for each in (fitted, trained)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+    def test_large_bags_are_uploaded_whole(self):
+        features = np.random.default_rng(0).normal(size=(9000, 1500)).astype(np.float16)  # more than one staging piece
+        kept = BagStore("cuda")
+        uploaded = kept.features(Bag("a", features, None))
+        assert torch.equal(uploaded.cpu(), torch.from_numpy(features))
+        none_kept = BagStore("cuda", cache_gb=0)
+        bag = Bag("b", features, None)
+        none_kept.prefetch(bag)
+        assert torch.equal(none_kept.features(bag).cpu(), torch.from_numpy(features))
+        assert not none_kept.holds([bag])
+
+
+def test_chunks_of_a_bag_make_no_difference_to_training(monkeypatch):
+    whole = quick("self-vit-mil")
+    monkeypatch.setitem(rows_module.CHUNK_BYTES, "cpu", 7 * DIM * 4)
+    chunked = quick("self-vit-mil")
+    for name, weight in weights_of(whole).items():
+        torch.testing.assert_close(weight, weights_of(chunked)[name], rtol=1e-3, atol=1e-5)

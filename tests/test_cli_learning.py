@@ -1,0 +1,236 @@
+"""`train`, `evaluate`, `compare` and `export` as a user meets them, on feature files alone and on made slides."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import planted
+from selfvitmil.bags import read_bag
+from selfvitmil.slides import synthetic
+from test_cli import Done, rows_of, selfvitmil
+
+QUICK = ("--train.seeds", 2, "--train.epochs", 12, "--evaluate.bootstrap", 100)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Somebody else's feature folder with a table of labels in CLAM's form, and splits in it."""
+    folder = tmp_path_factory.mktemp("foreign")
+    cases = planted.planted(folder, patients=12, shift=6.0)
+    with (folder / "labels.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["case_id", "slide_id", "label", "split"])
+        for number, row in enumerate(cases.cohort.rows):
+            writer.writerow([row.patient, row.slide, row.label, "test" if number % 12 >= 8 else "train"])
+    return folder
+
+
+@pytest.fixture
+def study(foreign: Path, tmp_path: Path) -> Path:
+    shutil.copytree(foreign, tmp_path / "foreign")
+    return tmp_path / "study"
+
+
+def learn(command: str, study: Path, *arguments: object) -> Done:
+    foreign = study.parent / "foreign"
+    given = ("--features", foreign / "features_vit", "--labels", foreign / "labels.csv")
+    return selfvitmil(command, study, *given, *QUICK, *arguments)
+
+
+def test_train_writes_models_and_opens_no_test_slide(study: Path):
+    done = learn("train", study, "--train.aggregator", "dsmil", "--train.options.top", 2)
+    assert done.returncode == 0, done.stderr
+    models = study / "models" / "external" / "features_vit" / "dsmil"
+    config = json.loads((models / "given" / "seed1" / "config.json").read_text())
+    assert config["aggregator"]["top"] == 2
+    test = {row["slide_id"] for row in rows_of(study.parent / "foreign" / "labels.csv") if row["split"] == "test"}
+    assert not test & {*config["trained_on"], *config["chosen_on"]}
+    assert not (study / "results").exists()
+    assert "positive: tumor" in done.stdout
+    again = learn("train", study, "--train.aggregator", "dsmil", "--train.options.top", 2)
+    assert again.stdout.count("current") == 2
+
+
+def test_evaluate_tells_of_every_test_slide(study: Path):
+    done = learn("evaluate", study, "--train.aggregator", "max")
+    assert done.returncode == 0, done.stderr
+    folder = study / "results" / "features_vit_max"
+    rows = rows_of(folder / "predictions.csv")
+    truth = {row["slide_id"]: row["label"] for row in rows_of(study.parent / "foreign" / "labels.csv")}
+    tested = [row for row in rows if row["part"] == "test" and row["seed"] == "ensemble"]
+    assert {row["slide"] for row in tested} == {
+        row["slide_id"] for row in rows_of(study.parent / "foreign" / "labels.csv") if row["split"] == "test"
+    }
+    assert all(row["label"] == truth[row["slide"]] for row in tested)
+    scores = {label: [float(row["score"]) for row in tested if row["label"] == label] for label in ("normal", "tumor")}
+    pairs = [(a > b) + (a == b) / 2 for a in scores["tumor"] for b in scores["normal"]]
+    told = json.loads((folder / "metrics.json").read_text())["methods"][0]["slide"]["ensemble"]["auc"]["value"]
+    assert told == pytest.approx(sum(pairs) / len(pairs))
+    assert told >= 0.9  # instances are shifted by six standard deviations
+    for name in ("roc", "pr", "calibration", "confusion", "training"):
+        ElementTree.parse(folder / f"{name}.svg")
+    assert "optimistic" not in (folder / "metrics.json").read_text().lower().replace('"protocol": "honest"', "")
+
+
+def test_the_optimistic_protocol_says_so_everywhere(study: Path):
+    done = learn("evaluate", study, "--train.aggregator", "mean", "--evaluate.protocol", "optimistic")
+    assert done.returncode == 0, done.stderr
+    folder = study / "results" / "features_vit_mean_optimistic"
+    assert "OPTIMISTIC" in done.stdout
+    assert {row["protocol"] for row in rows_of(folder / "predictions.csv")} == {"optimistic"}
+    assert all("TEST" in row["threshold_from"] for row in rows_of(folder / "predictions.csv"))
+    assert "optimistic" in (folder / "metrics.json").read_text()
+    assert "OPTIMISTIC" in (folder / "roc.svg").read_text()
+
+
+def test_compare_puts_all_rows_into_one_table(study: Path):
+    chosen = [word for name in ("dsmil", "abmil", "mean") for word in ("--compare.methods", name)]
+    done = learn("compare", study, *chosen)
+    assert done.returncode == 0, done.stderr
+    folder = study / "results" / "compare"
+    rows = {row["method"]: row for row in rows_of(folder / "table.csv")}
+    assert list(rows) == ["dsmil", "abmil", "mean"]
+    assert rows["dsmil"]["published_auc"] == "0.8944"
+    assert not rows["mean"]["published_auc"]
+    assert "published" in done.stdout
+    assert {row["method"] for row in rows_of(folder / "predictions.csv")} == {"dsmil", "abmil", "mean"}
+    ElementTree.parse(folder / "auc.svg")
+    assert "| dsmil" in (folder / "table.md").read_text()
+
+
+def test_equal_runs_give_equal_bytes(study: Path, tmp_path: Path):
+    for place in (study, study.parent / "twin"):
+        assert learn("evaluate", place, "--train.aggregator", "abmil").returncode == 0
+    for path in (study / "results").rglob("*"):
+        if path.suffix in (".csv", ".json", ".svg"):
+            twin = study.parent / "twin" / path.relative_to(study)
+            assert path.read_bytes() == twin.read_bytes(), path.name
+    for path in (study / "models").rglob("model.safetensors"):
+        assert path.read_bytes() == (study.parent / "twin" / path.relative_to(study)).read_bytes()
+
+
+def test_a_broken_feature_file_fails_alone(study: Path):
+    broken = study.parent / "foreign" / "features_vit" / "tumor_02_0.h5"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    done = learn("train", study, "--train.aggregator", "mean")
+    assert done.returncode == 3
+    assert "FAILED tumor_02_0 (train)" in done.stdout
+    assert rows_of(study / "failures.csv")[0]["slide"] == "tumor_02_0"
+    assert (study / "models" / "external" / "features_vit" / "mean" / "given" / "seed0" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--train.aggregator", "dsmill"), "did you mean 'dsmil'? There are"),
+        (("--train.options.topp", 3), "did you mean 'top'?"),
+        (("--train.positive", "tumour"), "train.positive 'tumour'"),
+        (("--train.split", "k-fold", "--train.folds", 40), "40 folds"),
+        (("--train.split", "files"), "train.split_folder"),
+        (("--encoder", "demo"), "neither with --encoder"),
+    ],
+)
+def test_wrong_input_is_refused(study: Path, arguments: tuple[object, ...], words: str):
+    done = learn("train", study, *arguments)
+    assert done.returncode in (2, 3)
+    assert words in done.stderr
+
+
+def test_a_study_without_vectors_says_what_to_do(tmp_path: Path):
+    synthetic.make_cohort(tmp_path / "slides", slides=4, seed=1, size=(1536, 1536))
+    done = selfvitmil("check", tmp_path / "study", "--cohort", tmp_path / "slides" / "cohort.csv", "--workers", 0)
+    assert done.returncode == 0
+    done = selfvitmil("train", tmp_path / "study")
+    assert done.returncode == 2
+    assert "no slide was embedded yet" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- with slides
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of small slides with an untrained encoder and vectors of two scales."""
+    folder = tmp_path_factory.mktemp("embedded")
+    synthetic.make_cohort(folder / "slides", slides=14, seed=2, size=(1536, 1536))
+    study = folder / "study"
+    small = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--tile.parent-mpp", 4.0, "--workers", 0)
+    assert selfvitmil("tile", study, "--cohort", folder / "slides" / "cohort.csv", *small).returncode == 0
+    from selfvitmil.encoder import build_encoder, save_encoder
+
+    args = {"embed_dim": 24, "depth": 4, "num_heads": 2}
+    encoder = build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args, stain="slide")
+    save_encoder(study / "encoders" / "tiny", encoder)
+    assert selfvitmil("embed", study, "--encoder", "tiny", *small).returncode == 0
+    return study
+
+
+SCALES = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--tile.parent-mpp", 4.0)
+
+
+def test_compare_with_all_kinds_of_rows(embedded: Path):
+    chosen = [word for name in ("self-vit-mil", "mean", "dsmil-lc") for word in ("--compare.methods", name)]
+    asked = ("--compare.random-encoder", "--compare.mean-color", "--compare.supervised", "probe")
+    splits = ("--train.split", "k-fold", "--train.folds", 2, "--train.validation", 0.4)
+    done = selfvitmil("compare", embedded, *SCALES, "--workers", 0, *QUICK, *splits, *chosen, *asked)
+    assert done.returncode == 0, done.stderr
+    rows = {row["display_name"]: row for row in rows_of(embedded / "results" / "compare" / "table.csv")}
+    assert list(rows) == [
+        "self-vit-mil",
+        "mean",
+        "dsmil-lc",
+        "self-vit-mil (two scales)",
+        "untrained encoder",
+        "mean colour",
+        "supervised probe",
+    ]
+    assert rows["mean colour"]["features"] == "mean_color"
+    assert not rows["untrained encoder"]["published_auc"]
+    bags = embedded / "bags"
+    fine = read_bag(next((bags / "1mpp_64px_0px" / "features_tiny").glob("*.h5")))
+    joined = read_bag(next((bags / "1mpp_64px_0px+4mpp_64px_0px" / "features_tiny").glob("*.h5")))
+    assert joined.dim == 2 * fine.dim
+
+
+def test_export_writes_what_the_other_tool_reads(embedded: Path, tmp_path: Path):
+    done = selfvitmil(
+        "export", embedded, "--encoder", "tiny", "--to", "clam", "--out", tmp_path / "clam", *SCALES, "--workers", 0
+    )
+    assert done.returncode == 0, done.stderr
+    ours = embedded / "bags" / "1mpp_64px_0px" / "features_tiny"
+    for path in ours.glob("*.h5"):
+        theirs = read_bag(tmp_path / "clam" / "pt_files" / f"{path.stem}.pt")
+        assert theirs.features_ND.tolist() == read_bag(path).features_ND.astype("float32").tolist()
+    refused = selfvitmil("export", embedded, "--encoder", "tiny", "--to", "clam", "--out", ours, *SCALES)
+    assert refused.returncode == 2
+    unknown = selfvitmil("export", embedded, "--encoder", "other", "--to", "clam", "--out", tmp_path / "x", *SCALES)
+    assert "no vectors of encoder 'other'" in unknown.stderr
+
+
+def test_packs_feed_a_training(embedded: Path, tmp_path: Path):
+    """`tile --pack`, then `pretrain` from packs alone gives the very weights of training from slides."""
+    study = tmp_path / "study"
+    shutil.copytree(embedded, study)
+    cohort = rows_of(embedded / "cohort.csv")
+    table = tmp_path / "cohort.csv"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, cohort[0].keys())
+        writer.writeheader()
+        writer.writerows(row | {"path": (embedded / row["path"]).resolve(), "annotation": ""} for row in cohort)
+    shutil.copy(table, study / "cohort.csv")
+    one = ("--tile.mpp", 1.0, "--tile.size-px", 64)
+    done = selfvitmil("tile", study, *SCALES, "--tile.pack", "--tile.pack-encoding", "png", "--workers", 0)
+    assert done.returncode == 0, done.stderr
+    assert "packs of" in done.stdout
+    small = ("--pretrain.width", 24, "--pretrain.depth", 2, "--pretrain.heads", 2, "--pretrain.batch", 8)
+    small += ("--pretrain.steps", 2, "--pretrain.num-local", 1, "--pretrain.workers", 0, "--pretrain.head-width", 16)
+    for name, flag in (("slides", ()), ("packs", ("--pretrain.packs",))):
+        assert selfvitmil("pretrain", study, "--name", name, *one, *small, *flag).returncode == 0
+    one_file, other = (study / "encoders" / name / "model.safetensors" for name in ("slides", "packs"))
+    assert one_file.read_bytes() == other.read_bytes()
