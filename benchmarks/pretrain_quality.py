@@ -1,7 +1,7 @@
 """What DINO pretraining is worth after so many minutes: accuracy of nearest neighbours and of a linear probe.
 
-    python benchmarks/pretrain_quality.py --tiles FOLDER --minutes 7 [--architecture vit_base_patch16_224] [--batch 256]
-        [--seed 0] [--tile-px 224] [--set lr=1e-3 --set out_dim=4096 ...] [--out ENCODER]
+    python benchmarks/pretrain_quality.py --tiles FOLDER --minutes 7 [--architecture vit_small_patch16_224]
+        [--batch 256] [--seed 0] [--tile-px 224] [--set lr=1e-3 --set out_dim=4096 ...] [--out ENCODER]
 
 FOLDER/{train,test}/<class>/*.{jpg,png}. Self-supervision sees the tiles of `train` and no label; the linear classifier
 and the neighbours learn from the labels of `train`, both accuracies are those on `test`, for the teacher's vectors in
@@ -224,7 +224,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=7.0)
-    parser.add_argument("--architecture", default="vit_base_patch16_224")
+    parser.add_argument("--architecture", default="vit_small_patch16_224")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tile-px", type=int, default=224)

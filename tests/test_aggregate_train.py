@@ -74,13 +74,13 @@ def assert_same_weights(one: Trained, other: Trained) -> None:
 
 # ---------------------------------------------------------------------------------------------------- learning
 
-EPOCHS = {"chowder": 100, "transmil": 20}
-"""Where the default is not cut short to 25: sigmoids all the way take their time."""
+EPOCHS = {"chowder": 100}
+"""Where the default is not cut short to 20: sigmoids all the way take their time."""
 
 
 def learned(name: str, num_classes: int, num_training: int) -> tuple[list[BagScore], list[LabelledBag], list[set[int]]]:
     classes = max(num_classes, 2)
-    how = asked(epochs=EPOCHS.get(name, 25), options=SMALL.get(name, {}))
+    how = asked(epochs=EPOCHS.get(name, 20), options=SMALL.get(name, {}))
     training, validation = cohort(0, num_training, classes), cohort(100, 118, classes)
     trained = train.train(name, training, validation, num_classes, how, 0)
     test = [made(number, number % classes) for number in range(200, 242)]
@@ -93,7 +93,7 @@ def learned(name: str, num_classes: int, num_training: int) -> tuple[list[BagSco
 
 @pytest.mark.parametrize("name", aggregate.NAMES)
 def test_every_method_learns_with_its_default_recipe(name):
-    scores, test, planted = learned(name, 1, 40)
+    scores, test, planted = learned(name, 1, 40 if name == "transmil" else 32)
     assert metrics.auc([each.label for each in test], [each.probabilities[0] for each in scores]) >= 0.95
     found = [each.critical in where for each, where, truth in zip(scores, planted, test, strict=True) if truth.label]
     if name != "transmil":  # what its attention shows is an indication only
@@ -355,12 +355,12 @@ def test_the_best_epoch_is_kept(monkeypatch, values, patience, best, last):
     planted_worth(monkeypatch, values)
     lines: list[dict[str, Any]] = []
     how = asked(epochs=6, patience=patience, **CONSTANT)
-    trained = train.train("dsmil", cohort(0, 6), cohort(6, 10), 1, how, 0, report=lines.append)
+    trained = train.train("mean", cohort(0, 6), cohort(6, 10), 1, how, 0, report=lines.append)
     assert trained.epoch == best
     assert [line["epoch"] for line in trained.history] == list(range(1, last + 1))
     assert lines == list(trained.history)
     planted_worth(monkeypatch, list(range(best)))  # there the last epoch is the best
-    until = train.train("dsmil", cohort(0, 6), cohort(6, 10), 1, asked(epochs=best, **CONSTANT), 0)
+    until = train.train("mean", cohort(0, 6), cohort(6, 10), 1, asked(epochs=best, **CONSTANT), 0)
     assert_same_weights(trained, until)
     assert not trained.module.training
 
@@ -532,7 +532,7 @@ def test_scores_are_those_of_the_formulas():
         assert isinstance(output, DsmilOutput)
         assert output.attention_NC is not None
         assert output.instance_logits_NC is not None
-        streams = [float(logit.sigmoid()) for logit in (output.max_logits_C, output.bag_logits_C)]
+        streams = [logit.sigmoid().item() for logit in (output.max_logits_C, output.bag_logits_C)]
         assert found.slide == each.slide
         assert found.max_probabilities == pytest.approx((streams[0],))
         assert found.bag_probabilities == pytest.approx((streams[1],))
@@ -692,6 +692,10 @@ def test_methods_say_when_they_wait_for_the_device():
     assert aggregate.build("dsmil", 8, 1, v="linear", dropout=0.1).waits_for_device
 
 
+WHOLE = {"instance_dropout": 0.0, "patience": 0, **CONSTANT}
+"""CPU and GPU draw different random numbers: none are used where they are compared."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestOnGpu:
@@ -701,7 +705,7 @@ class TestOnGpu:
         if name == "transmil":
             pytest.skip("adds in an order that changes from run to run")
         options = {**SMALL.get(name, {}), **({"dropout": 0.0} if name in ("abmil", "abmil-gated", "clam-sb") else {})}
-        how = {"device": "cuda", "epochs": 6, "accumulate": together, "options": options, "patience": 0, **CONSTANT}
+        how = {"device": "cuda", "epochs": 6, "accumulate": together, "options": options, **WHOLE}
         recorded = quick(name, **how)
         assert not [each for each in recorded.warnings if "graphs" in each]
         monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: False)
@@ -711,7 +715,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lookahead-radam"])
     def test_optimizers_are_recorded(self, optimizer):
-        how = {"optimizer": optimizer, "epochs": 6, "patience": 0, "clip_grad": 1.0, **CONSTANT}
+        how = {"optimizer": optimizer, "epochs": 6, "clip_grad": 1.0, **WHOLE}
         gpu, cpu = (quick("dsmil", device=device, **how) for device in ("cuda", "cpu"))
         losses = [[line["train_loss"] for line in each.history] for each in (gpu, cpu)]
         assert losses[0] == pytest.approx(losses[1], rel=0.02)
@@ -728,8 +732,8 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("cache_gb", [0, 1.5e-6, None])
     def test_bags_that_do_not_fit_are_uploaded_each_time(self, cache_gb):
-        fitted = quick("dsmil", device="cuda", epochs=3)
-        trained = quick("dsmil", device="cuda", epochs=3, cache_gb=cache_gb)
+        fitted = quick("dsmil", device="cuda", epochs=3, **WHOLE)
+        trained = quick("dsmil", device="cuda", epochs=3, cache_gb=cache_gb, **WHOLE)
         losses = [[line["train_loss"] for line in each.history] for each in (fitted, trained)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -751,3 +755,20 @@ def test_chunks_of_a_bag_make_no_difference_to_training(monkeypatch):
     chunked = quick("self-vit-mil")
     for name, weight in weights_of(whole).items():
         torch.testing.assert_close(weight, weights_of(chunked)[name], rtol=1e-3, atol=1e-5)
+
+
+def test_small_bags_are_trained_by_one_thread_and_the_caller_keeps_his():
+    """Threads that wait for each other on a busy machine took 50 times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = []
+        small = Bag("a", np.zeros((3, 4), np.float16), None)
+        large = Bag("b", np.zeros((store.ONE_THREAD_ELEMENTS // 4, 4), np.float16), None)
+        for bags in ([small], [small, large]):
+            with store.few_threads(bags, torch.device("cpu")):
+                seen.append(torch.get_num_threads())
+        assert seen == [1, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

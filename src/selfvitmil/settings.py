@@ -333,7 +333,7 @@ class TrainSettings(Settings):
     betas: tuple[float, float] | None = None
     """Memory of Adam's two averages."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay; biases and norms have none."""
+    """Weight decay; with adamw and lookahead-radam biases and norms have none."""
     epochs: int | None = Field(default=None, gt=0)
     """Passes over the training bags, at most."""
     warmup_epochs: int | None = Field(default=None, ge=0)
@@ -342,6 +342,8 @@ class TrainSettings(Settings):
     """Bags whose gradients make one step."""
     clip_grad: float | None = Field(default=None, ge=0)
     """Longest gradient of all weights together; 0 means no limit."""
+    min_epochs: int | None = Field(default=None, ge=0)
+    """Epochs before which training does not end early."""
     patience: int | None = Field(default=None, ge=0)
     """Epochs without a better validation after which training ends; 0 means never."""
     monitor: Literal["loss", "auc", "authors"] | None = None

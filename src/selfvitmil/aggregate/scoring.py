@@ -17,7 +17,7 @@ from torch import Tensor
 from selfvitmil.aggregate.chowder import Chowder
 from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.dsmil import DsmilOutput
-from selfvitmil.aggregate.store import BagStore
+from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
 
@@ -64,7 +64,8 @@ def score(module: Aggregator, bags: Sequence[Bag], *, store: BagStore | None = N
     store.check(bags)
     module = copy.deepcopy(module).to(store.device).eval()
     judged = []
-    with torch.no_grad():  # not inference_mode: what is uploaded here may be trained on later
+    # Not inference_mode: what is uploaded here may be trained on later.
+    with torch.no_grad(), few_threads(bags, store.device):
         for bag, following in zip(bags, [*bags[1:], None], strict=False):
             features_ND = store.features(bag)
             if following is not None:

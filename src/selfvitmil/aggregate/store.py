@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import queue
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ from selfvitmil.bags import Bag, check_bag
 from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.settings import TrainSettings
 
+ONE_THREAD_ELEMENTS = 1 << 22
+"""Values of the largest bag below which a second thread is not worth it."""
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Values converted to float64 at a time: what stays in the cache of a processor, what keeps a GPU busy."""
 STAGING_BYTES = 4 << 20
@@ -47,6 +50,24 @@ def choose_device(wanted: str | torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+@contextmanager
+def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
+    """One thread of the CPU where bags are small: several wait for each other longer than they compute.
+
+    On a machine that others use too, that wait is 50 times the work: threads spin at barriers for one that is not
+    running. How many threads there are depends on the bags alone, so results stay the same to the bit.
+    """
+    before = torch.get_num_threads()
+    small = device.type == "cpu" and max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(before)
 
 
 class BagStore:

@@ -19,7 +19,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from selfvitmil.aggregate.optim import Mover, learning_rates
 from selfvitmil.aggregate.recipes import Recipe, recipe_of
 from selfvitmil.aggregate.scoring import BagScore, score
 from selfvitmil.aggregate.steps import Floats, LabelledBag, Slots, Steps
-from selfvitmil.aggregate.store import BagStore
+from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
 
@@ -87,7 +87,10 @@ def train(
     recipe = recipe_of(name, settings).for_dim(dim)
     store = store or BagStore.of(settings)
     store.check([each.bag for each in (*training, *validation)])
-    with own_stream(store.device), _own_randomness(seed, store.device), _fast_products(store.device):
+    bags = [each.bag for each in (*training, *validation)]
+    with ExitStack() as stack:
+        for context in (own_stream, _fast_products, partial(_own_randomness, seed), partial(few_threads, bags)):
+            stack.enter_context(context(store.device))
         module = build(name, dim, num_classes, **recipe.options, standardize=recipe.standardize)
         if recipe.standardize:
             module.set_standardization(*store.standardization([each.bag for each in training]))
