@@ -117,9 +117,19 @@ def to_svg(figure: Figure) -> str:
     """The figure as SVG text without a date or random names, titled for screen readers."""
     text = io.StringIO()
     with _style():
+        _settle(figure)
         told = {"Date": None, "Creator": "selfvitmil", "Title": str(figure.get_label())}
         FigureCanvasSVG(figure).print_figure(text, format="svg", metadata=told, facecolor="white")
     return text.getvalue()
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the figure out now, to a millionth of its size: the solver's last digits differ from run to run, and the
+    names of clips in the file are made from them."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position(tuple(np.round(axes.get_position(original=True).bounds, 6)))
 
 
 def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
