@@ -403,6 +403,47 @@ class CompareSettings(Settings):
     """Also learn from annotated tiles: a linear probe on the encoder's vectors, or a ResNet-18 on their pixels."""
 
 
+class LocalizeSettings(Settings):
+    """How scores of tiles become maps, lesions and pictures."""
+
+    score: Literal["auto", "attention", "instance", "product", "effect"] = "auto"
+    """What is mapped; `auto`: attention, else the tile's own probability, else the effect of leaving it out."""
+    scale: Literal["winsor", "zero-outliers", "percentile", "none"] = "winsor"
+    """Z-scores cut off at `z_limit`; the same with outliers set to 0, as the paper says; ranks; or from least to most."""
+    z_limit: float = Field(default=3.0, gt=0)
+    """Standard deviations from which on a score is an outlier."""
+    gate: bool = False
+    """Leave slides blank that were not found positive."""
+    of_class: str | None = None
+    """Class whose evidence is mapped, where there are more than two; none means the predicted one."""
+    parts: tuple[Literal["test", "val", "train"], ...] = ("test",)
+    """Slides to map; those that the model was trained on only on request."""
+
+    lesion_threshold: float = Field(default=0.5, ge=0, le=1)
+    """Tiles from this score on make up lesions."""
+    min_lesion_mm2: float = Field(default=0.0, ge=0)
+    """Smaller regions are no lesions."""
+    point_radius_um: float = Field(default=200.0, gt=0)
+    """Of several points within this distance only the highest stays."""
+    point_min: float = Field(default=0.0, ge=0, le=1)
+    """Least detection score of a point."""
+    froc_frame: Literal["microns", "challenge"] = "microns"
+    """Sizes in FROC: true microns, or level-0 pixels taken as 0.243 um whatever the slide, as the challenge does."""
+
+    pictures: bool = True
+    """Draw overlays."""
+    picture_px: int = Field(default=2000, ge=200, le=8000)
+    """Longer edge of an overlay."""
+    colors: tuple[Literal["red", "inferno", "viridis"], ...] = ("red", "inferno")
+    """Ways to draw: `red` as in the paper (dark tiles, the redder the more evidence), and perceptual colour maps."""
+    geojson: Literal["none", "plain", "gzip"] = "plain"
+    """Tiles and lesions for QuPath."""
+    asap: bool = False
+    """Lesions as XML for ASAP."""
+    tiff: bool = False
+    """The map as a pyramidal TIFF, for any viewer."""
+
+
 class SupervisedSettings(Settings):
     """How a classifier of tiles learns from outlined lesions."""
 
@@ -499,6 +540,7 @@ class StudySettings(Settings):
     evaluate: EvaluateSettings = EvaluateSettings()
     compare: CompareSettings = CompareSettings()
     supervised: SupervisedSettings = SupervisedSettings()
+    localize: LocalizeSettings = LocalizeSettings()
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")
