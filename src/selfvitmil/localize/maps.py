@@ -141,7 +141,7 @@ class SlideMap:
     @property
     def centres_l0(self) -> NDArray[np.float64]:
         """(N, 2)."""
-        return self.coords_l0 + self.frame.extent_l0 / 2
+        return self.coords_l0.astype(np.float64) + self.frame.extent_l0 / 2
 
     def heat_map(self, values: Floats | None = None) -> Floats:
         """[row, column] of the scores, or of other (N,) values; NaN where there is no tile."""
@@ -188,31 +188,35 @@ def read_map(path: Path) -> SlideMap:
     """Read a map; ArtefactError where the file is damaged or of another version."""
     try:
         with h5py.File(path, "r") as file:
-            _check_version(file)
-            told, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
-            slide_map = SlideMap(
-                slide=told["slide"],
-                model=told["model"],
-                method=told["method"],
-                kind=told["kind"],
-                scale=told["scale"],
-                gated=told["gated"],
-                frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
-                verdict=_verdict(told["verdict"]),
-                coords_l0=file["coords"][:],
-                score=file["score"][:],
-                detection=file["detection"][:],
-                columns={name: file["columns"][name][:] for name in COLUMNS if name in file.get("columns", ())},
-                annotated=file["annotated"][:] if "annotated" in file else None,
-                warnings=tuple(told["warnings"]),
-                details=told["details"],
-            )
+            slide_map = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
         why = str(error).strip("'\"")
         raise ArtefactError(f"{path.name}: not a readable map", why, "Remove it and localize again") from None
     if not all(len(values) == len(slide_map) for values in (slide_map.score, slide_map.detection)):
         raise ArtefactError(f"{path.name}: not a readable map", "its parts differ in length", "Localize again")
     return slide_map
+
+
+def _read(file: Any) -> SlideMap:
+    _check_version(file)
+    told, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
+    return SlideMap(
+        slide=told["slide"],
+        model=told["model"],
+        method=told["method"],
+        kind=told["kind"],
+        scale=told["scale"],
+        gated=told["gated"],
+        frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
+        verdict=_verdict(told["verdict"]),
+        coords_l0=file["coords"][:],
+        score=file["score"][:],
+        detection=file["detection"][:],
+        columns={name: values[:] for name, values in file.get("columns", {}).items()},
+        annotated=file["annotated"][:] if "annotated" in file else None,
+        warnings=tuple(told["warnings"]),
+        details=told["details"],
+    )
 
 
 def map_made_from(path: Path) -> str | None:

@@ -136,13 +136,17 @@ class Slide(ABC):
 
     def read_tile(self, x_l0: float, y_l0: float, size_px: int, mpp: float) -> Pixels:
         """The square with its top left corner at (x_l0, y_l0): (size_px, size_px, 3) at exactly `mpp`."""
-        if size_px < 1 or not 0 < mpp < math.inf:
+        return self.read_region(x_l0, y_l0, (size_px, size_px), mpp)
+
+    def read_region(self, x_l0: float, y_l0: float, size_px: tuple[int, int], mpp: float) -> Pixels:
+        """The rectangle of (width, height) with that corner: (height, width, 3) at exactly `mpp`, in bounded memory."""
+        width, height = size_px
+        if width < 1 or height < 1 or not 0 < mpp < math.inf:
+            size = f"{width} px" if width == height else f"{width} x {height} px"
             raise ConfigError(
-                f"a tile of {size_px} px at {mpp:g} microns per pixel was asked for",
-                "no such tile exists",
-                "Ask for more",
+                f"a tile of {size} at {mpp:g} microns per pixel was asked for", "no such tile exists", "Ask for more"
             )
-        return self._read(x_l0, y_l0, size_px, size_px, mpp)
+        return self._read(x_l0, y_l0, width, height, mpp)
 
     def thumbnail(self, mpp: float) -> Pixels:
         """The whole slide at exactly `mpp`: (height, width, 3) as `geometry.size_at_mpp` says, in bounded memory."""
