@@ -678,6 +678,56 @@ def test_both_readers_report_the_same(tmp_path: Path) -> None:
     assert (fast.compression, fast.name, fast.warnings) == ("jpeg", "a.svs", ())
 
 
+# ---------------------------------------------------------------------------------------------------- regions
+
+
+@pytest.fixture(scope="module")
+def plain_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiff(tmp_path_factory.mktemp("plain") / "plain.tif", plain_pages())
+
+
+@pytest.mark.parametrize("reader", ["jpegtiff", "openslide"])
+@given(
+    corner=st.tuples(st.integers(-9, 48), st.integers(-9, 36)),
+    size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    cut=st.tuples(*[st.floats(0, 0.999)] * 4),
+    mpp=st.sampled_from([0.25, 0.5, 1.0, 2.0, 0.6, 1.7]),
+)
+@settings(max_examples=60)
+def test_a_region_is_the_crop_of_a_larger_one(
+    reader: str,
+    plain_once: Path,
+    corner: tuple[int, int],
+    size: tuple[int, int],
+    cut: tuple[float, float, float, float],
+    mpp: float,
+) -> None:
+    """Also beyond the slide's edges. Equal where pixels are whole sums of the slide's; else to a rounding."""
+    wanted = mpp / 0.25
+    x_l0, y_l0 = (edge * 8 for edge in corner)  # on whole pixels of every level
+    left, top = (int(share * edge) for share, edge in zip(cut[:2], size, strict=True))
+    wide, high = (
+        1 + int(share * (edge - start)) for share, edge, start in zip(cut[2:], size, (left, top), strict=True)
+    )
+    wide, high = min(wide, size[0] - left), min(high, size[1] - top)
+    with open_slide(plain_once, reader=reader) as slide:
+        whole = slide.read_region(x_l0, y_l0, size, mpp)
+        part = slide.read_region(x_l0 + left * wanted, y_l0 + top * wanted, (wide, high), mpp)
+    assert whole.shape == (size[1], size[0], 3)
+    difference = np.abs(whole[top : top + high, left : left + wide].astype(int) - part)
+    assert difference.max() <= (0 if wanted in (1, 2, 4, 8) else 1)
+
+
+@pytest.mark.parametrize("mpp", [0.25, 0.5, 1.0, 2.0])
+def test_a_region_is_its_tiles_put_together(mpp: float, plain: Path) -> None:
+    edge, wanted = 20, mpp / 0.25
+    with open_slide(plain) as slide:
+        region = slide.read_region(-16, 8, (3 * edge, 2 * edge), mpp)
+        for row, column in itertools.product(range(2), range(3)):
+            tile = slide.read_tile(-16 + column * edge * wanted, 8 + row * edge * wanted, edge, mpp)
+            np.testing.assert_array_equal(region[row * edge :, column * edge :][:edge, :edge], tile)
+
+
 # ---------------------------------------------------------------------------------------------------- thumbnails
 
 

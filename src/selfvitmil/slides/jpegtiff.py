@@ -323,6 +323,8 @@ class JpegTiffSlide(Slide):
         x0, y0, x1, y1 = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
         shape = (bottom - top, right - left, 3)
         canvas = np.empty(shape, dtype) if (x0, y0, x1, y1) == box else np.full(shape, 255, dtype)
+        if x0 >= x1 or y0 >= y1:  # wholly outside, maybe within the padding of the last tiles
+            return canvas
         for row in range(y0 // tile_height, -(-y1 // tile_height)):
             tile_top = row * tile_height
             ya, yb = max(y0, tile_top), min(y1, tile_top + tile_height)
