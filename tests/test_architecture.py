@@ -12,7 +12,20 @@ import selfvitmil
 ROOT = Path(selfvitmil.__file__).parent
 
 BELOW = ["errors", "geometry", "settings", "artefact", "annotations", "metrics", "engine"]
-STAGES = ["cohort", "slides", "tissue", "stain", "tiles", "packs", "readers", "encoder", "pretrain", "bags", "embed"]
+STAGES = [
+    "cohort",
+    "names",
+    "slides",
+    "tissue",
+    "stain",
+    "tiles",
+    "packs",
+    "readers",
+    "encoder",
+    "pretrain",
+    "bags",
+    "embed",
+]
 STAGES += ["aggregate", "evaluate", "localize", "report", "view"]
 EDGE = ["package", "pipeline", "cli", "__main__", "__init__"]
 FLOW = [*BELOW, *STAGES, *EDGE]

@@ -213,14 +213,14 @@ _REMEDIES_ANY = {
 def _reason_of_os_error(error: OSError) -> str:
     if not error.strerror:  # a library's own words
         return _unexpected(error)
-    words = _without_folders(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
+    words = without_folders(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
     if isinstance(error.filename, str | bytes):
         return f"{Path(os.fsdecode(error.filename)).name}: {words}"
     return f"{words}{_place(error)}"
 
 
 def _unexpected(error: BaseException) -> str:
-    text = _without_folders(str(error))
+    text = without_folders(str(error))
     return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
 
 
@@ -239,7 +239,7 @@ _FOLDERS = re.compile(r"""(?<=["'])/[^"'\n]*/|(?<![\w.:/])/(?:[^\s"'/]+/)+""")
 """The folders of an absolute path: all up to the last slash between quotes, or up to a blank outside of them."""
 
 
-def _without_folders(text: str) -> str:
+def without_folders(text: str) -> str:
     """In one line, with absolute paths cut down to the name of the file."""
     return " ".join(_FOLDERS.sub("", text).split())
 

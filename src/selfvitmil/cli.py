@@ -6,8 +6,10 @@ done (see `failures.csv`); 130 interrupted. Stages are imported when their comma
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -22,9 +24,11 @@ from selfvitmil.settings import (
     EmbedSettings,
     EngineSettings,
     EvaluateSettings,
+    LocalizeSettings,
     PretrainSettings,
     SlideSettings,
     StainSettings,
+    StudySettings,
     SupervisedSettings,
     SynthSettings,
     TileSettings,
@@ -79,6 +83,9 @@ ENCODER_HELP = (
     "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
     "several may be given."
 )
+StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "report"]
+JsonOption = Annotated[bool, Parameter(help="For programs, as JSON.", negative="")]
+STUDY_FOLDER_HELP = "Also look at the place where this study lies, or will."
 PresetOption = Annotated[
     Literal["default", "paper", "authors-code"] | None,
     Parameter(help="`paper` follows the text of Self-ViT-MIL, `authors-code` its released code."),
@@ -317,6 +324,43 @@ def compare(
         return _end([pipeline.compare(study, source, choice, settings, workers, name)])
 
 
+@app.command
+def localize(
+    study: Study,
+    /,
+    *,
+    encoder: LearnFromOption = None,
+    features: FeaturesOption = None,
+    cohort: TableOption = None,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = None,
+    two_scales: TwoScalesOption = False,
+    coarse_encoder: CoarseEncoderOption = None,
+    slides: Annotated[
+        list[str] | None, Parameter(help="Map these slides, by name; none means those of localize.parts.")
+    ] = None,
+    name: Annotated[str | None, Parameter(help="What to call the folder of maps.")] = None,
+    preset: PresetOption = None,
+    train: TrainSettings = TrainSettings(),
+    evaluate: EvaluateSettings = EvaluateSettings(),
+    localize: LocalizeSettings = LocalizeSettings(),
+    tile: TileSettings = TileSettings(),
+    slide: SlideSettings = SlideSettings(),
+    engine: EngineOption = EngineSettings(),
+):
+    """Show where the evidence lies: maps of slides by trained models, lesions, pictures, files for other tools."""
+    from selfvitmil import pipeline
+    from selfvitmil.engine import Engine
+
+    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
+    flags = _typed(
+        preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, slide=slide, engine=engine
+    )
+    settings = pipeline.study_settings(study, flags)
+    with Engine(settings.engine) as workers:
+        return _end([pipeline.localize(study, source, choice, settings, workers, name, slides or ())])
+
+
 def _to_learn_from(
     encoder: str | None,
     features: Path | None,
@@ -337,6 +381,239 @@ def _to_learn_from(
         cohort, labels = labels, None  # the table of labels is then all there is
     source = pipeline.CohortSource(cohort, labels, label_column, None, features)
     return source, pipeline.FeatureChoice(encoder, features, coarse_encoder, two_scales)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class WholeWay:
+    """Flags of the commands that know all stages."""
+
+    cohort: CohortOption = None
+    labels: LabelsOption = None
+    label_column: LabelColumnOption = None
+    slides_folder: SlidesFolderOption = None
+    encoder: Annotated[
+        str | None,
+        Parameter(
+            help="`pretrain` trains one on the slides; or an encoder of the study, a folder, a checkpoint, a timm or "
+            "hub name. None means as in the last run, else `pretrain`."
+        ),
+    ] = None
+    name: Annotated[str | None, Parameter(help="What to call an encoder that is trained here; `dino` if nothing.")] = (
+        None
+    )
+    one_method: Annotated[
+        bool, Parameter(help="Judge train.aggregator alone, and leave the comparison of all methods out.", negative="")
+    ] = False
+    until: Annotated[StageName | None, Parameter(help="The last stage to do.")] = None
+    preset: PresetOption = None
+    slide: SlideSettings = SlideSettings()
+    tissue: TissueSettings = TissueSettings()
+    stain: StainSettings = StainSettings()
+    tile: TileSettings = TileSettings()
+    pretrain: PretrainSettings = PretrainSettings()
+    embed: EmbedSettings = EmbedSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    compare: CompareSettings = CompareSettings()
+    supervised: SupervisedSettings = SupervisedSettings()
+    localize: LocalizeSettings = LocalizeSettings()
+    engine: EngineOption = EngineSettings()
+
+    def request(self) -> Any:
+        from selfvitmil import pipeline
+
+        source = pipeline.CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
+        return pipeline.Request(source, self.encoder, self.name, self.one_method, self.until)
+
+    def flags(self) -> dict[str, Any]:
+        return _typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
+
+
+NOTHING_TYPED = WholeWay()
+
+
+@app.command
+def init(study: Study, /, *, preset: PresetOption = None):
+    """Write a study.toml with every setting, what it means and its value, to edit."""
+    from selfvitmil import pipeline
+
+    return _end([pipeline.init(study, preset or "default")])
+
+
+@app.command
+def run(
+    study: Study,
+    /,
+    *,
+    way: WholeWay = NOTHING_TYPED,
+    dry_run: Annotated[
+        bool, Parameter(help="Only say what would be done and what it takes: `plan`.", negative="")
+    ] = False,
+):
+    """From slides to the report: all stages, without what is current. Stopped at any time, the same command goes on."""
+    from selfvitmil import pipeline
+    from selfvitmil.engine import Engine
+
+    if dry_run:
+        return plan(study, way=way)
+    settings = pipeline.study_settings(study, way.flags())
+    with Engine(settings.engine) as workers:
+        return _end(pipeline.run(study, way.request(), settings, workers, way.flags()))
+
+
+@app.command
+def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
+    """What `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
+    from selfvitmil import pipeline
+
+    return _end([pipeline.plan(study, way.request(), pipeline.study_settings(study, way.flags()))])
+
+
+@app.command
+def status(study: Study, /, *, json: JsonOption = False):
+    """What a study has done, what failed and what is next; also while another terminal works on it."""
+    from selfvitmil import pipeline
+
+    found = pipeline.status(study)
+    if json:
+        return _print_json(found.to_json())
+    return _end([found.summary()])
+
+
+@app.command
+def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = None, /, *, json: JsonOption = False):
+    """Whether this machine, and a study's folder, have what is needed; for each thing amiss the line that fixes it."""
+    from selfvitmil import pipeline
+
+    checks = pipeline.doctor(study)
+    if json:
+        _print_json([check.to_json() for check in checks])
+    else:
+        _show(pipeline.doctor_summary(checks))
+    return 3 if any(check.verdict == "FAIL" for check in checks) else 0
+
+
+def _print_json(value: Any) -> int:
+    print(jsonlib.dumps(value, indent=1))
+    return 0
+
+
+@app.command
+def view(
+    study: Annotated[Path, Parameter(help="Folder of the study.")],
+    /,
+    *,
+    export: Annotated[
+        Path | None, Parameter(help="Write a folder that opens from disk and can be mailed, instead of serving.")
+    ] = None,
+    slides: Annotated[
+        list[str] | None, Parameter(help="Slides of that folder; none means those with maps, 20 at most.")
+    ] = None,
+    export_mpp: Annotated[float, Parameter(help="Finest resolution of that folder, in microns per pixel.")] = 2.0,
+    pseudonyms: Annotated[bool, Parameter(help="Replace names of slides and patients.", negative="")] = False,
+    host: Annotated[
+        str, Parameter(help="Address to listen on; any but this machine's own needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on; 0 means any free one.")] = 8000,
+    require_token: Annotated[
+        bool, Parameter(help="Ask for a token on this machine too: other people work on it.", negative="")
+    ] = False,
+    browser: Annotated[bool, Parameter(help="Open a browser.")] = True,
+    slide: SlideSettings = SlideSettings(),
+):
+    """Look at the slides and their maps in a browser."""
+    from selfvitmil import pipeline
+
+    settings = pipeline.study_settings(study, _typed(slide=slide))
+    if export is not None:
+        folder = {"slides": slides or (), "top_mpp": export_mpp}
+        return _end([pipeline.export_view(study, settings, export, **folder, pseudonyms=pseudonyms)])
+    if slides:
+        raise ConfigError("--slides goes with --export only", "the viewer shows all slides")
+    place = {"host": host, "port": port, "require_token": require_token}
+    return _end([pipeline.view(study, settings, **place, browser=browser, pseudonyms=pseudonyms)])
+
+
+@app.command
+def package(
+    study: Annotated[Path, Parameter(help="Folder of the study.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="Folder of the package; must be new or empty.")],
+    split: Annotated[str | None, Parameter(help="Whose models; needed where there are several splits.")] = None,
+    results: Annotated[
+        str | None, Parameter(help="Folder of results that the model card quotes, where it has a name of its own.")
+    ] = None,
+    encoder: LearnFromOption = None,
+    features: FeaturesOption = None,
+    two_scales: TwoScalesOption = False,
+    coarse_encoder: CoarseEncoderOption = None,
+    preset: PresetOption = None,
+    train: TrainSettings = TrainSettings(),
+    evaluate: EvaluateSettings = EvaluateSettings(),
+    localize: LocalizeSettings = LocalizeSettings(),
+    tile: TileSettings = TileSettings(),
+):
+    """Put a trained model into one folder that needs no study: encoder, aggregators, threshold, model card."""
+    from selfvitmil import pipeline
+
+    source, choice = _to_learn_from(encoder, features, None, None, None, two_scales, coarse_encoder)
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
+    return _end([pipeline.package(study, out, source, choice, pipeline.study_settings(study, flags), split, results)])
+
+
+@app.command
+def predict(
+    model: Annotated[Path, Parameter(help="Folder that `package` wrote.")],
+    /,
+    *slides: Annotated[Path, Parameter(help="Files of slides, or folders that hold some.")],
+    out: Annotated[Path, Parameter(help="Folder to write answers to.")],
+    maps: Annotated[bool, Parameter(help="Write maps, pictures and files for QuPath.")] = True,
+    json: Annotated[bool, Parameter(help="Print predictions.json instead of a table.", negative="")] = False,
+    slide: SlideSettings = SlideSettings(),
+    embed: EmbedSettings = EmbedSettings(),
+    localize: LocalizeSettings = LocalizeSettings(),
+    engine: EngineOption = EngineSettings(),
+):
+    """Judge new slides by a packaged model, and warn of those unlike the slides that it was trained on."""
+    from selfvitmil import pipeline
+    from selfvitmil.embed import workers_for
+    from selfvitmil.engine import Engine
+    from selfvitmil.package import open_package
+
+    packaged = open_package(model)
+    flags = _typed(slide=slide, embed=embed, localize=localize, engine=engine)
+    settings = pipeline.predict_settings(packaged, flags)
+    with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
+        summary = pipeline.predict(packaged, slides, out, settings, workers, maps=maps)
+    if json:
+        print((out / "predictions.json").read_text(encoding="utf-8"), end="")
+        return 3 if summary.failures else 0
+    return _end([summary])
+
+
+@app.command
+def report(
+    study: Study,
+    /,
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="File or folder to write to; none means report/index.html in the study.")
+    ] = None,
+    pseudonyms: Annotated[
+        bool, Parameter(help="Rename slides and patients; the key stays in the study's pseudonyms.csv.", negative="")
+    ] = False,
+    results: Annotated[list[str] | None, Parameter(help="Show these results, by name; none means all.")] = None,
+    slides: Annotated[int | None, Parameter(help="Most slides with a section of their own; none means 40.")] = None,
+):
+    """Write one self-contained HTML page: what was run, on what, how well it does, where the evidence lies."""
+    from selfvitmil import pipeline
+
+    settings = pipeline.study_settings(study, {})
+    return _end(
+        [pipeline.report(study, settings, out=out, pseudonyms=pseudonyms, results=results or (), slides=slides)]
+    )
 
 
 @app.command

@@ -73,7 +73,7 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     table = read_tiles(job.table)
     model = load_for(job.encoder, job.settings)  # pyright: ignore[reportArgumentType]
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
-    made_from = {"encoder": model.identity, "tiles": table.digest, "stain": _stain_identity(table, job.stain_method)}
+    made_from = _made_from(model.identity, table, job.stain_method)
     note = _why_stale(job.bag, made_from)
     if note is None:
         return EmbedResult(len(table), "current", 0.0)
@@ -84,8 +84,14 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     return EmbedResult(len(table), note, wait_share, warnings)
 
 
-def _stain_identity(table: TileTable, method: str) -> Any:
-    return table.stain.to_attributes() if method == "slide" and table.stain is not None else method
+def stale_reason(job: EmbedJob, identity: str) -> str | None:
+    """What `embed_slide` would note of this slide with an encoder of that `identity`; None when its file is current."""
+    return _why_stale(job.bag, _made_from(identity, read_tiles(job.table), job.stain_method))
+
+
+def _made_from(identity: str, table: TileTable, stain_method: str) -> dict[str, Any]:
+    fit = table.stain if stain_method == "slide" else None
+    return {"encoder": identity, "tiles": table.digest, "stain": stain_method if fit is None else fit.to_attributes()}
 
 
 def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:

@@ -201,6 +201,8 @@ class PretrainSettings(Settings):
     center_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Share that the centre of the teacher's outputs keeps of itself in a step."""
 
+    koleo: float = Field(default=0.0, ge=0)
+    """Weight of a loss that spreads the embeddings of a batch apart (0.1 in DINOv2); 0 leaves it out."""
     out_dim: int | None = Field(default=None, gt=1)
     """Outputs of the head that student and teacher compare; none means as many as fit the number of tiles."""
     head_width: int = Field(default=2048, gt=0)
@@ -409,7 +411,7 @@ class LocalizeSettings(Settings):
     score: Literal["auto", "attention", "instance", "product", "effect"] = "auto"
     """What is mapped; `auto`: attention, else the tile's own probability, else the effect of leaving it out."""
     scale: Literal["winsor", "zero-outliers", "percentile", "none"] = "winsor"
-    """Z-scores cut off at `z_limit`; the same with outliers set to 0, as the paper says; ranks; or from least to most."""
+    """Z-scores cut off at `z_limit`; with outliers set to 0, as the paper says; ranks; or from least to most."""
     z_limit: float = Field(default=3.0, gt=0)
     """Standard deviations from which on a score is an outlier."""
     gate: bool = False
@@ -616,9 +618,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: cannot be read as TOML ({error})", how="Correct the file") from None
 
 
-def to_toml(settings: Settings, sections: set[str] | None = None) -> str:
-    """The settings, or some sections, as TOML that `resolve_settings` reads back; unset optional ones are left out."""
-    return _to_toml(json.loads(settings.model_dump_json(exclude_none=True, include=sections)), prefix="").lstrip()
+def to_toml(settings: Settings, sections: set[str] | None = None, *, typed_only: bool = False) -> str:
+    """The settings, or some sections, as TOML that `resolve_settings` reads back; unset optional ones are left out.
+
+    `typed_only` leaves out all that were not given but are at their defaults.
+    """
+    told = settings.model_dump_json(exclude_none=True, exclude_unset=typed_only, include=sections)
+    return _to_toml(json.loads(told), prefix="").lstrip()
 
 
 def _to_toml(values: Mapping[str, Any], prefix: str) -> str:

@@ -338,6 +338,11 @@ def _inputs(job: TileJob) -> dict[str, str | float | None]:
     }
 
 
+def stale_reason(job: TileJob) -> str | None:
+    """What `tile_slide` would note of this slide, without doing it; None when its files are current."""
+    return _why_stale(job, _inputs(job))
+
+
 def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
     """None when the slide's files are current, otherwise the reason to (re)make them."""
     tile = job.settings.tile

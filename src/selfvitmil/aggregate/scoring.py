@@ -1,5 +1,8 @@
 """What a trained aggregator says of bags, in plain numbers: probabilities, both streams, entropy, critical instance.
 
+`score` tells it of slides, `score_tiles` of their tiles too. Both go through one forward pass (`_passes`), so what is
+told of a slide is the same to the bit; and it depends on that slide's bag alone, not on those scored along with it.
+
 N instances, C classes.
 """
 
@@ -7,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from selfvitmil.aggregate.chowder import Chowder
@@ -20,6 +25,11 @@ from selfvitmil.aggregate.dsmil import DsmilOutput
 from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
+
+MAX_EFFECT_INSTANCES = 4096
+"""Instances of the largest bag that effects are computed for: leaving each out once costs as many bags as it has."""
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,22 +67,72 @@ def score(module: Aggregator, bags: Sequence[Bag], *, store: BagStore | None = N
     BagError where a bag has another dimension than the module, no instance, or values that are not numbers.
     """
     store = store or BagStore(next(module.parameters()).device)
+    judged = [each.judgement for each in _passes(module, bags, store)]
+    return [_plain(bag.slide, *values) for bag, values in zip(bags, _fetched(judged), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class TileScores:
+    """What an aggregator says of one slide and of each of its tiles; a column per class, one where it is binary."""
+
+    bag: BagScore
+    attention_NC: Floats | None
+    """Weights that sum to 1 over the bag; None where the method has none."""
+    instance_NC: Floats | None
+    """Probabilities of the tile alone, larger for what speaks for the class; None where the method has none."""
+    effect_NC: Floats | None = None
+    """What the slide's probability loses when the tile is taken out; only where it was asked for."""
+
+
+def score_tiles(
+    module: Aggregator, bags: Sequence[Bag], *, store: BagStore | None = None, effect: bool = False
+) -> Iterator[TileScores]:
+    """Score bags with their tiles, one after the other; `.bag` is what `score` gives, to the bit.
+
+    `effect=True` also leaves every tile out once, which takes as many passes as there are tiles. BagError as of
+    `score`, and with `effect` for a bag of more than `MAX_EFFECT_INSTANCES` tiles.
+    """
+    store = store or BagStore(next(module.parameters()).device)
+    for bag in bags if effect else ():
+        check_effect(bag)
+    for each in _passes(module, bags, store):
+        effect_NC = _effects(each, store) if effect else None
+        bag_score = _plain(each.bag.slide, *_fetched([each.judgement])[0])
+        yield TileScores(bag_score, _floats(each.output.attention_NC), _floats(each.instance_NC), effect_NC)
+
+
+class _Pass(NamedTuple):
+    """One bag's way through an aggregator."""
+
+    bag: Bag
+    module: Aggregator
+    """On the store's device, ready to judge."""
+    features_ND: Tensor
+    coords_N2: Tensor | None
+    output: AggregatorOutput
+    judgement: Judgement
+    instance_NC: Tensor | None
+
+
+def _passes(module: Aggregator, bags: Sequence[Bag], store: BagStore) -> Iterator[_Pass]:
+    """The forward pass of every bag; nothing is taken from the device."""
     for bag in bags:
         if bag.dim != module.dim:
             why = f"the aggregator was trained on {module.dim}"
             raise BagError(f"{bag.slide}: vectors of {bag.dim} dimensions", why, "Use the encoder it was trained with")
     store.check(bags)
     module = copy.deepcopy(module).to(store.device).eval()
-    judged = []
-    # Not inference_mode: what is uploaded here may be trained on later.
-    with torch.no_grad(), few_threads(bags, store.device):
-        for bag, following in zip(bags, [*bags[1:], None], strict=False):
+    for bag, following in zip(bags, [*bags[1:], None], strict=False):
+        # Not inference_mode: what is uploaded here may be trained on later. Threads by this bag alone: the others
+        # must not change a bit of its score. Nothing of this reaches the caller, who goes on outside of the block.
+        with torch.no_grad(), few_threads([bag], store.device):
             features_ND = store.features(bag)
             if following is not None:
                 store.prefetch(following)
             coords_N2 = store.coords(bag) if module.needs_coordinates else None
-            judged.append(judge(module, module(features_ND, coords_N2)))
-    return [_plain(bag.slide, *values) for bag, values in zip(bags, _fetched(judged), strict=True)]
+            output = module(features_ND, coords_N2)
+            told = judge(module, output), _instance_probabilities(module, output)
+        yield _Pass(bag, module, features_ND, coords_N2, output, *told)
 
 
 def judge(module: Aggregator, output: AggregatorOutput, of_class: int | None = None) -> Judgement:
@@ -98,13 +158,64 @@ def evidence(module: Aggregator, output: AggregatorOutput) -> Tensor:
     """
     if output.attention_NC is not None and not isinstance(output, DsmilOutput):
         return output.attention_NC
-    scores_NC = output.instance_logits_NC
+    scores_NC = _instance_logits(module, output)
     assert scores_NC is not None
-    if not isinstance(module, Chowder):
+    return scores_NC
+
+
+def _instance_logits(module: Aggregator, output: AggregatorOutput) -> Tensor | None:
+    """Logits (N, C) of the instances, turned so that larger speaks for the class."""
+    scores_NC = output.instance_logits_NC
+    if scores_NC is None or not isinstance(module, Chowder):
         return scores_NC
     ends_2C = torch.stack([scores_NC.amax(0), scores_NC.amin(0)])
     highest_C, lowest_C = module.slide(ends_2C[:, :, None].expand(-1, -1, module.top + module.bottom))[..., 0]
     return torch.where(highest_C >= lowest_C, scores_NC, -scores_NC)
+
+
+def _instance_probabilities(module: Aggregator, output: AggregatorOutput) -> Tensor | None:
+    logits_NC = _instance_logits(module, output)
+    if logits_NC is None or module.num_classes == 1 or module.one_sigmoid_per_class:
+        return None if logits_NC is None else logits_NC.sigmoid()
+    return logits_NC.softmax(1)
+
+
+# ---------------------------------------------------------------------------------------------------- leaving out
+
+
+def check_effect(bag: Bag) -> None:
+    """BagError for a bag that has too many tiles for effects."""
+    if len(bag) > MAX_EFFECT_INSTANCES:
+        raise BagError(
+            f"{bag.slide}: {len(bag)} tiles are too many to leave each of them out once",
+            f"that would be as many passes over the whole bag; the limit is {MAX_EFFECT_INSTANCES}",
+            "Map attention or instance scores instead (localize.score)",
+        )
+
+
+def _effects(whole: _Pass, store: BagStore) -> Floats:
+    """(N, C) the slide's probability minus that of the bag without the tile; 0 where nothing else would be left."""
+    number = len(whole.features_ND)
+    if number == 1:
+        return np.zeros((1, whole.module.num_classes), np.float32)
+    with torch.no_grad(), few_threads([whole.bag], store.device):
+        rest_ND = whole.features_ND[1:].clone()
+        rest_N2 = None if whole.coords_N2 is None else whole.coords_N2[1:].clone()
+        left = []
+        for row in range(number):
+            if row:  # the tile before takes the place of this one: one row is copied, not the bag
+                rest_ND[row - 1] = whole.features_ND[row - 1]
+                if rest_N2 is not None and whole.coords_N2 is not None:
+                    rest_N2[row - 1] = whole.coords_N2[row - 1]
+            left.append(whole.module.probabilities(whole.module(rest_ND, rest_N2)).double())
+        return (whole.judgement.probabilities_C.double() - torch.stack(left)).float().cpu().numpy()
+
+
+# ---------------------------------------------------------------------------------------------------- on the host
+
+
+def _floats(values_NC: Tensor | None) -> Floats | None:
+    return None if values_NC is None else np.ascontiguousarray(values_NC.float().cpu().numpy())
 
 
 def _fetched(judged: Sequence[Judgement]) -> list[tuple[list[float], list[list[float]] | None, float, int]]:

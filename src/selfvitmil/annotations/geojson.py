@@ -157,14 +157,25 @@ def parse_ncrf(document: Mapping[str, Any]) -> Iterator[Annotation]:
 
 def write_geojson(file: BufferedIOBase, annotations: Iterable[Annotation]) -> None:
     """One feature at a time, so that any number of them costs no memory."""
+    write_features(file, feature_texts(annotations))
+
+
+def write_features(file: BufferedIOBase, features: Iterable[str]) -> None:
+    """A collection of features that are JSON text already."""
     file.write(b'{"type":"FeatureCollection","features":[')
-    for index, parts in enumerate(_objects(annotations)):
+    for index, text in enumerate(features):
         file.write(b",\n" if index else b"\n")
+        file.write(text.encode("ascii"))
+    file.write(b"\n]}\n")
+
+
+def feature_texts(annotations: Iterable[Annotation]) -> Iterator[str]:
+    """The JSON text of every object."""
+    for index, parts in enumerate(_objects(annotations)):
         text = json.dumps(_feature(parts), separators=(",", ":"))
         # Made from place and content, not by chance, so that the same annotations give the same bytes.
         identity = json.dumps(parts[0].id or str(uuid.uuid5(_NAMESPACE, f"{index} {text}")))
-        file.write(f'{{"type":"Feature","id":{identity},{text[1:]}'.encode("ascii"))
-    file.write(b"\n]}\n")
+        yield f'{{"type":"Feature","id":{identity},{text[1:]}'
 
 
 def _objects(annotations: Iterable[Annotation]) -> Iterator[list[Annotation]]:

@@ -31,6 +31,9 @@ from selfvitmil.errors import CohortError, ConfigError
 
 _FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may name a slide by its feature file
 
+CAMELYON16_PREFIX = "camelyon16:"
+"""Before a folder: what lies in it must be Camelyon16."""
+
 
 def read_cohort(
     source: Path,
@@ -45,6 +48,7 @@ def read_cohort(
     read_cohort("cohort.csv")                          our own table: paths start at its folder, no other columns
     read_cohort("slides/", "labels.xlsx")              a folder, searched to its depths, and a table slide,label,...
     read_cohort("CAMELYON16/")                         the official folder: labels, split and annotations are known
+    read_cohort("camelyon16:DIR")                      the same, and an error where the folder is not laid out so
     read_cohort("clam.csv", slides_folder="slides/")   case_id,slide_id,label; or any table of slides without paths
     read_cohort("slide_table.csv", "clini_table.xlsx", label_column="isMSIH", slides_folder="slides/")      STAMP
 
@@ -56,7 +60,10 @@ def read_cohort(
     a slide without one stays in the cohort and fails later, alone.
     Raises CohortError, with the lines, for contradictions; what only deserves a look is in the result's `warnings`.
     """
-    source = _existing(source)
+    prefixed = str(source).startswith(CAMELYON16_PREFIX)
+    source = _existing(Path(str(source).removeprefix(CAMELYON16_PREFIX)).expanduser() if prefixed else source)
+    if prefixed:
+        return _official(source, labels, slides_folder)
     slides_folder = _existing(slides_folder) if slides_folder is not None else None
     if not source.is_dir():
         own_labels = label_column if labels is None else None
@@ -74,6 +81,22 @@ def read_cohort(
         official = read_camelyon16(source) if labels is None else None
         cohort = official if official is not None else _from_folder(source, hint=labels is None)
     return cohort if labels is None else _with_labels(cohort, read_sheet(_existing(labels)), label_column)
+
+
+def _official(folder: Path, labels: Path | None, slides_folder: Path | None) -> Cohort:
+    if labels is not None or slides_folder is not None:
+        raise ConfigError(
+            f"{CAMELYON16_PREFIX} goes neither with --labels nor with --slides-folder", "its folder tells all of that"
+        )
+    cohort = read_camelyon16(folder) if folder.is_dir() else None
+    if cohort is None:
+        raise CohortError(
+            f"{folder.name}: this is no Camelyon16 folder",
+            "it holds no slides such as training/normal/normal_001.tif, training/tumor/tumor_001.tif or "
+            "testing/images/test_001.tif (nor the older TrainingData/Train_Normal, nor images/ beside annotations/)",
+            f"Give the folder that holds those, or leave out {CAMELYON16_PREFIX} for slides that lie otherwise",
+        )
+    return cohort
 
 
 def _existing(path: Path) -> Path:

@@ -190,7 +190,7 @@ def read_map(path: Path) -> SlideMap:
         with h5py.File(path, "r") as file:
             slide_map = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        why = str(error).strip("'\"")
+        why = artefact.without_folders(str(error)).strip("'\"")
         raise ArtefactError(f"{path.name}: not a readable map", why, "Remove it and localize again") from None
     if not all(len(values) == len(slide_map) for values in (slide_map.score, slide_map.detection)):
         raise ArtefactError(f"{path.name}: not a readable map", "its parts differ in length", "Localize again")

@@ -22,6 +22,9 @@ from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pipeline.study import CohortSource, Summary, changes, map_slides, num_tiles, open_study, study_cohort
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 
+SLIDES_FILE = "slides.txt"
+"""In an encoder's folder: the slides it has seen, a name a line, so that none of them is tested on later unnoticed."""
+
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
     """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
@@ -39,11 +42,13 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
         if images is not None:
             source, lines, trained_on = ImageTiles(images), [], f"images of {images.name}"
         else:
-            source, lines, trained_on = _training_tiles(study, settings)
+            cohort, _ = study_cohort(study, CohortSource())
+            source, lines, trained_on = training_tiles(study, cohort, settings)
         show = _training_lines() if first else None
         out = study / "encoders" / name
         result = train(source, out, settings.pretrain, Origin(trained_on, settings.preset), report=show)
         if first:
+            artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in source.names))
             artefact.write_text(
                 out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"})
             )
@@ -53,11 +58,10 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
     return Summary(tuple(lines) if first else (), interrupted=not result.finished)
 
 
-def _training_tiles(study: Path, settings: StudySettings) -> tuple[Any, list[str], str]:
+def training_tiles(study: Path, cohort: Cohort, settings: StudySettings) -> tuple[Any, list[str], str]:
     """The tiles that self-supervision may see, lines on what it does not, and the words for the encoder's config."""
     from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
 
-    cohort, _ = study_cohort(study, CohortSource())
     transductive = settings.pretrain.transductive
     rows = cohort.rows if transductive else cohort.select(split="train").rows
     if not rows:
@@ -113,7 +117,7 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
         cohort, _ = study_cohort(study, CohortSource())
         for tiling, name in pairs:
             stage = f"embed {name} {tiling}"
-            jobs, missing = _embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
+            jobs, missing = embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
             done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
             artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
@@ -161,7 +165,7 @@ def encoder_source(study: Path, source: str) -> str:
     return str(own) if own.is_dir() else source
 
 
-def _embed_jobs(
+def embed_jobs(
     study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
 ) -> tuple[dict[str, Any], list[Failure]]:
     """Jobs for the slides that have tiles, and a failure for each that has none."""

@@ -73,7 +73,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
     from selfvitmil.evaluate import fit_method, seal
 
     with open_study(study, "train"):
-        lines, cases, splits, features = _prepare(study, source, choice, settings, "train")
+        lines, cases, splits, features = prepare(study, source, choice, settings, "train")
         trial = seal(cases, splits, settings.evaluate)
         name = settings.train.aggregator
         fitted = fit_method(
@@ -86,7 +86,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
         for run in fitted.runs
     ]
     lines += [f"note: {warning}" for warning in (*trial.warnings, *_run_warnings(fitted))]
-    lines.append(f"{len(fitted.runs)} models in {_below(study, features.models / name)}; judge them with `evaluate`")
+    lines.append(f"{len(fitted.runs)} models in {below(study, features.models / name)}; judge them with `evaluate`")
     return Summary(tuple(lines), cases.failures, tuple(table))
 
 
@@ -98,20 +98,20 @@ def evaluate(
     from selfvitmil.evaluate.pictures import write_figures
 
     with open_study(study, "evaluate"):
-        lines, cases, splits, features = _prepare(study, source, choice, settings, "evaluate")
+        lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
         method = settings.train.aggregator
         result = run_method(
             method, cases, splits, settings.train, settings.evaluate,
             folder=features.models / method, report=_epoch_lines(),
         )  # fmt: skip
-        folder = study / "results" / _results_name(name or f"{features.encoder}_{method}", settings)
+        folder = study / "results" / results_name(name or f"{features.encoder}_{method}", settings)
         scores = score_method(result, settings.evaluate)
         write_results(folder, [result], [scores], settings.evaluate)
         histories = _histories(features.models / method, result)
         undrawn = write_figures(folder, result, settings.evaluate, histories)
         artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [f"note: {warning}" for warning in (*result.warnings, *undrawn)]
-    lines.append(f"predictions.csv, metrics.json and figures in {_below(study, folder)}")
+    lines.append(f"predictions.csv, metrics.json and figures in {below(study, folder)}")
     return Summary(tuple(lines), cases.failures, _score_table(scores.to_json(), settings.evaluate.confidence))
 
 
@@ -128,7 +128,7 @@ def compare(
 
     lines = _embed_baselines(study, choice, settings, engine)
     with open_study(study, "compare"):
-        found, cases, splits, features = _prepare(study, source, choice, settings, "compare")
+        found, cases, splits, features = prepare(study, source, choice, settings, "compare")
         lines += found
         rows = _rows(study, choice, settings, cases, splits, features)
         fitted = [row.fit() for row in rows]
@@ -136,18 +136,18 @@ def compare(
             row.trial.labels.open(FINAL_SCORING)
         results = [judge_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
-        folder = study / "results" / _results_name(name or "compare", settings)
+        folder = study / "results" / results_name(name or "compare", settings)
         write_results(folder, results, scores, settings.evaluate)
         cells, notes = _write_table(study, folder, splits, results, scores, settings)
         artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
-    lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {_below(study, folder)}"]
+    lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
     return Summary(tuple(lines), cases.failures, cells)
 
 
 # ---------------------------------------------------------------------------------------------------- features
 
 
-def _prepare(
+def prepare(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, stage: str
 ) -> tuple[list[str], Cases, tuple[Split, ...], Features]:
     """Lines to print first, cases, splits and features; slides that are no cases are in failures.csv by then."""
@@ -382,14 +382,14 @@ def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -
 # ---------------------------------------------------------------------------------------------------- words
 
 
-def _results_name(name: str, settings: StudySettings) -> str:
+def results_name(name: str, settings: StudySettings) -> str:
     """Name of the folder of results, which says so where test labels took part in choices."""
     if encoder_name(name) != name:
         raise ConfigError(f"name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
     return f"{name}_optimistic" if settings.evaluate.protocol == "optimistic" else name
 
 
-def _below(study: Path, folder: Path) -> str:
+def below(study: Path, folder: Path) -> str:
     return folder.relative_to(study).as_posix()
 
 
@@ -419,7 +419,7 @@ def _validation_auc(run: Any, trial: Trial) -> str:
     try:
         if trial.num_classes == 1:
             return f"{metrics.auc(labels, [score[0] for score in scores]):.3f}"
-        return f"{metrics.multiclass_auc(labels, scores).macro:.3f}"
+        return f"{metrics.multiclass_auc(labels, scores).macro.value:.3f}"
     except MetricError:
         return "-"
 

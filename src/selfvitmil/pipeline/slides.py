@@ -11,7 +11,7 @@ import numpy as np
 
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
-from selfvitmil.cohort import SlideRow
+from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import (
@@ -97,15 +97,13 @@ def _with_twins(rows: Sequence[Any]) -> list[Any]:
 
 def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
     """Find tissue, cut tiles, fit stains; writes `tiles/<tiling>/` and `failures.csv`."""
-    from selfvitmil.tiles import SECTIONS, TileJob, tile_slide
+    from selfvitmil.tiles import SECTIONS, tile_slide
 
     name = tiling_name(settings.tile)
     folder = study / "tiles"
     with open_study(study, "tile"):
         cohort, lines = study_cohort(study, source)
-        jobs = {
-            row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows
-        }
+        jobs = tile_jobs(study, cohort, settings)
         done, failures = map_slides(engine, study, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
         if done:
             artefact.write_text(folder / name / "settings.toml", to_toml(settings, SECTIONS))
@@ -117,6 +115,14 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
             lines += packed
             failures += unpacked
     return Summary(tuple(lines), tuple(failures))
+
+
+def tile_jobs(study: Path, cohort: Cohort, settings: StudySettings) -> dict[str, Any]:
+    """What there is to cut, slide by slide."""
+    from selfvitmil.tiles import TileJob
+
+    folder = study / "tiles"
+    return {row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows}
 
 
 def _pack(

@@ -59,7 +59,16 @@ def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
 
 
 def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
-    """The study's cohort, extended by `source` when one is given; and lines that tell what was added."""
+    """The study's cohort, extended by `source` when one is given, and stored; and lines that tell what was added."""
+    cohort, lines = find_cohort(study, source)
+    own = study / "cohort.csv"
+    if source.cohort is not None and source.cohort.resolve() != own.resolve():
+        write_cohort(own, cohort)
+    return cohort, lines
+
+
+def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
+    """The cohort as `study_cohort` would store it, without storing it."""
     own = study / "cohort.csv"
     if source.cohort is None:
         if not own.exists():
@@ -91,7 +100,6 @@ def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
             )
             if slides
         ]
-    write_cohort(own, cohort)
     return cohort, [*lines, *(f"note: {warning}" for warning in cohort.warnings)]
 
 

@@ -310,13 +310,16 @@ def compute_loss(
     with torch.no_grad():
         teacher_RK, embeddings_RD = learner.teacher(_global_views(views))
     mark("teacher")
-    student_RK, _ = student(views)
+    student_RK, student_RD = student(views)
     num_views = sum(len(view_VB3SS) for view_VB3SS in views)
     if settings.centering == "sinkhorn":
         targets_RK = losses.balanced_probabilities(teacher_RK, teacher_temp)
     else:
         targets_RK = losses.teacher_probabilities(teacher_RK, learner.center_K, teacher_temp)
     value = losses.crossed_cross_entropy(student_RK, targets_RK, settings.student_temp, num_views)
+    if settings.koleo > 0:
+        each = [losses.koleo_loss(view_BD) for view_BD in student_RD.split(tiles)[: losses.NUM_GLOBAL]]
+        value = value + settings.koleo * torch.stack(each).sum()
     mark("student")
     return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK, targets_RK)
 

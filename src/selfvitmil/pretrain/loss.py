@@ -188,6 +188,19 @@ def feature_std(features_BD: torch.Tensor) -> torch.Tensor:
     return directions_BD.std(dim=0, correction=0).mean() * math.sqrt(features_BD.shape[-1])
 
 
+def koleo_loss(embeddings_BD: torch.Tensor) -> torch.Tensor:
+    """Mean of -log of each embedding's distance to its nearest neighbour in the batch, all brought to length one.
+
+    The entropy estimate of Kozachenko and Leonenko up to constants (Sablayrolles et al. 2019; in DINOv2 of each large
+    view by itself): least where embeddings are spread evenly over the sphere.
+    """
+    directions_BD = functional.normalize(at_least_float32(embeddings_BD), dim=-1, eps=1e-8)
+    with torch.no_grad():
+        nearest_B = (directions_BD @ directions_BD.T).fill_diagonal_(-1.0).argmax(dim=1)
+    distance_B = functional.pairwise_distance(directions_BD, directions_BD[nearest_B], eps=1e-8)
+    return -(distance_B + 1e-8).log().mean()
+
+
 @torch.no_grad()
 def effective_rank(features_BD: torch.Tensor) -> torch.Tensor:
     """Exponential of the entropy of the normalized singular values: how many directions the embeddings really use.

@@ -134,6 +134,11 @@ def pretrain(
         return run.result(note, finished, last)
 
 
+def identity_of(source: TileSource, out: Path, settings: PretrainSettings, origin: Origin) -> str:
+    """Hash of all that the weights of this run depend on, without doing it: `made_from` of the encoder it makes."""
+    return _Run(source, out, settings, origin, Place(torch.device("cpu")), threading.Event()).made_from
+
+
 # ---------------------------------------------------------------------------------------------------- the run
 
 

@@ -1,0 +1,440 @@
+"""Maps beside annotations: how well a map finds outlined lesions, and what it shows where there is none.
+
+A case is the map of a slide and what is known of the slide's lesions. Slides that cannot be judged fairly, as positive
+ones without an outline or with some lesions not outlined, are left out of all numbers here and named with the reason.
+
+Scores, of the test cases:
+
+* FROC as the challenge computes it (`metrics.froc`), of points that `find_points` takes from the map. The mask is
+  filled straight from the polygons at level 5. In the frame `microns` its pixels are 0.243 * 32 um on every slide, and
+  points are moved accordingly, so that 75 and 275 um are what they say; in the frame `challenge` they are 32 level-0
+  pixels, taken as 0.243 um each, as its program does.
+* Areas at one threshold of the map's score. A tile stands for the square around its centre that is as wide as the way
+  to the next tile (or as the tile, where tiles stand apart), so that overlapping tiles count once. Coverage: share of
+  outlined tumour under tiles that reach the threshold; tumour where no tile lies counts as missed. False-positive area:
+  of these tiles outside outlines. Dice: twice the overlap by the sum of both areas. Lesions touched: those of the
+  challenge's evaluation mask, isolated tumour cells apart, with outlined tumour under such a tile.
+* The threshold is that of `THRESHOLDS` with the largest mean Dice over outlined validation slides, the middle one of
+  equals; without such slides it is the setting `lesion_threshold`. No test slide has a say.
+* Single tiles: one is tumour from `tumour_share` of it outlined on, normal below `NORMAL_SHARE`, and neither between,
+  where it is left out. AUC and average precision within each slide, by score; and of all tiles of all slides together,
+  by detection, which compares across slides.
+* Hit rate: how often the hottest tile, by score and among equals by what the score was made from, has outlined tumour.
+
+Limits are percentiles of a bootstrap that draws patients whole, positive and negative ones apart; of hit rates,
+Wilson's.
+
+N tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil import metrics
+from selfvitmil.annotations import Annotation, box_coverage, read_annotations, to_mask
+from selfvitmil.cohort.table import SlideRow, listing
+from selfvitmil.errors import AnnotationError, ArtefactError, CohortError, MetricError
+from selfvitmil.localize.lesion_scores import Json, JudgedSlide, LesionScores, Threshold
+from selfvitmil.localize.lesions import find_points, hottest_tile
+from selfvitmil.localize.maps import SlideMap, read_map
+from selfvitmil.metrics.detection import ITC_UM, evaluation_mask, major_axes
+from selfvitmil.settings import EvaluateSettings, LocalizeSettings
+
+LEVEL = 5
+CHALLENGE_MPP = 0.243
+"""Microns per level-0 pixel that the challenge takes for every slide."""
+TUMOUR_SHARE = 0.5
+"""A tile is tumour when at least this share of it is outlined."""
+NORMAL_SHARE = 0.01
+"""A tile is normal when less than this share of it is outlined: a line may brush it."""
+THRESHOLDS = np.arange(1, 201) / 200
+"""Thresholds to choose from."""
+_MARGIN_PX = 16
+"""Of evaluation masks around tumour: more than it grows by, which is 5."""
+FEW = 10
+"""Limits from fewer positive slides are told to be rough."""
+
+Floats = NDArray[np.float64]
+
+
+# ---------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True, eq=False)
+class LesionCase:
+    """The map of a slide, and what is known of its lesions. AnnotationError where these leave the slide."""
+
+    slide_map: SlideMap
+    annotations: tuple[Annotation, ...] | None = None
+    """None where the slide has no annotation, as normal slides."""
+    positive: bool | None = None
+    """Whether its label is the class that the map shows; None means: where it has annotations."""
+    complete: bool = True
+    """Whether all lesions are outlined."""
+    patient: str = ""
+    file: str = "its annotation"
+    """Name of the annotation's file."""
+
+    def __post_init__(self) -> None:
+        if self.positive is None:
+            object.__setattr__(self, "positive", self.annotations is not None)
+        if not self.patient:
+            object.__setattr__(self, "patient", self.slide)
+        _check_inside(self)
+
+    @property
+    def slide(self) -> str:
+        return self.slide_map.slide
+
+    @property
+    def tumour(self) -> list[Annotation]:
+        """What is outlined as tumour."""
+        return [one for one in self.annotations or () if one.kind == "tumour" and one.has_area]
+
+    @property
+    def refused(self) -> str:
+        """Why it cannot be judged; empty where it can."""
+        if not len(self.slide_map):
+            return "its map has no tile"
+        if not self.complete:
+            return "not all of its lesions are outlined"
+        if self.positive and self.annotations is None:
+            return "it is positive and has no annotation"
+        if self.positive and not self.tumour:
+            groups = sorted({one.group for one in self.annotations or ()}) or ["none"]
+            return f"it is positive and {self.file} outlines no tumour (groups: {listing(groups)})"
+        if not self.positive and self.tumour:
+            return f"{self.file} outlines tumour, but its label is not {self.slide_map.verdict.shown}"
+        return ""
+
+
+def lesion_case(row: SlideRow, slide_map: SlideMap | Path) -> LesionCase:
+    """The case of a cohort's slide from its map and the annotation that the cohort names.
+
+    Raises ArtefactError where the map is unreadable or of another slide, AnnotationError where the annotation is
+    unreadable or of another slide, CohortError where the slide has no label.
+    """
+    found = slide_map if isinstance(slide_map, SlideMap) else read_map(slide_map)
+    if found.slide != row.slide:
+        raise ArtefactError(
+            f"{row.slide}: its map is of {found.slide}", "maps are judged by the slide's own lesions", "Localize again"
+        )
+    if row.label is None:
+        raise CohortError(
+            f"{row.slide}: it has no label", "so a map of it is neither right nor wrong", "Fill the column label"
+        )
+    return LesionCase(
+        found,
+        None if row.annotation is None else read_annotations(row.annotation, repair=True),
+        positive=row.label == found.verdict.shown,
+        complete=row.lesions_complete,
+        patient=row.patient,
+        file="" if row.annotation is None else row.annotation.name,
+    )
+
+
+def _check_inside(case: LesionCase) -> None:
+    """AnnotationError where tumour is outlined outside the slide by more than a pen slips over its edge."""
+    size = np.asarray(case.slide_map.frame.size_l0)
+    slack = 0.01 * size.max()
+    for one in case.tumour:
+        outside = ((one.polygon < -slack) | (one.polygon > size + slack)).any(axis=1)
+        if outside.any():
+            x, y = one.polygon[outside][0]
+            raise AnnotationError(
+                f"{case.slide}: {case.file} outlines tumour outside the slide, at x = {x:.0f}, y = {y:.0f}",
+                f"the slide has {size[0]} x {size[1]} pixels, so the annotation is of another slide or another scale",
+                "Correct the column annotation of cohort.csv",
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- one slide
+
+
+def outlined_shares(case: LesionCase, edge_l0: float) -> Floats:
+    """(N,) share of the square of this edge around each tile's centre that is outlined as tumour."""
+    if not case.positive:
+        return np.zeros(len(case.slide_map))
+    centres = case.slide_map.centres_l0
+    boxes = np.concatenate([centres - edge_l0 / 2, centres + edge_l0 / 2], axis=1)
+    return box_coverage(case.annotations or (), boxes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Areas:
+    """The tiles of a map against the outlines."""
+
+    score: NDArray[np.float32]
+    outlined: Floats
+    """(N,) share of each tile's square."""
+    square_mm2: float
+    tumour_mm2: float
+    """Outlined in all, also where no tile lies."""
+
+    @classmethod
+    def of(cls, case: LesionCase) -> _Areas:
+        frame = case.slide_map.frame
+        edge, (width, height) = min(frame.stride_l0, frame.extent_l0), frame.size_l0
+        whole = float(box_coverage(case.annotations or (), [[0, 0, width, height]])[0]) if case.positive else 0.0
+        pixel_mm2 = frame.slide_mpp**2 / 1e6
+        shares = outlined_shares(case, edge)
+        return cls(case.slide_map.score, shares, edge**2 * pixel_mm2, whole * width * height * pixel_mm2)
+
+    def at(self, thresholds: Floats) -> tuple[Floats, Floats]:
+        """For each threshold the area of the tiles that reach it, and that of outlined tumour under them, in mm2."""
+        order = np.argsort(-self.score, kind="stable")
+        outlined = np.concatenate([[0.0], np.cumsum(self.outlined[order])])
+        # In float32, as lesions are found.
+        count = np.searchsorted(-self.score[order], -thresholds.astype(np.float32), "right")
+        return count.astype(np.float64) * self.square_mm2, outlined[count] * self.square_mm2
+
+    def dice(self, thresholds: Floats) -> Floats:
+        marked, covered = self.at(thresholds)
+        return 2 * covered / (marked + self.tumour_mm2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Tiles of known kind: what they were detected with, and whether they are tumour."""
+
+    detection: NDArray[np.float32]
+    tumour: NDArray[np.bool_]
+
+
+def _judge_slide(case: LesionCase, threshold: float, tumour_share: float, frame: str) -> tuple[JudgedSlide, _Tiles]:
+    slide_map, areas = case.slide_map, _Areas.of(case)
+    marked, covered = (float(area[0]) for area in areas.at(np.array([threshold])))
+    apart = slide_map.frame.stride_l0 >= slide_map.frame.extent_l0
+    share = areas.outlined if apart else outlined_shares(case, slide_map.frame.extent_l0)
+    tumour, normal = share >= tumour_share, share < NORMAL_SHARE
+    known = tumour | normal
+    peaks, is_itc = _lesion_peaks(case, frame) if case.positive else (np.empty(0, np.float32), np.empty(0, bool))
+    touched = peaks >= np.float32(threshold)
+    two_kinds = tumour.any() and normal.any()
+    hottest = hottest_tile(slide_map)
+    found = bool(slide_map.score[hottest] > 0)
+    x, y = slide_map.centres_l0[hottest].tolist()
+    judged = JudgedSlide(
+        slide=case.slide,
+        patient=case.patient,
+        positive=bool(case.positive),
+        called=slide_map.verdict.is_positive,
+        probability=slide_map.verdict.shown_probability,
+        threshold=threshold,
+        tissue_mm2=len(slide_map) * areas.square_mm2,
+        tumour_mm2=areas.tumour_mm2,
+        reachable_mm2=float(areas.outlined.sum()) * areas.square_mm2,
+        covered_mm2=covered,
+        marked_mm2=marked,
+        false_mm2=max(0.0, marked - covered),
+        dice=float(areas.dice(np.array([threshold]))[0]) if case.positive else math.nan,
+        lesions=int((~is_itc).sum()),
+        touched=int((touched & ~is_itc).sum()),
+        itc=int(is_itc.sum()),
+        itc_touched=int((touched & is_itc).sum()),
+        tumour_tiles=int(tumour.sum()),
+        normal_tiles=int(normal.sum()),
+        between_tiles=int((~known).sum()),
+        tile_auc=metrics.auc(tumour[known], slide_map.score[known]) if two_kinds else math.nan,
+        tile_ap=metrics.average_precision(tumour[known], slide_map.score[known]) if two_kinds else math.nan,
+        hottest_x_l0=x,
+        hottest_y_l0=y,
+        hit=found and bool(share[hottest] >= NORMAL_SHARE) if case.positive else None,
+        hit_half=found and bool(tumour[hottest]) if case.positive else None,
+    )
+    return judged, _Tiles(slide_map.detection[known], tumour[known])
+
+
+# ---------------------------------------------------------------------------------------------------- FROC
+
+
+def _pixel_l0(slide_map: SlideMap, frame: str) -> float:
+    """Edge of a pixel of the evaluation mask."""
+    unit = CHALLENGE_MPP / slide_map.frame.slide_mpp if frame == "microns" else 1.0
+    return 2**LEVEL * unit
+
+
+def _mask(case: LesionCase, frame: str) -> NDArray[np.bool_]:
+    told = case.slide_map.frame
+    mpp = _pixel_l0(case.slide_map, frame) * told.slide_mpp
+    return to_mask(case.annotations or (), told.size_l0, told.slide_mpp, mpp)
+
+
+def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """For each lesion of the evaluation mask the best score of a tile with its outlined tumour (-1 where no tile lies),
+    and whether it is isolated tumour cells."""
+    slide_map, tumour = case.slide_map, _mask(case, frame)
+    columns, lines = (np.flatnonzero(tumour.any(axis=axis)) for axis in (0, 1))
+    if not len(columns):
+        return np.empty(0, np.float32), np.empty(0, bool)
+    # Beyond the reach of growing tumour there is nothing, and slides are large.
+    left, top = max(0, columns[0] - _MARGIN_PX), max(0, lines[0] - _MARGIN_PX)
+    tumour = tumour[top : lines[-1] + _MARGIN_PX, left : columns[-1] + _MARGIN_PX]
+    labels = evaluation_mask(tumour, LEVEL, CHALLENGE_MPP)
+    y, x = np.nonzero(tumour)
+    centre = (np.stack([x + left, y + top], axis=1) + 0.5) * _pixel_l0(slide_map, frame)
+    told = slide_map.frame
+    corner = np.asarray(slide_map.origin_l0) + (told.extent_l0 - told.stride_l0) / 2
+    column, line = np.floor((centre - corner) / told.stride_l0).astype(np.int64).T
+    picture = slide_map.heat_map()
+    height, width = picture.shape
+    inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
+    score = np.full(len(x), -1, np.float32)
+    score[inside] = np.nan_to_num(picture[line[inside], column[inside]], nan=-1)
+    peaks = np.full(int(labels.max()), -1, np.float32)
+    np.maximum.at(peaks, labels[y, x] - 1, score)
+    return peaks, major_axes(labels) < ITC_UM / (CHALLENGE_MPP * 2**LEVEL)
+
+
+class _FrocCases(Sequence[tuple[Any, Any]]):
+    """Cases for `metrics.froc`, each made when it is asked for: masks of a hundred slides would fill the memory."""
+
+    def __init__(self, cases: Sequence[LesionCase], settings: LocalizeSettings):
+        self.cases, self.settings = cases, settings
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, index: Any) -> tuple[Any, Any]:
+        case, settings = self.cases[index], self.settings
+        points = find_points(case.slide_map, settings.point_radius_um, settings.point_min)
+        # Edge tiles of other tools may have their centres outside.
+        points[:, 1:] = np.clip(points[:, 1:], 0, np.asarray(case.slide_map.frame.size_l0) - 1)
+        points[:, 1:] *= 2**LEVEL / _pixel_l0(case.slide_map, settings.froc_frame)
+        return (_mask(case, settings.froc_frame) if case.positive else None), points
+
+
+# ---------------------------------------------------------------------------------------------------- all slides
+
+
+def choose_threshold(val_cases: Sequence[LesionCase], settings: LocalizeSettings) -> Threshold:
+    """That with the largest mean Dice over outlined validation slides; else the setting `lesion_threshold`."""
+    usable = [case for case in val_cases if case.positive and not case.refused]
+    fixed = f"localize.lesion_threshold {settings.lesion_threshold:g}"
+    if not usable:
+        return Threshold(settings.lesion_threshold, f"{fixed}, as no outlined validation slide has a map")
+    dice = np.mean([_Areas.of(case).dice(THRESHOLDS) for case in usable], axis=0)
+    names = tuple(case.slide for case in usable)
+    if dice.max() == 0:
+        return Threshold(
+            settings.lesion_threshold, f"{fixed}, as maps of validation slides mark no outlined tumour", 0.0, names
+        )
+    best = np.flatnonzero(dice == dice.max())
+    chosen = int(best[len(best) // 2])
+    words = f"largest mean Dice over {len(usable)} outlined validation slides"
+    return Threshold(float(THRESHOLDS[chosen]), words, float(dice[chosen]), names)
+
+
+def judge_lesions(
+    test_cases: Sequence[LesionCase],
+    val_cases: Sequence[LesionCase],
+    settings: LocalizeSettings,
+    evaluate: EvaluateSettings,
+    *,
+    tumour_share: float = TUMOUR_SHARE,
+) -> LesionScores:
+    """All scores of the maps of one model; a tile is tumour from `tumour_share` of it outlined on.
+
+    MetricError where no slide can be judged, or cases do not belong together.
+    """
+    _check_together(test_cases, val_cases)
+    left_out = tuple((case.slide, case.refused) for case in (*test_cases, *val_cases) if case.refused)
+    cases = [case for case in test_cases if not case.refused]
+    if not cases:
+        listed = listing(f"{slide}: {why}" for slide, why in left_out)
+        raise MetricError(
+            f"none of {len(test_cases)} maps can be judged", listed or "there is no map of a test slide", "Localize"
+        )
+    threshold = choose_threshold(val_cases, settings)
+    judged = [_judge_slide(case, threshold.value, tumour_share, settings.froc_frame) for case in cases]
+    reasons: dict[str, str] = {}
+    warnings = [f"{slide} takes no part in lesion scores: {why}" for slide, why in left_out]
+    froc = None
+    try:
+        froc = metrics.froc(_FrocCases(cases, settings), LEVEL, CHALLENGE_MPP)
+        warnings += [_with_name(warning, cases) for warning in froc.warnings]
+    except MetricError as error:
+        reasons["froc"] = error.reason
+    num_positive = sum(bool(case.positive) for case in cases)
+    if 0 < num_positive < FEW:
+        warnings.append(f"limits rest on {num_positive} positive slides and are rough")
+    tiles = [tiles for _, tiles in judged]
+    detection, tumour = (np.concatenate([getattr(each, name) for each in tiles]) for name in ("detection", "tumour"))
+    pooled = {
+        name: _attempt(reasons, f"pooled {name}", lambda score=score: score(tumour, detection))
+        for name, score in (("auc", metrics.auc), ("average_precision", metrics.average_precision))
+    }
+    return LesionScores(
+        slides=tuple(slide for slide, _ in judged),
+        left_out=left_out,
+        threshold=threshold,
+        froc=froc,
+        pooled=pooled,
+        about=_about(cases[0].slide_map, settings, tumour_share),
+        evaluate=evaluate,
+        reasons=reasons,
+        warnings=tuple(warnings),
+    )
+
+
+def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[LesionCase]) -> None:
+    names = [case.slide for case in (*test_cases, *val_cases)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MetricError(
+            f"several maps of {listing(twice)}", "a slide counts once, and chooses or judges", "Pass each slide once"
+        )
+    told = {(case.slide_map.model, case.slide_map.kind, case.slide_map.scale, case.slide_map.gated,
+             case.slide_map.verdict.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
+    if len(told) > 1:
+        listed = listing(sorted(", ".join(map(str, one)) for one in told))
+        raise MetricError(
+            "maps of different kinds",
+            f"model, what is mapped, scale, gating and class are {listed}",
+            "Localize all slides by one model with the same settings",
+        )
+    for cases, parts, what in ((test_cases, ("test", "new"), "judge"), (val_cases, ("val",), "choose a threshold")):
+        wrong = [f"{case.slide} ({part})" for case in cases if (part := case.slide_map.verdict.part) not in parts]
+        if wrong:
+            raise MetricError(
+                f"maps of slides that may not {what}: {listing(wrong)}",
+                "a model is judged on slides that took no part in making it, by a threshold that these did not choose",
+                "Pass maps of test slides to be judged, of validation slides to choose by",
+            )
+
+
+def _about(slide_map: SlideMap, settings: LocalizeSettings, tumour_share: float) -> Json:
+    return {
+        "model": slide_map.model,
+        "method": slide_map.method,
+        "mapped": slide_map.kind,
+        "scale": slide_map.scale,
+        "gated": slide_map.gated,
+        "shown": slide_map.verdict.shown,
+        "froc_frame": settings.froc_frame,
+        "point_radius_um": settings.point_radius_um,
+        "point_min": settings.point_min,
+        "tumour_share": tumour_share,
+        "normal_share": NORMAL_SHARE,
+    }
+
+
+def _with_name(warning: str, cases: Sequence[LesionCase]) -> str:
+    """A warning of `metrics.froc`, which numbers its cases, with the slide's name."""
+    number, _, rest = warning.removeprefix("case ").partition(":")
+    return f"{cases[int(number)].slide}:{rest}"
+
+
+def _attempt(reasons: dict[str, str], name: str, compute: Callable[[], float]) -> float | None:
+    try:
+        return compute()
+    except MetricError as error:
+        reasons[name] = error.reason
+        return None

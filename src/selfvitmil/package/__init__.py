@@ -1,0 +1,47 @@
+"""A trained model as one portable folder, and its answers for new slides.
+
+    expected.py   what the training slides were like, and in what a new slide differs from them
+    files.py      the folder: written whole, opened only when unaltered
+    card.py       the model card
+    judge.py      one slide's bag to an answer; predictions.json and predictions.csv
+
+The commands are `pipeline.package` and `pipeline.predict`.
+"""
+
+from __future__ import annotations
+
+from selfvitmil.package.card import FIGURES, model_card
+from selfvitmil.package.expected import Expected, Limits, Measures, Outside, expect
+from selfvitmil.package.files import (
+    RESEARCH_ONLY,
+    SECTIONS,
+    Contents,
+    Package,
+    PackagedEncoder,
+    check_target,
+    open_package,
+    write_package,
+)
+from selfvitmil.package.judge import Answer, Judge, answers_csv, answers_json
+
+__all__ = [
+    "FIGURES",
+    "RESEARCH_ONLY",
+    "SECTIONS",
+    "Answer",
+    "Contents",
+    "Expected",
+    "Judge",
+    "Limits",
+    "Measures",
+    "Outside",
+    "Package",
+    "PackagedEncoder",
+    "answers_csv",
+    "answers_json",
+    "check_target",
+    "expect",
+    "model_card",
+    "open_package",
+    "write_package",
+]

@@ -1,0 +1,155 @@
+"""The model card: what a packaged model is, what it was made from, how well it did, and what it must not be used for.
+
+In goes what package.json tells, out comes Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfvitmil.package.expected import Expected
+from selfvitmil.package.files import RESEARCH_ONLY
+from selfvitmil.settings import StudySettings
+
+FIGURES = (
+    "auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "ppv", "npv", "f1", "macro_f1", "pr_auc",
+    "brier", "ece",
+)  # fmt: skip
+"""Of the test slides, those that the card shows."""
+NOT_EVALUATED = "These very models were not judged on test slides before they were packaged."
+
+
+def model_card(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
+    """The card in Markdown, from what package.json tells."""
+    parts = [
+        f"# {about['name']}",
+        _what(about),
+        "## Intended use\n\n" + _use(about),
+        "## Data\n\n" + _data(about),
+        "## Slides it expects\n\n" + _expects(about, expected, settings),
+        "## Training\n\n" + _training(about),
+        "## Evaluation\n\n" + _evaluation(about),
+        "## Limits\n\n" + _limits(expected),
+        "## How to use it\n\n" + _how(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(about: Mapping[str, Any]) -> str:
+    scale = " and ".join(f"{each['mpp']:g} um/px" for each in about["encoders"])
+    encoders = " and ".join(dict.fromkeys(each["name"] for each in about["encoders"]))
+    classes = ", ".join(about["classes"])
+    return (
+        f"A classifier of whole-slide images: {classes}. The encoder {encoders} turns tiles at {scale} into vectors; "
+        f"the aggregator {about['method']}, an ensemble of {len(about['seeds'])} trainings (split {about['split']}), "
+        "turns the vectors of a slide into a probability and shows which tiles it rests on."
+    )
+
+
+def _use(about: Mapping[str, Any]) -> str:
+    answer = f"the probability of {about['positive']}" if about["positive"] else "the probability of each class"
+    return (
+        f"{RESEARCH_ONLY}.\n\nIt answers for slides like those it was trained on with {answer}, a decision, and a map "
+        "of the evidence. Whether a slide is like them is measured for each, and told; that nothing is told does not "
+        "prove that the answer is right."
+    )
+
+
+def _data(about: Mapping[str, Any]) -> str:
+    classes = about["classes"]
+    rows = [("slides", *classes, "patients")]
+    names = {"train": "trained on", "val": "chosen on (epoch, threshold)", "test": "tested on"}
+    for part, name in names.items():
+        own = about["data"][part]
+        rows.append((name, *(str(own["slides"][label]) for label in classes), str(own["patients"])))
+    return _table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
+
+
+def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
+    seen, tiles = expected.slide_mpp, expected.num_tiles
+    stains = {
+        "slide": "stains are fitted once per slide and brought to a reference (Macenko)",
+        "tile": "stains are fitted in every tile and brought to a reference (Macenko)",
+        "none": "colours stay as scanned",
+    }
+    lines = [
+        f"tiles of {settings.tile.size_px} px, tissue in at least {settings.tile.min_tissue:.0%} of each",
+        stains[settings.stain.method],
+        f"training slides were scanned at {seen.least:.4g} to {seen.most:.4g} um/px and have {tiles.least:.0f} to "
+        f"{tiles.most:.0f} tiles",
+    ]
+    if expected.num_fitted is not None:
+        lines.append(f"stains could be fitted on {expected.num_fitted} of {expected.num_train} training slides")
+    lines.append(
+        f"distance of a slide's vectors from the training slides: median {expected.distance.median:.2f}, largest "
+        f"{expected.distance.most:.2f} of {len(expected.distances)} training and validation slides"
+    )
+    return _list(lines) + "\n\n`predict` warns of a slide that lies outside of this."
+
+
+def _training(about: Mapping[str, Any]) -> str:
+    training, choice = about["training"], about["choice"]
+    chosen = sum(about["chosen_on"]["slides"].values())
+    decision = "The largest probability decides."
+    if choice["threshold"] is not None:
+        decision = (
+            f"A slide is called {about['positive']} from a probability of {choice['threshold']:.4g} on: "
+            f"{choice['threshold_from']}, {chosen} slides of the split {about['split']}, {about['protocol']} protocol."
+        )
+    recipe = {key: value for key, value in training["recipe"].items() if value not in (None, {}, [])}
+    trained_on = ", ".join(dict.fromkeys(each["trained_on"] for each in training["encoders"]))
+    architecture = ", ".join(dict.fromkeys(each["architecture"] for each in training["encoders"]))
+    lines = [
+        f"encoder: {architecture}, trained on: {trained_on}",
+        f"aggregator: {about['method']}, seeds {', '.join(map(str, about['seeds']))}, epochs chosen "
+        f"{', '.join(map(str, training['epochs']))}",
+        f"recipe: `{json.dumps(recipe, ensure_ascii=False)}`",
+        f"calibration: {choice['calibration_from']}",
+    ]
+    return f"{decision}\n\n{_list(lines)}"
+
+
+def _evaluation(about: Mapping[str, Any]) -> str:
+    evaluation = about["evaluation"]
+    if evaluation is None:
+        return NOT_EVALUATED
+    rows = [("by slide", "value", "interval")]
+    for name in FIGURES:
+        told = evaluation["figures"].get(name)
+        if told is not None:
+            span = f"{told['low']:.3f} to {told['high']:.3f}" if told.get("low") is not None else ""
+            rows.append((name.replace("_", " "), f"{told['value']:.3f}", span))
+    return (
+        f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices; "
+        f"{evaluation['confidence']:.0%} intervals; threshold: {about['choice']['threshold_from']}.\n\n{_table(rows)}"
+    )
+
+
+def _limits(expected: Expected) -> str:
+    return _list(
+        [
+            f"it knows {expected.num_train} training slides; other scanners, stains, organs and diseases were not seen",
+            "probabilities are those of the training's mix of classes, and only calibrated where that is said above",
+            "a map shows which tiles the answer rests on, which need not be where a pathologist would look",
+            "sizes of regions are measurements of the map, never a diagnosis",
+        ]
+    )
+
+
+def _how() -> str:
+    return (
+        "```\nselfvitmil predict MODEL SLIDE... --out ANSWERS\n```\n\nMODEL is this folder. `predictions.json` and "
+        "`predictions.csv` hold the answers, `maps/` the maps. No network is needed, and no file in here can run code."
+    )
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    header, *body = rows
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

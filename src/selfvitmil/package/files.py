@@ -1,0 +1,303 @@
+"""The folder of a packaged model: written whole or not at all, and opened only when it is as it was written.
+
+    package.json          what it is: format version, classes, threshold and where it comes from, data, versions, and
+                          the SHA-256 of every other file; `identity` is a hash over all of that
+    MODEL_CARD.md         the same for people
+    settings.toml         how slides are cut, coloured and embedded
+    expected.json, expected.safetensors   what the training slides were like
+    encoder/              model.safetensors, config.json; encoder_coarse/ where two scales have different ones
+    models/seed<k>/       model.safetensors, config.json of every aggregator of the ensemble
+
+The folder travels between hospitals: it names no slide, no patient and no place on a disk, and it holds no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from selfvitmil import __version__, artefact
+from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.evaluate.choices import Choice
+from selfvitmil.metrics import Platt, Temperature
+from selfvitmil.package.expected import Expected
+from selfvitmil.settings import StudySettings, parse, read_toml
+
+SCHEMA = "selfvitmil.package"
+FORMAT_VERSION = 1
+SECTIONS = {"slide", "tissue", "stain", "tile", "embed", "localize"}
+"""Settings that a package carries."""
+RESEARCH_ONLY = "For research only: no medical device, not to be used to diagnose or to decide about patients"
+TOLD_OF_MODELS = (
+    "schema", "format_version", "aggregator", "recipe", "epoch", "split", "seed", "classes", "protocol", "epoch_from",
+    "encoder", "tiling",
+)  # fmt: skip
+"""What stays of a model's config.json; the names of the slides it was trained on do not."""
+COPY_AGAIN = "Copy the whole folder again from where it came from"
+
+
+@dataclass(frozen=True)
+class PackagedEncoder:
+    """One encoder of a package."""
+
+    folder: str
+    name: str
+    """What it is called in feature files."""
+    mpp: float
+    """Microns per pixel of the tiles it sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class Package:
+    """A packaged model on disk that was found whole."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    """package.json."""
+    settings: StudySettings
+    expected: Expected
+
+    @property
+    def identity(self) -> str:
+        return self.about["identity"]
+
+    @property
+    def name(self) -> str:
+        return self.about["name"]
+
+    @property
+    def method(self) -> str:
+        return self.about["method"]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self.about["classes"])
+
+    @property
+    def split(self) -> str:
+        return self.about["split"]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.about["seeds"])
+
+    @cached_property
+    def encoders(self) -> tuple[PackagedEncoder, ...]:
+        """The encoder of the tiles, and with two scales that of the tiles around them."""
+        return tuple(PackagedEncoder(**each) for each in self.about["encoders"])
+
+    @cached_property
+    def choice(self) -> Choice:
+        """Threshold and calibration of the ensemble."""
+        told = dict(self.about["choice"])
+        fitted: Mapping[str, float] | None = told.pop("calibration")
+        calibration = None
+        if fitted is not None:
+            calibration = Temperature(**fitted) if "temperature" in fitted else Platt(**fitted)
+        return Choice(**told, calibration=calibration)
+
+    @property
+    def model_folders(self) -> tuple[Path, ...]:
+        """Of the aggregators, in the order of the seeds."""
+        return tuple(self.folder / "models" / f"seed{seed}" for seed in self.seeds)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a prediction tells of its model."""
+        kept = (
+            "identity",
+            "name",
+            "method",
+            "classes",
+            "positive",
+            "protocol",
+            "split",
+            "seeds",
+            "choice",
+            "chosen_on",
+        )
+        return {
+            **{key: self.about[key] for key in kept},
+            "encoder": "+".join(dict.fromkeys(each.name for each in self.encoders)),
+            "selfvitmil": self.about["versions"]["selfvitmil"],
+        }
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """All that goes into a package."""
+
+    about: Mapping[str, Any]
+    """package.json but for versions, files and identity."""
+    card: str
+    settings: str
+    """TOML."""
+    expected: Expected
+    encoders: Mapping[str, Any]
+    """Folder -> encoder."""
+    models: Mapping[int, Path]
+    """Seed -> folder of a trained aggregator."""
+
+
+def check_target(folder: Path) -> None:
+    """ConfigError where something is in the way of a new package."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        what = f"{folder.name}: this folder is not empty" if folder.is_dir() else f"{folder.name}: this is a file"
+        raise ConfigError(what, "a package is a folder of its own", "Name a new one with --out, or remove this one")
+
+
+def write_package(folder: Path, contents: Contents) -> None:
+    """Write the folder beside its place and move it there: it is whole or not there."""
+    from selfvitmil.encoder import save_encoder
+
+    folder = Path(os.path.abspath(folder))
+    check_target(folder)
+    building = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    try:
+        for place, encoder in contents.encoders.items():
+            save_encoder(building / place, encoder)
+        for seed, source in contents.models.items():
+            _copy_model(source, building / "models" / f"seed{seed}")
+        artefact.write_text(building / "settings.toml", contents.settings)
+        _write_expected(building, contents.expected)
+        artefact.write_text(building / "MODEL_CARD.md", contents.card)
+        artefact.write_text(building / "package.json", _package_json(building, contents.about))
+        os.replace(building, folder)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ArtefactError(
+            f"{folder.name} cannot be written", reason, "Check the disk, or name another --out"
+        ) from error
+    finally:
+        with suppress(OSError):  # moved to its place already, or never made
+            shutil.rmtree(building)
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Weights as they are, of the config only what names no slide."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    told = {key: config[key] for key in TOLD_OF_MODELS}
+    artefact.write_bytes(target / "model.safetensors", (source / "model.safetensors").read_bytes())
+    artefact.write_text(target / "config.json", _json(told))
+
+
+def _write_expected(folder: Path, expected: Expected) -> None:
+    artefact.write_text(folder / "expected.json", _json(expected.to_plain()))
+    vectors = {"mean": np.ascontiguousarray(expected.mean_D), "std": np.ascontiguousarray(expected.std_D)}
+    artefact.write_bytes(folder / "expected.safetensors", safetensors.numpy.save(vectors))
+
+
+def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    versions = {name: metadata.version(name) for name in ("torch", "timm", "numpy")}
+    told = {
+        "schema": SCHEMA,
+        "format_version": FORMAT_VERSION,
+        **about,
+        "research_only": RESEARCH_ONLY,
+        "versions": {"selfvitmil": __version__, **versions},
+        "files": {path.relative_to(folder).as_posix(): _sha256(path) for path in files},
+    }
+    return _json({**told, "identity": artefact.hash_of(told)})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------- opening
+
+
+def open_package(folder: Path) -> Package:
+    """The package in this folder; ArtefactError where it is no package, of a later format, altered or incomplete.
+
+    Every file is read and compared with its checksum before anything in it is used.
+    """
+    folder = Path(os.path.abspath(folder))
+    about = _read_about(folder)
+    _check_files(folder, about["files"])
+    try:
+        settings = parse(read_toml(folder / "settings.toml"), "settings.toml")
+        vectors = safetensors.numpy.load_file(folder / "expected.safetensors")
+        plain = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+        expected = Expected.from_plain(plain, vectors["mean"], vectors["std"])
+        package = Package(folder, about, settings, expected)
+        needed = [f"{each.folder}/model.safetensors" for each in package.encoders]
+        needed += [f"models/seed{seed}/model.safetensors" for seed in package.seeds]
+        missing = [name for name in needed if name not in about["files"]]
+        if missing or not package.seeds or not package.encoders or len(package.classes) < 2:
+            raise KeyError(missing[0] if missing else "models")
+        package.choice  # noqa: B018 (that it can be read)
+    except (KeyError, TypeError, ValueError, ConfigError, safetensors.SafetensorError) as error:
+        why = str(error).strip("'\"").splitlines()[0]
+        raise ArtefactError(f"{folder.name}: this package cannot be used", why, "Package the model again") from None
+    return package
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / "package.json"
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        schema, version, identity = about["schema"], about["format_version"], about["identity"]
+    except (FileNotFoundError, NotADirectoryError):
+        why = "it has no package.json" if folder.is_dir() else "there is no such folder"
+        how = "Name the folder that `selfvitmil package` wrote"
+        raise ArtefactError(f"{folder.name}: no packaged model", why, how) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"its package.json cannot be read ({type(error).__name__})"
+        raise ArtefactError(f"{folder.name}: no packaged model", why, COPY_AGAIN) from None
+    if schema != SCHEMA or not isinstance(version, int):
+        how = "Name the folder that `selfvitmil package` wrote"
+        raise ArtefactError(f"{folder.name}: no packaged model", f"its package.json is of {schema!r}", how)
+    if version != FORMAT_VERSION:
+        why = f"its format is version {version}, this program reads {FORMAT_VERSION}"
+        how = "Update selfvitmil" if version > FORMAT_VERSION else "Package the model again"
+        raise ArtefactError(f"{folder.name}: a package of another version", why, how)
+    if identity != artefact.hash_of({key: value for key, value in about.items() if key != "identity"}):
+        why = "its package.json differs from what was written"
+        raise ArtefactError(f"{folder.name}: this package was altered", why, COPY_AGAIN)
+    return about
+
+
+def _check_files(folder: Path, files: Mapping[str, str]) -> None:
+    """ArtefactError that lists what is missing or altered."""
+    missing, altered = [], []
+    for name, digest in files.items():
+        path = folder / name
+        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+        try:
+            if not inside or _sha256(path) != digest:
+                altered.append(name)
+        except OSError:
+            missing.append(name)
+    _refuse(folder, "incomplete", "missing or unreadable", missing)
+    _refuse(folder, "altered", "other content than was written", altered)
+
+
+def _refuse(folder: Path, word: str, what: str, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        why = f"{what}: {', '.join(names[:5])}{more}"
+        raise ArtefactError(f"{folder.name}: this package is {word}", why, COPY_AGAIN)

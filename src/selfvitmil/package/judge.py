@@ -1,0 +1,233 @@
+"""One new slide judged by a packaged model: its bag and its tile table come in, an `Answer` goes out.
+
+Scores come from `score_tiles`, the seeds' mean, the threshold and the calibration are those of the evaluation, so the
+numbers are the ones that `evaluate` gives the same slide. Answers become `predictions.json` and `predictions.csv` here.
+
+K columns of probabilities: one where there are two classes, else one per class.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from selfvitmil import __version__
+from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.scoring import BagScore, TileScores, score_tiles
+from selfvitmil.aggregate.train import BagStore, load_model
+from selfvitmil.artefact import Failure
+from selfvitmil.bags import Bag
+from selfvitmil.localize.lesions import Lesion, find_lesions
+from selfvitmil.localize.maps import SlideMap, Verdict
+from selfvitmil.localize.places import place_tiles
+from selfvitmil.localize.scores import make_map, mean_probabilities, shown_class
+from selfvitmil.package.expected import Measures, Outside
+from selfvitmil.package.files import RESEARCH_ONLY, Package
+from selfvitmil.settings import LocalizeSettings
+from selfvitmil.tiles import TileTable
+
+FORMAT_VERSION = 1
+UNFITTED = "stains not fitted"
+"""How a tile table's warning of it begins."""
+TOP_TILES = 10
+"""Tiles that `predictions.json` lists of a slide."""
+
+Values = tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a packaged model says of one slide."""
+
+    slide: str
+    file: str
+    """Name of its file."""
+    seeds: Mapping[int, Values]
+    """Seed -> probabilities (K,)."""
+    calibrated: Values | None
+    slide_map: SlideMap
+    """Has the verdict: probability, decision, threshold."""
+    lesions: tuple[Lesion, ...]
+    outside: tuple[Outside, ...]
+    """In what it differs from the training slides."""
+    closeness: Mapping[str, Any]
+    """Its distance from them."""
+    warnings: tuple[str, ...]
+    """Of opening, cutting and mapping it."""
+    files: tuple[str, ...] = ()
+    """What was written of its map, within the folder of the answers."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """All that a reader should know."""
+        return (*(each.text for each in self.outside), *self.warnings)
+
+
+class Judge:
+    """A packaged model in memory."""
+
+    def __init__(self, package: Package, localize: LocalizeSettings, device: str = "auto"):
+        self.package = package
+        self._localize = localize
+        self._models: list[Aggregator] = [load_model(folder)[0] for folder in package.model_folders]
+        self._store = BagStore(device, cache_gb=0)  # a bag is seen once
+        shown_class(package.classes, 0, localize.of_class)  # refused here rather than with every slide
+
+    def judge(self, slide: str, file: str, bag: Bag, table: TileTable) -> Answer:
+        """The answer for a slide; BagError where its bag does not fit the model."""
+        return self.answer(slide, file, bag, table, self.scores(bag))
+
+    def answer(self, slide: str, file: str, bag: Bag, table: TileTable, scores: Sequence[TileScores]) -> Answer:
+        """From what every seed says of the bag."""
+        package, expected = self.package, self.package.expected
+        places = place_tiles(bag, table)
+        verdict, calibrated = self._verdict([each.bag for each in scores])
+        facts = Measures.of(table, self._store.moments(bag))
+        slide_map = make_map(
+            slide, package.name, package.method, places.frame, places.coords_l0, scores, verdict,
+            self._localize, details={"package": package.identity},
+        )  # fmt: skip
+        lesions = find_lesions(slide_map, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
+        seeds = dict(zip(package.seeds, (each.bag.probabilities for each in scores), strict=True))
+        outside = tuple(expected.outside(facts))
+        # Told once, and there with what it means.
+        told = [text for text in table.attributes.get("warnings", ()) if not (outside and text.startswith(UNFITTED))]
+        return Answer(
+            slide, file, seeds, calibrated, slide_map, lesions, outside, expected.to_json(facts),
+            (*told, *slide_map.warnings),
+        )  # fmt: skip
+
+    def scores(self, bag: Bag) -> list[TileScores]:
+        """Of every seed; each tile is left out once only where a map needs it."""
+        wanted = self._localize.score
+        scores = [next(score_tiles(model, [bag], store=self._store)) for model in self._models]
+        silent = all(each.attention_NC is None and each.instance_NC is None for each in scores)
+        if wanted == "effect" or (wanted == "auto" and silent):
+            scores = [next(score_tiles(model, [bag], store=self._store, effect=True)) for model in self._models]
+        return scores
+
+    def _verdict(self, scores: Sequence[BagScore]) -> tuple[Verdict, Values | None]:
+        package, choice = self.package, self.package.choice
+        probability = mean_probabilities([each.probabilities for each in scores])
+        assert probability is not None
+        scores_1K = np.array([probability], dtype=np.float64)
+        decision = int(choice.decide(scores_1K)[0])
+        calibrated = choice.calibrate(scores_1K)
+        verdict = Verdict(
+            probability=probability,
+            max_probability=mean_probabilities([each.max_probabilities for each in scores]),
+            bag_probability=mean_probabilities([each.bag_probabilities for each in scores]),
+            decision=package.classes[decision],
+            threshold=choice.threshold,
+            threshold_from=choice.threshold_from,
+            classes=package.classes,
+            shown=shown_class(package.classes, decision, self._localize.of_class),
+            split=package.split,
+            part="new",
+            seeds=package.seeds,
+        )
+        return verdict, None if calibrated is None else tuple(calibrated[0].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def answers_json(package: Package, answers: Sequence[Answer], failures: Sequence[Failure]) -> str:
+    """`predictions.json`."""
+    told = {
+        "format_version": FORMAT_VERSION,
+        "research_only": RESEARCH_ONLY,
+        "selfvitmil": __version__,
+        "model": package.to_json(),
+        "slides": [_told(answer) for answer in answers],
+        "failures": [asdict(failure) for failure in failures],
+    }
+    return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    verdict, slide_map = answer.slide_map.verdict, answer.slide_map
+    shown = verdict.classes[1:] if len(verdict.classes) == 2 else verdict.classes
+
+    def named(values: Values | None) -> dict[str, float] | None:
+        return None if values is None else dict(zip(shown, values, strict=True))
+
+    return {
+        "slide": answer.slide,
+        "file": answer.file,
+        "decision": verdict.decision,
+        "probability": named(verdict.probability),
+        "calibrated": named(answer.calibrated),
+        "max": named(verdict.max_probability),
+        "bag": named(verdict.bag_probability),
+        "seeds": {str(seed): named(values) for seed, values in answer.seeds.items()},
+        "threshold": verdict.threshold,
+        "threshold_from": verdict.threshold_from,
+        "slide_mpp": slide_map.frame.slide_mpp,
+        "size_l0": list(slide_map.frame.size_l0),
+        "tiles": len(slide_map),
+        "outside": [asdict(each) for each in answer.outside],
+        "warnings": list(answer.warnings),
+        "closeness": dict(answer.closeness),
+        "map": {"shows": verdict.shown, "kind": slide_map.kind, "scale": slide_map.scale, "files": list(answer.files)},
+        "top_tiles": _top_tiles(slide_map),
+        "lesions": [_lesion(lesion) for lesion in answer.lesions],
+    }
+
+
+def _top_tiles(slide_map: SlideMap) -> list[dict[str, Any]]:
+    """The tiles that score highest, with their places in level-0 pixels; of equals those that come first."""
+    made_from = slide_map.columns[slide_map.kind]
+    order = np.lexsort((np.arange(len(slide_map)), -made_from, -slide_map.score))[:TOP_TILES]
+    return [
+        {
+            "x_l0": int(slide_map.coords_l0[row, 0]),
+            "y_l0": int(slide_map.coords_l0[row, 1]),
+            "size_l0": slide_map.frame.extent_l0,
+            "score": float(slide_map.score[row]),
+            **{name: float(values[row]) for name, values in slide_map.columns.items()},
+        }
+        for row in order
+    ]
+
+
+def _lesion(lesion: Lesion) -> dict[str, Any]:
+    return {
+        "score": lesion.score,
+        "mean_score": lesion.mean_score,
+        "area_mm2": lesion.area_mm2,
+        "diameter_um": lesion.diameter_um,
+        "size": lesion.size_words,
+        "centroid_l0": list(lesion.centroid_l0),
+        "peak_l0": list(lesion.peak_l0),
+        "tiles": len(lesion.rows),
+    }
+
+
+def answers_csv(package: Package, answers: Sequence[Answer]) -> str:
+    """`predictions.csv`: a row per slide; numbers read back as the same ones, bit for bit."""
+    binary = len(package.classes) == 2
+    names = [""] if binary else [f"_{name}" for name in package.classes]
+    streams = ("probability", "calibrated", "max", "bag")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = [f"{stream}{name}" for stream in streams for name in names]
+    tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "warnings", "classes", "model")
+    writer.writerow(["slide", "file", "decision", *columns, *tail])
+    for answer in answers:
+        verdict = answer.slide_map.verdict
+        values = (verdict.probability, answer.calibrated, verdict.max_probability, verdict.bag_probability)
+        cells = [cell for each in values for cell in ([""] * len(names) if each is None else map(repr, each))]
+        about = " ".join(dict.fromkeys(each.about for each in answer.outside))
+        threshold = "" if verdict.threshold is None else repr(verdict.threshold)
+        told = (threshold, verdict.threshold_from, len(answer.slide_map), len(answer.lesions), about)
+        classes = " ".join(package.classes)
+        row = [answer.slide, answer.file, verdict.decision, *cells, *told, "; ".join(answer.notes), classes]
+        writer.writerow([*row, package.identity])
+    return text.getvalue()

@@ -1,0 +1,451 @@
+"""The command `localize`: maps of the slides of a study by trained models, and what is made from maps.
+
+Models are not trained here: they must be there and current, so that a map shows what the evaluation judged. A slide is
+mapped by the models of a split in which it is a test slide (or has another of `localize.parts`); threshold and decision
+come from that split's validation slides as in `evaluate`, and the labels of test slides stay sealed.
+
+Scores are computed in this process, slide by slide; lesions, pictures and exports by the workers (`products.py`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.table import listing
+from selfvitmil.engine import Engine
+from selfvitmil.engine.progress import show_progress
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.pipeline.learning import FeatureChoice, Features, below, prepare, results_name
+from selfvitmil.pipeline.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
+from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study, write_csv
+from selfvitmil.settings import StudySettings, tiling_name, to_toml
+
+if TYPE_CHECKING:
+    from selfvitmil.aggregate import Aggregator
+    from selfvitmil.aggregate.scoring import TileScores
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.annotations import Annotation
+    from selfvitmil.bags import Bag
+    from selfvitmil.evaluate import Trial
+    from selfvitmil.evaluate.cases import BagFile
+    from selfvitmil.evaluate.choices import Choice
+    from selfvitmil.evaluate.trial import TrialSplit
+    from selfvitmil.localize.maps import Verdict
+    from selfvitmil.localize.places import Places
+    from selfvitmil.tiles import TileTable
+
+VERSION = 1
+"""Of what a map is made by; a higher one makes stored maps stale."""
+SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
+MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
+"""Settings of `localize` that change maps; the others change what is made from them."""
+DECISIONS = {"protocol", "threshold", "calibration"}
+"""Settings of `evaluate` that change a slide's decision."""
+Part = Literal["test", "val", "train"]
+PARTS: tuple[Part, ...] = ("test", "val", "train")
+
+
+def localize(
+    study: Path,
+    source: CohortSource,
+    choice: FeatureChoice,
+    settings: StudySettings,
+    engine: Engine,
+    name: str | None = None,
+    slides: Sequence[str] = (),
+) -> Summary:
+    """Map slides by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
+    from selfvitmil.evaluate import seal
+    from selfvitmil.localize.scores import shown_class
+
+    with open_study(study, "localize"):
+        lines, cases, splits, features = prepare(study, source, choice, settings, "localize")
+        trial = seal(cases, splits, settings.evaluate)
+        shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
+        failed = {failure.slide for failure in cases.failures}
+        wanted, notes = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
+        model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
+        mapper = Mapper(study, settings, trial, cases.cohort, features, model)
+        mapped, failures = mapper.map_all(wanted)
+        artefact.record_failures(study, "localize", wanted, failures)
+        jobs = {slide: mapper.product_job(slide) for slide in wanted if slide in mapped}
+        made, unmade = map_slides(engine, study, "localize", make_products, jobs)
+        failures += unmade + [result.failure for result in made.values() if result.failure is not None]
+        artefact.record_failures(study, "localize", wanted, failures)
+        write_tables(mapper.folder, made, wanted)
+        artefact.write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
+    lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
+    lines += [*changes(mapped), *_warning_lines(made), *_last_lines(study, mapper.folder, mapped, made)]
+    return Summary(tuple(lines), (*cases.failures, *failures), _table(made))
+
+
+# ---------------------------------------------------------------------------------------------------- which slides
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A slide to map, and whose models map it."""
+
+    case: BagFile
+    split: TrialSplit
+    part: Part
+
+
+def choose_slides(
+    trial: Trial, parts: Sequence[Part], slides: Sequence[str], cohort: Cohort, failed: Collection[str] = ()
+) -> tuple[dict[str, Wanted], list[str]]:
+    """The slides to map, each with the first split that has it in the first of `parts`, and what to tell about it.
+
+    Named `slides` are taken from whatever part they are in. ConfigError or CohortError where one has no split.
+    """
+    found: dict[str, Wanted] = {}
+    again: set[str] = set()
+    for part in PARTS if slides else dict.fromkeys(parts):
+        for split in trial.splits:
+            for case in getattr(split, part):
+                first = found.setdefault(case.slide, Wanted(case, split, part))
+                if first.part == part and first.split is not split:
+                    again.add(case.slide)
+    for slide in slides:
+        if cohort[slide].slide not in found and slide not in failed:
+            raise ConfigError(
+                f"{slide}: no split has this slide",
+                "it has no label, or the splits leave it out",
+                "Use `selfvitmil predict` for slides that take no part in a study's splits",
+            )
+    names = dict.fromkeys(slides) if slides else found
+    chosen = {slide: found[slide] for slide in names if slide in found}
+    if not chosen and not slides:
+        raise ConfigError(f"localize.parts {', '.join(parts)}", "no split has slides in these parts", "Name others")
+    notes = []
+    if several := [slide for slide in chosen if slide in again]:
+        notes.append(f"{listing(several)}: in the same part of several splits; mapped by the models of the first")
+    if learned := [slide for slide, each in chosen.items() if each.part == "train"]:
+        notes.append(f"the models were trained on {listing(learned)}: their maps flatter")
+    return chosen, notes
+
+
+# ---------------------------------------------------------------------------------------------------- maps
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What became of the map of one slide."""
+
+    note: str
+    """`made`, `current`, or `made again: ...`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is known of a slide before anything is scored."""
+
+    wanted: Wanted
+    bag: Bag
+    table: TileTable | None
+    places: Places
+    made_from: Mapping[str, Any]
+    note: str
+
+
+@dataclass(frozen=True, eq=False)
+class Mapper:
+    """Maps the slides of one study by the models of one method."""
+
+    study: Path
+    settings: StudySettings
+    trial: Trial
+    cohort: Cohort
+    features: Features
+    model: str
+
+    @property
+    def folder(self) -> Path:
+        return self.study / "maps" / self.model
+
+    @property
+    def method(self) -> str:
+        return self.settings.train.aggregator
+
+    @property
+    def seeds(self) -> range:
+        return range(self.settings.train.seed, self.settings.train.seed + self.settings.train.seeds)
+
+    def map_all(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Mapped], list[Failure]]:
+        """Write the maps that are not current; slides that have one in the end, and those that failed."""
+        from selfvitmil.aggregate.train import BagStore
+
+        store = BagStore.of(self.settings.train)
+        splits = {each.split.name: each.split for each in wanted.values()}
+        origins = {name: self._check_models(split, store) for name, split in splits.items()}
+        mapped: dict[str, Mapped] = {}
+        failures: list[Failure] = []
+        stale: dict[str, list[Prepared]] = {}
+        for slide, each in wanted.items():
+            try:
+                prepared = self._prepared(each, origins[each.split.name])
+            except (SelfVitMilError, OSError) as error:
+                failures.append(Failure.of(slide, "localize", error))
+                continue
+            if prepared.note == "current":
+                mapped[slide] = Mapped("current")
+            else:
+                stale.setdefault(each.split.name, []).append(prepared)
+        with show_progress("localize", "slides", sum(map(len, stale.values()))) as progress:
+            for name, batch in stale.items():
+                judge = self._judge(splits[name], store)
+                for prepared in batch:
+                    failure = self._write(prepared, judge, store)
+                    progress.advance(failure is not None, 1)
+                    if failure is None:
+                        mapped[prepared.wanted.case.slide] = Mapped(prepared.note)
+                    else:
+                        failures.append(failure)
+        return mapped, failures
+
+    def product_job(self, slide: str) -> ProductJob:
+        """What a worker has to make from the map of a slide."""
+        row = self.cohort[slide]
+        # In a cohort of another tool's feature files these stand where slides would be named.
+        at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt")
+        file = row.path if at_hand else None
+        reader, settings = self.settings.slide.reader, self.settings.localize
+        return ProductJob(self.folder / f"{slide}.h5", file, row.annotation, reader, settings)
+
+    # ------------------------------------------------------------------------------------------------ before scoring
+
+    def _place_of(self, split: TrialSplit, seed: int) -> Path:
+        from selfvitmil.evaluate.protocol import model_name
+
+        return self.features.models / self.method / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
+
+    def _check_models(self, split: TrialSplit, store: BagStore) -> str:
+        """What the models of a split were made from; ArtefactError unless all are there and current."""
+        from selfvitmil.evaluate.protocol import _Fitter, _stored
+
+        folder = self.features.models / self.method
+        fitter = _Fitter(self.method, self.trial, self.settings.train, folder, store, None)
+        origins = [fitter._made_from(split, self.trial.chosen_on(split), seed) for seed in self.seeds]
+        problems: dict[str, list[str]] = {}
+        for seed, origin in zip(self.seeds, origins, strict=True):
+            note = _stored(self._place_of(split, seed), origin)
+            if isinstance(note, str):
+                reason = note.removeprefix("made again: ") if note != "made" else "there is none"
+                problems.setdefault(reason, []).append(f"seed{seed}")
+        if problems:
+            told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
+            raise ArtefactError(
+                f"{self.method}: no current models of {split.name} ({told})",
+                "a map shows what trained models say, and none is trained here",
+                "Run `selfvitmil train` or `selfvitmil evaluate` with the same flags first",
+            )
+        return artefact.hash_of(origins)
+
+    def _prepared(self, wanted: Wanted, models: str) -> Prepared:
+        """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
+        from selfvitmil.aggregate.scoring import check_effect
+        from selfvitmil.localize.places import look_at_slide, place_tiles
+        from selfvitmil.tiles import read_tiles
+
+        row, slide = self.cohort[wanted.case.slide], self.settings.slide
+        bag = self.trial.bag(wanted.case)
+        if self.settings.localize.score == "effect":
+            check_effect(bag)
+        file = self.study / "tiles" / tiling_name(self.settings.tile) / f"{row.slide}.h5"
+        table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
+        places = place_tiles(bag, table, partial(look_at_slide, row.path, slide.reader, row.mpp or slide.mpp))
+        made_from = {
+            "version": VERSION,
+            "settings": {
+                "localize": self.settings.localize.model_dump(mode="json", include=MAP_SETTINGS),
+                "evaluate": self.settings.evaluate.model_dump(mode="json", include=DECISIONS),
+            },
+            "models": models,
+            "split": [wanted.split.name, wanted.part],
+            "features": wanted.case.identity,
+            "frame": artefact.hash_of(asdict(places.frame)),
+            "tiles": None if table is None else artefact.fingerprint(file),
+            "annotation": None if row.annotation is None else artefact.fingerprint(row.annotation),
+        }
+        note = why_stale(self.folder / f"{row.slide}.h5", made_from)
+        return Prepared(wanted, bag, table, places, made_from, note)
+
+    # ------------------------------------------------------------------------------------------------ scoring
+
+    def _judge(self, split: TrialSplit, store: BagStore) -> Judge:
+        """The models of a split, and the choices that the evaluation makes after them."""
+        from selfvitmil.aggregate.train import load_model, score
+        from selfvitmil.evaluate import Run, conclude
+
+        modules = [load_model(self._place_of(split, seed))[0] for seed in self.seeds]
+        chosen_on = self.trial.chosen_on(split)
+        bags = [self.trial.bag(case) for case in chosen_on]
+        runs = []
+        for seed, module in zip(self.seeds, modules, strict=True):
+            scored = {each.slide: each for each in score(module, bags, store=store)}
+            runs.append(Run(split.name, seed, 0, "current", 0.0, (), scored, {}))
+        fitted = conclude(self.method, self.method, runs, replace(self.trial, splits=(split,)))
+        return Judge(modules, fitted.choices[split.name, None])
+
+    def _write(self, prepared: Prepared, judge: Judge, store: BagStore) -> Failure | None:
+        from selfvitmil.localize.maps import write_map
+        from selfvitmil.localize.scores import make_map
+
+        slide, places = prepared.wanted.case.slide, prepared.places
+        try:
+            outlines, notes = self._outlines(slide, places)
+            shares, doubts = _shares(places, prepared.table, outlines)
+            scores = judge.tile_scores(prepared.bag, store, self.settings.localize.score)
+            slide_map = make_map(
+                slide, self.model, self.method, places.frame, places.coords_l0, scores,
+                self._verdict(prepared.wanted, judge, scores), self.settings.localize,
+                annotated=shares, warnings=(*places.warnings, *notes, *doubts),
+                details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
+            )  # fmt: skip
+            write_map(self.folder / f"{slide}.h5", slide_map, json.dumps(prepared.made_from, sort_keys=True))
+        except ConfigError:
+            raise  # what was asked for cannot be, whatever the slide
+        except (SelfVitMilError, OSError) as error:
+            return Failure.of(slide, "localize", error)
+        return None
+
+    def _outlines(self, slide: str, places: Places) -> tuple[tuple[Annotation, ...] | None, tuple[str, ...]]:
+        from selfvitmil.annotations import read_annotations
+        from selfvitmil.localize.places import check_outlines
+
+        file = self.cohort[slide].annotation
+        if file is None:
+            return None, ()
+        outlines = read_annotations(file, repair=True)
+        return outlines, check_outlines(outlines, places.frame.size_l0, file.name)
+
+    def _verdict(self, wanted: Wanted, judge: Judge, scores: Sequence[TileScores]) -> Verdict:
+        """The very numbers of the evaluation: the seeds' mean, decided by the ensemble's own threshold."""
+        from selfvitmil.localize.maps import Verdict
+        from selfvitmil.localize.scores import mean_probabilities, shown_class
+
+        classes = self.trial.class_names
+        probability = mean_probabilities([each.bag.probabilities for each in scores])
+        assert probability is not None
+        decision = int(judge.choice.decide(np.array([probability]))[0])
+        return Verdict(
+            probability=probability,
+            max_probability=mean_probabilities([each.bag.max_probabilities for each in scores]),
+            bag_probability=mean_probabilities([each.bag.bag_probabilities for each in scores]),
+            decision=classes[decision],
+            threshold=judge.choice.threshold,
+            threshold_from=judge.choice.threshold_from,
+            classes=classes,
+            shown=shown_class(classes, decision, self.settings.localize.of_class),
+            split=wanted.split.name,
+            part=wanted.part,
+            seeds=tuple(self.seeds),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """The models of one split, one per seed, and how their mean becomes a decision."""
+
+    modules: Sequence[Aggregator]
+    choice: Choice
+
+    def tile_scores(self, bag: Bag, store: BagStore, kind: str) -> list[TileScores]:
+        """What every seed says of a bag; effects where they are asked for, or where there is nothing else."""
+        from selfvitmil.aggregate.scoring import score_tiles
+
+        scores = [next(score_tiles(module, [bag], store=store, effect=kind == "effect")) for module in self.modules]
+        silent = scores[0].attention_NC is None and scores[0].instance_NC is None
+        if kind == "auto" and silent:
+            return [next(score_tiles(module, [bag], store=store, effect=True)) for module in self.modules]
+        return scores
+
+
+def _shares(places: Places, table: TileTable | None, outlines: tuple[Annotation, ...] | None) -> tuple[Any, Any]:
+    from selfvitmil.localize.places import annotated_shares
+
+    return annotated_shares(places, table, outlines)
+
+
+def why_stale(path: Path, made_from: Mapping[str, Any]) -> str:
+    """`current`, `made`, or `made again: ...` with the reason, of the map at `path`."""
+    from selfvitmil.localize.maps import map_made_from
+
+    if not path.exists():
+        return "made"
+    try:
+        before = json.loads(map_made_from(path) or "")
+    except ValueError:
+        return "made again: the map was damaged or of another version"
+    if not isinstance(before, Mapping) or before.get("version") != made_from["version"]:
+        return "made again: maps are made otherwise now"
+    changed = [key for key in made_from if before.get(key) != json.loads(json.dumps(made_from[key]))]
+    reasons = [f"other {key}" for key in changed if key != "settings"]
+    if "settings" in changed:
+        reasons += _changed_settings(before["settings"], made_from["settings"])
+    return f"made again: {', '.join(reasons)}" if reasons else "current"
+
+
+def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{section}.{key} {before.get(section, {}).get(key)} -> {value}"
+        for section, values in now.items()
+        for key, value in sorted(values.items())
+        if before.get(section, {}).get(key) != value
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def write_tables(folder: Path, made: Mapping[str, Products], tried: Collection[str]) -> None:
+    """Write lesions.csv and points.csv; rows of slides that were not tried stay, as long as they have a map."""
+    parts = (("lesions.csv", LESION_COLUMNS, "lesions"), ("points.csv", POINT_COLUMNS, "points"))
+    for name, header, part in parts:
+        rows = [[slide, *row] for slide, result in made.items() for row in getattr(result, part)]
+        write_csv(folder / name, header, sorted([*_kept(folder / name, header, tried), *rows], key=lambda row: row[0]))
+
+
+def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable[Sequence[str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    if not rows or rows[0] != list(header):
+        return []
+    return [row for row in rows[1:] if row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
+
+
+def _table(made: Mapping[str, Products]) -> tuple[tuple[str, ...], ...]:
+    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
+    return (header, *((slide, *result.cells) for slide, result in made.items()))
+
+
+def _warning_lines(made: Mapping[str, Products]) -> list[str]:
+    texts: dict[str, list[str]] = {}
+    for slide, result in made.items():
+        for warning in result.warnings:
+            texts.setdefault(warning, []).append(slide)
+    return few([f"{listing(slides, 3)}: {text}" for text, slides in texts.items()], "the maps")
+
+
+def _last_lines(study: Path, folder: Path, mapped: Mapping[str, Mapped], made: Mapping[str, Products]) -> list[str]:
+    current = sum(each.note == "current" for each in mapped.values())
+    left_alone = f" ({current} were current and left alone)" if current else ""
+    files = sum(result.num_made for result in made.values())
+    where = below(study, folder)
+    return [
+        f"{len(mapped)} maps{left_alone}, {files} pictures and exports made, in {where}",
+        f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
+    ]

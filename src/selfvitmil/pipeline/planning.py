@@ -1,0 +1,338 @@
+"""`plan`: what `run` would do and what it takes on this machine: tiles, disk, memory, time, stage by stage.
+
+From slide headers, a close look at a few slides and a few seconds of measuring; every figure says where it comes from:
+`measured` here, `reckoned` from what was measured, or `usual`, a figure of other machines. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfvitmil.engine import num_cores
+from selfvitmil.errors import SelfVitMilError
+from selfvitmil.pipeline.examining import memory_bytes
+from selfvitmil.pipeline.measuring import (
+    EncoderMeasures,
+    SlideMeasures,
+    measure_aggregators,
+    measure_encoder,
+    measure_slides,
+)
+from selfvitmil.pipeline.outlook import Outlook, Request, StageOutlook, look_ahead
+from selfvitmil.pipeline.record import duration, read_record
+from selfvitmil.pipeline.running import as_before, device_lines
+from selfvitmil.pipeline.study import Summary
+from selfvitmil.settings import StudySettings
+
+TRAINING_EFFICIENCY = 0.85
+"""Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""
+WORKER_BYTES = 0.4e9
+"""Usual memory of a process that cuts or reads tiles."""
+BYTES_PER_TILE = {"tile": 28, "pack": 25_000, "embed": 32, "localize": 400}
+BYTES_PER_SLIDE = {"check": 200, "tile": 400_000, "embed": 20_000, "localize": 6_000_000}
+MODEL_BYTES, REPORT_BYTES = 3_000_000, 20_000_000
+"""Usual sizes of files, beside those of vectors and weights."""
+EVALUATE_S, LOCALIZE_S, REPORT_S = 10.0, 3.0, 20.0
+"""Usual seconds to judge trained models, to map a slide and to write a report."""
+CHECKED_TILES = 16
+"""Tiles that `check` reads of a slide."""
+ACTIVATION_BYTES = 34
+"""What a ViT keeps for the way back, for each token, width and block, in half precision."""
+
+
+def plan(study: Path, request: Request, settings: StudySettings) -> Summary:
+    """What a run would do, and what it takes. Reads only."""
+    before = read_record(study)
+    request = as_before(request, before, study)
+    outlook = look_ahead(study, request, settings, offline=True)
+    measures, notes = _measure(study, request, settings, outlook)
+    reckoning = _Reckoning(request, settings, outlook, measures)
+    estimates = [reckoning.of(stage) for stage in outlook.stages]
+    lines = [*outlook.lines, *device_lines(settings, outlook, before), *measures.slides.notes, *notes]
+    lines += [*_basis_lines(measures), *_totals(study, estimates, measures)]
+    lines.append("nothing was written; `run` with the same flags does it")
+    header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * measures.gpu, "by")
+    pairs = zip(outlook.stages, estimates, strict=True)
+    return Summary(tuple(lines), table=(header, *((stage.stage, stage.line, *each.cells) for stage, each in pairs)))
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Measures:
+    """All that was measured."""
+
+    slides: SlideMeasures
+    encoder: EncoderMeasures | None
+    """None where its weights are not at hand."""
+    steps_s: dict[str, float]
+    """Method -> seconds of one step on a bag of the mean size."""
+    processes: int
+    """That work on slides at once."""
+    gpu: bool
+
+
+def _measure(study: Path, request: Request, settings: StudySettings, outlook: Outlook) -> tuple[Measures, list[str]]:
+    import torch
+
+    slides = measure_slides(study, outlook.cohort, settings)
+    network, note = _encoder(request, settings, outlook)
+    encoder = measure_encoder(network, settings) if network is not None else None
+    mean = round(sum(slides.tiles.values()) / max(len(slides.tiles), 1))
+    steps: dict[str, float] = {}
+    if encoder is not None and {"compare", "evaluate"} & set(request.stages):
+        steps = measure_aggregators(_methods(request, settings), encoder.dim, mean, settings)
+    engine = settings.engine
+    processes = num_cores() if engine.workers is None else max(engine.workers, 1)
+    if engine.batch.kind != "none":
+        processes = engine.batch.jobs
+    return Measures(slides, encoder, steps, processes, torch.cuda.is_available()), [note] if note else []
+
+
+def _encoder(request: Request, settings: StudySettings, outlook: Outlook) -> tuple[Any, str]:
+    """The encoder to measure with, or why there is none."""
+    from selfvitmil.encoder import load_encoder
+
+    there = Path(outlook.source)
+    if not request.trains_encoder and not there.exists():
+        return None, f"note: {outlook.source} is not on this disk, and a plan fetches nothing: its rate is not known"
+    try:
+        if (there / "config.json").exists() or there.is_file():
+            return load_encoder(there), ""
+        return _untrained(settings), ""
+    except SelfVitMilError as error:
+        return None, f"note: the encoder cannot be measured: {error}"
+
+
+def _untrained(settings: StudySettings) -> Any:
+    """The network that would be trained; from scratch where its first weights are not at hand."""
+    from selfvitmil.pretrain.learner import start_encoder
+
+    pretrain = settings.pretrain
+    if pretrain.init != "scratch" and not Path(pretrain.init).exists():
+        pretrain = pretrain.model_copy(update={"init": "scratch"})
+    return start_encoder(pretrain, settings.tile.size_px, 0)
+
+
+def _methods(request: Request, settings: StudySettings) -> list[str]:
+    from selfvitmil.aggregate import NAMES
+
+    if request.one_method:
+        return [settings.train.aggregator]
+    chosen = settings.compare.methods or NAMES
+    return [name for name in chosen if name in NAMES and (name != "dsmil-lc" or settings.tile.parent_mpp)]
+
+
+# ---------------------------------------------------------------------------------------------------- reckoning
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one stage takes."""
+
+    stage: str
+    seconds: float = 0.0
+    """NaN where it is not known."""
+    disk: float = 0.0
+    """Bytes that it adds."""
+    memory: float = 0.0
+    """Bytes that it needs at once; of the GPU where it computes there."""
+    basis: str = ""
+    """`measured`, `reckoned` or `usual`; empty where nothing is to do."""
+    on_gpu: bool = False
+    counts_gpu: bool = False
+    """Whether there is a GPU, and so a column for its hours."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For the table, from disk on."""
+        if not self.basis or math.isnan(self.seconds):
+            return ("", "", "", *[""] * self.counts_gpu, self.basis)
+        hours = f"{self.seconds / 3600:.2f}" if self.on_gpu else ""
+        memory = f"{'GPU ' * self.on_gpu}{size(self.memory)}"
+        return (size(self.disk), memory, duration(self.seconds), *[hours] * self.counts_gpu, self.basis)
+
+
+@dataclass(frozen=True)
+class _Reckoning:
+    """From what was measured to what each stage takes: a method per stage, named after it."""
+
+    request: Request
+    settings: StudySettings
+    outlook: Outlook
+    measures: Measures
+
+    def of(self, stage: StageOutlook) -> Estimate:
+        idle = stage.stage in ("check", "tile", "pretrain", "embed") and not stage.todo
+        return self._estimate(stage.stage) if idle else getattr(self, f"_{stage.stage}")(stage.todo)
+
+    def _estimate(self, stage: str, *numbers: float, basis: str = "", on_gpu: bool = False) -> Estimate:
+        return Estimate(stage, *numbers, basis=basis, on_gpu=on_gpu, counts_gpu=self.measures.gpu)
+
+    def _tiles(self, slides: Iterable[str]) -> int:
+        return sum(self.measures.slides.tiles.get(slide, 0) for slide in slides)
+
+    def _beside(self, rate: float) -> float:
+        """Tiles a second of a network and those who read for it: beside each other on a GPU, by turns on a CPU."""
+        reading = self.measures.slides.read_per_s * self.measures.processes or math.inf
+        return min(rate, reading) if self.measures.gpu else 1 / (1 / rate + 1 / reading)
+
+    @property
+    def _workers_bytes(self) -> float:
+        return self.measures.processes * WORKER_BYTES
+
+    def _check(self, todo: Sequence[str]) -> Estimate:
+        rate = self.measures.slides.read_per_s
+        seconds = len(todo) * (CHECKED_TILES / rate if rate else 1.0) / self.measures.processes
+        return self._estimate(
+            "check", seconds, len(todo) * BYTES_PER_SLIDE["check"], self._workers_bytes, basis="reckoned"
+        )
+
+    def _tile(self, todo: Sequence[str]) -> Estimate:
+        tiles, tile, slides = self._tiles(todo), self.settings.tile, self.measures.slides
+        disk = tiles * BYTES_PER_TILE["tile"] + len(todo) * BYTES_PER_SLIDE["tile"]
+        seconds = len(todo) * slides.tile_s
+        if tile.pack:
+            disk += tiles * BYTES_PER_TILE["pack"] * (tile.size_px / 224) ** 2
+            seconds += tiles / slides.read_per_s if slides.read_per_s else 0.0
+        return self._estimate("tile", seconds / self.measures.processes, disk, self._workers_bytes, basis="measured")
+
+    def _pretrain(self, todo: Any) -> Estimate:
+        from selfvitmil.pretrain.checkpoint import read_metrics
+        from selfvitmil.pretrain.feed import Order
+        from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of, recipes_of, settle_numbers
+
+        own, encoder, cohort, gpu = (
+            self.settings.pretrain,
+            self.measures.encoder,
+            self.outlook.cohort,
+            self.measures.gpu,
+        )
+        rows = cohort.rows if own.transductive else cohort.select(split="train").rows
+        counts = tuple(count for row in rows if (count := self._tiles([row.slide])))
+        if encoder is None or not counts:
+            return self._estimate("pretrain", math.nan, basis="not known", on_gpu=gpu)
+        order = Order(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
+        numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
+        done = read_metrics(Path(self.outlook.source))
+        steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
+        network = _untrained(self.settings)
+        recipes = recipes_of(own, self.settings.tile.size_px, patch_px_of(network.backbone))
+        rate = TRAINING_EFFICIENCY * encoder.gflops / gflop_per_tile(network, own, recipes, numbers.out_dim)
+        seconds = steps * own.batch / self._beside(rate)
+        # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
+        weights = encoder.num_weights + 3 * own.head_width**2 + own.bottleneck * numbers.out_dim
+        kept = own.batch / own.accumulate * encoder.activations([recipe.size_px for recipe in recipes])
+        memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)
+        disk = 4 * encoder.num_weights + 16 * weights
+        return self._estimate("pretrain", seconds, disk, memory, basis="reckoned", on_gpu=gpu)
+
+    def _embed(self, todo: Sequence[str]) -> Estimate:
+        tiles, encoder, gpu = self._tiles(todo), self.measures.encoder, self.measures.gpu
+        if encoder is None:
+            return self._estimate("embed", math.nan, basis="not known", on_gpu=gpu)
+        disk = tiles * (2 * encoder.dim + BYTES_PER_TILE["embed"]) + len(todo) * BYTES_PER_SLIDE["embed"]
+        pixels = 3 * self.settings.tile.size_px**2
+        one_block = encoder.activations([self.settings.tile.size_px]) / max(encoder.depth, 1)
+        memory = 4 * encoder.num_weights + self.settings.embed.batch * (5 * pixels + 40 * one_block)
+        seconds = tiles / self._beside(encoder.tiles_per_s)
+        return self._estimate("embed", seconds, disk, memory, basis="measured", on_gpu=gpu)
+
+    def _learn(self, stage: str) -> Estimate:
+        """Every method on every split with every seed, as if none ended early."""
+        from selfvitmil.aggregate.recipes import recipe_of
+
+        cohort, train, encoder, gpu = self.outlook.cohort, self.settings.train, self.measures.encoder, self.measures.gpu
+        if encoder is None:
+            return self._estimate(stage, math.nan, basis="not known", on_gpu=gpu)
+        one_split = train.split in ("auto", "given") and any(row.split for row in cohort.rows)
+        trainings = train.seeds * (1 if one_split else train.folds)
+        bags = len(cohort.select(split="train")) if one_split else len(cohort)
+        plain = train.model_copy(update={"options": {}})  # options change no number of epochs, and not all have them
+        a_bag = sum(recipe_of(method, plain).epochs * step_s for method, step_s in self.measures.steps_s.items())
+        largest = max(self.measures.slides.tiles.values(), default=0) * encoder.dim * 4
+        disk = trainings * len(self.measures.steps_s) * MODEL_BYTES
+        return self._estimate(
+            stage, trainings * bags * a_bag, disk, 3 * largest + 1e9, basis="reckoned, at most", on_gpu=gpu
+        )
+
+    def _compare(self, todo: Any) -> Estimate:
+        return self._learn("compare")
+
+    def _evaluate(self, todo: Any) -> Estimate:
+        if self.request.one_method:
+            return self._learn("evaluate")
+        return self._estimate("evaluate", EVALUATE_S, 1e6, 1e9, basis="usual")  # its models come from the comparison
+
+    def _localize(self, todo: Any) -> Estimate:
+        rows = self.outlook.cohort.rows
+        slides = [row.slide for row in rows if row.split in self.settings.localize.parts] or [row.slide for row in rows]
+        disk = self._tiles(slides) * BYTES_PER_TILE["localize"] + len(slides) * BYTES_PER_SLIDE["localize"]
+        seconds = len(slides) * LOCALIZE_S / self.measures.processes
+        return self._estimate("localize", seconds, disk, self._workers_bytes, basis="usual")
+
+    def _report(self, todo: Any) -> Estimate:
+        return self._estimate("report", REPORT_S, REPORT_BYTES, 1e9, basis="usual")
+
+
+# ---------------------------------------------------------------------------------------------------- words
+
+
+def size(number: float) -> str:
+    """Bytes in words: `3.2 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number / 1e3:.0f} kB"
+
+
+def _basis_lines(measures: Measures) -> list[str]:
+    slides, encoder = measures.slides, measures.encoder
+    total = sum(slides.tiles.values())
+    counted = f"estimated from {slides.num_sampled} slides looked at" if slides.num_estimated else "counted"
+    lines = [f"{len(slides.tiles)} slides, {total:,} tiles ({counted})"]
+    if slides.read_per_s:
+        lines.append(f"measured: one process reads {slides.read_per_s:,.0f} tiles/s; {measures.processes} are used")
+    if encoder is not None:
+        place = "GPU" if measures.gpu else "CPU"
+        lines.append(
+            f"measured: the encoder ({encoder.num_weights / 1e6:.1f} million weights, vectors of {encoder.dim}) makes "
+            f"{encoder.tiles_per_s:,.1f} vectors/s on the {place}"
+        )
+    return lines
+
+
+def _totals(study: Path, estimates: Sequence[Estimate], measures: Measures) -> list[str]:
+    known = [each for each in estimates if not math.isnan(each.seconds)]
+    unknown = [each.stage for each in estimates if math.isnan(each.seconds)]
+    besides = f", and {' and '.join(unknown)} besides" if unknown else ""
+    gpu = sum(each.seconds for each in known if each.on_gpu)
+    hours = f", {gpu / 3600:.1f} GPU-hours of it" if measures.gpu else "; no GPU was found"
+    lines = [f"in all about {duration(sum(each.seconds for each in known))}{hours}{besides}"]
+    place = study.absolute()
+    while not place.exists():
+        place = place.parent
+    disk, free = sum(each.disk for each in estimates), shutil.disk_usage(place).free
+    lines.append(f"disk: {size(disk)} needed, {size(free)} free{'' if free > 1.1 * disk else ': NOT ENOUGH'}")
+    return [*lines, *filter(None, map(_memory_line, estimates))]
+
+
+def _memory_line(each: Estimate) -> str:
+    """Whether a stage is too large for the machine, and what makes it smaller; empty where it is not."""
+    import torch
+
+    there = torch.cuda.get_device_properties(0).total_memory if each.on_gpu else memory_bytes()
+    if each.memory <= there:
+        return ""
+    how = "fewer --workers"
+    if each.stage == "pretrain":
+        how = f"--pretrain.accumulate {1 << math.ceil(math.log2(each.memory / there))}, which changes no result"
+    elif each.stage == "embed":
+        how = "a smaller --embed.batch"
+    return f"memory: {each.stage} needs about {size(each.memory)}, {size(there)} are there: NOT ENOUGH; use {how}"

@@ -1,0 +1,295 @@
+"""`run`: all stages one after the other, from slides to the report.
+
+Says first what it found and what it will do (`outlook`), then calls the commands' own functions, and says last what it
+did and how long that took. Stages skip what is current by themselves; a slide that fails stops no other. Stopped at
+any moment, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.camelyon16 import is_camelyon16_name
+from selfvitmil.engine import Engine
+from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError
+from selfvitmil.pipeline.encoders import embed, pretrain
+from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate
+from selfvitmil.pipeline.outlook import Outlook, Request, look_ahead
+from selfvitmil.pipeline.record import RunRecord, duration, new_record, read_record, write_record
+from selfvitmil.pipeline.slides import check, tile
+from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
+from selfvitmil.settings import StudySettings, tiling_name, to_toml
+
+PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
+"""Tiles and slides of Camelyon16 as the paper counts them."""
+
+
+def run(
+    study: Path,
+    request: Request,
+    settings: StudySettings,
+    engine: Engine,
+    typed: Mapping[str, Any] | None = None,
+) -> Iterator[Summary]:
+    """All stages that were asked for: yields what will be done, a summary after each stage, and what was done.
+
+    `typed` are the settings that came as flags: a study that has no study.toml gets one of them.
+    """
+    _refuse_torchrun()
+    before = read_record(study)
+    request = as_before(request, before, study)
+    outlook = look_ahead(study, request, settings)
+    first = [*outlook.lines, *device_lines(settings, outlook, before)]
+    yield Summary((*first, f"{len(outlook.cohort)} slides in the cohort"), table=outlook.table)
+    _store_cohort(study, request.source)
+    yield from _remember(study, typed or {})
+    course = _Course(
+        study, settings, outlook, new_record(request.stages, _relative(request, study), request.name, _device())
+    )
+    with ExitStack() as stack:
+        stages = _functions(study, settings, outlook, engine, stack.enter_context(_device_engine(settings, engine)))
+        for stage in request.stages:
+            yield from course.take(stage, stages[stage])
+            if course.over:
+                break
+    yield course.closing()
+
+
+# ---------------------------------------------------------------------------------------------------- the course
+
+
+@dataclass
+class _Course:
+    """The stages as they are gone through: what each did, how long it took, what failed."""
+
+    study: Path
+    settings: StudySettings
+    outlook: Outlook
+    record: RunRecord
+    did: dict[str, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    over: bool = False
+    """Whether a signal ended a stage before its end."""
+
+    def take(self, stage: str, function: Callable[[], Summary] | None) -> Iterator[Summary]:
+        """Do one stage; on an error say what was done so far, then raise it."""
+        if function is None:
+            self.did[stage] = self.outlook.of(stage).line
+            return
+        self._note(self.record.entering(stage))
+        begin = time.perf_counter()
+        try:
+            summary = function()
+        except SelfVitMilError:
+            self._end(stage, begin, "could not be done: see the message below", "stopped")
+            yield self.closing()
+            raise
+        except BaseException as error:
+            self._note(replace(self.record, ended="interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"))
+            raise
+        self.failures += summary.failures
+        self.over = summary.interrupted
+        failed = f", {len(summary.failures)} slides failed" if summary.failures else ""
+        self._end(
+            stage, begin, f"{'interrupted' if self.over else 'done'}{failed}", "interrupted" if self.over else None
+        )
+        yield summary
+
+    def _end(self, stage: str, begin: float, words: str, ended: str | None) -> None:
+        seconds = time.perf_counter() - begin
+        self.did[stage] = words
+        self._note(replace(self.record.leaving(stage, seconds), ended=ended))
+
+    def _note(self, record: RunRecord) -> None:
+        self.record = record
+        write_record(self.study, record)
+
+    def closing(self) -> Summary:
+        """What was done."""
+        if self.record.ended is None:
+            self._note(replace(self.record, now=None, ended="finished"))
+        taken = self.record.seconds
+        rows = [(stage, words, duration(taken[stage]) if stage in taken else "") for stage, words in self.did.items()]
+        lines = camelyon16_lines(self.study, self.outlook.cohort, self.settings)
+        if slides := sorted({failure.slide for failure in self.failures}):
+            lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
+        if not self.over and (self.study / "report" / "index.html").exists() and "report" in self.did:
+            lines += [f"report: {self.study / 'report' / 'index.html'}", f"to look at it: selfvitmil view {self.study}"]
+        lines.append(f"all of it took {duration(sum(taken.values()))}")
+        return Summary(tuple(lines), table=(("stage", "what was done", "time"), *rows))
+
+
+def _functions(
+    study: Path, settings: StudySettings, outlook: Outlook, engine: Engine, device_engine: Engine
+) -> dict[str, Callable[[], Summary] | None]:
+    """What each stage calls; None where nothing is to do."""
+    own, choice = CohortSource(), FeatureChoice(outlook.encoder)
+    one_scale = not settings.tile.parent_mpp
+
+    def localize_() -> Summary:
+        from selfvitmil.pipeline.localizing import localize
+
+        return localize(study, own, choice, settings, engine)
+
+    def report_() -> Summary:
+        from selfvitmil.pipeline.reporting import report
+
+        return report(study, settings)
+
+    all_stages: dict[str, Callable[[], Summary]] = {
+        "check": lambda: check(study, own, settings, engine),
+        "tile": lambda: tile(study, own, settings, engine),
+        "pretrain": lambda: pretrain(study, outlook.encoder, settings),
+        "embed": lambda: embed(study, [outlook.source], settings, device_engine),
+        "compare": lambda: compare(study, own, choice, settings, device_engine),
+        "evaluate": lambda: evaluate(study, own, choice, settings),
+        "localize": localize_,
+        "report": report_,
+    }
+    skipped = (
+        {"check", "pretrain"} | ({"tile"} if not settings.tile.pack else set()) | ({"embed"} if one_scale else set())
+    )
+    idle = {stage for stage in skipped if not outlook.of(stage).todo}
+    return {stage: None if stage in idle else function for stage, function in all_stages.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- before
+
+
+def _refuse_torchrun() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "`run` was started by torchrun",
+            "only pretraining is for several processes at once",
+            "Use torchrun with `selfvitmil pretrain`; `run` then finds the encoder and goes on",
+        )
+
+
+def as_before(request: Request, before: RunRecord | None, study: Path) -> Request:
+    """The request with what the last run was asked for, where this one does not say."""
+    if before is None or request.encoder is not None or request.name is not None:
+        return request
+    encoder = before.encoder
+    if encoder is not None and (study / encoder).exists():
+        encoder = str(study / encoder)
+    return replace(request, encoder=encoder, name=before.name)
+
+
+def _relative(request: Request, study: Path) -> str | None:
+    """The encoder for the record: a path as seen from the study."""
+    encoder = request.encoder
+    return os.path.relpath(encoder, study) if encoder is not None and Path(encoder).exists() else encoder
+
+
+def _store_cohort(study: Path, source: CohortSource) -> None:
+    """Write the study's cohort.csv; the first thing that is written, so it meets a folder that cannot be."""
+    try:
+        with open_study(study, "run"):
+            study_cohort(study, source)
+    except LockError:
+        raise
+    except ArtefactError as error:
+        raise ArtefactError(
+            f"{study.name}: nothing can be written into this study ({error.reason})",
+            "so nothing was done",
+            f"{error.how}. `selfvitmil status` and `plan` need to read only",
+        ) from None
+
+
+def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
+    """Flags of a study without a study.toml become one, so that later commands mean the same."""
+    kept = {key: value for key, value in typed.items() if key != "engine"}
+    if not kept or (study / "study.toml").exists():
+        return
+    head = "# The settings that the first `selfvitmil run` of this study was given.\n"
+    artefact.write_text(study / "study.toml", head + to_toml(StudySettings.model_validate(kept), typed_only=True))
+    yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
+
+
+def _device() -> str:
+    """Name of the GPU, or CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+
+
+def device_lines(settings: StudySettings, outlook: Outlook, before: RunRecord | None) -> list[str]:
+    """Lines on the GPU: gone since the last run, or more than one; ConfigError when one is asked for and not there."""
+    import torch
+
+    device, busy = _device(), [stage for stage in ("pretrain", "embed") if outlook.of(stage).todo]
+    for section in ("embed", "train", "supervised"):
+        wanted = getattr(settings, section).device
+        if wanted.startswith("cuda") and device == "CPU":
+            gone = f"; the last run had {before.device}" if before is not None and before.device != "CPU" else ""
+            raise ConfigError(
+                f"{section}.device is {wanted}, and no GPU can be used here{gone}",
+                "so nothing was done",
+                f"Use --{section}.device auto to go on with the CPU; `selfvitmil doctor` looks for the GPU",
+            )
+    lines: list[str] = []
+    if before is not None and before.device != "CPU" and device == "CPU" and busy:
+        lines.append(
+            f"the last run had a GPU ({before.device}), and none can be used now: {' and '.join(busy)} will run on the "
+            "CPU, many times slower; what is done stays. `selfvitmil doctor` looks for the GPU"
+        )
+    number = torch.cuda.device_count() if device != "CPU" else 0
+    if number > 1 and "pretrain" in busy:
+        lines.append(
+            f"{number} GPUs are here, and this command trains the encoder on one: stop it and use "
+            f"`torchrun --nproc-per-node {number} -m selfvitmil pretrain STUDY --name {outlook.encoder}` first for all"
+        )
+    return lines
+
+
+def _device_engine(settings: StudySettings, engine: Engine) -> Any:
+    """Where vectors are made: the workers of all stages, unless a GPU wants fewer of them."""
+    from contextlib import nullcontext
+
+    from selfvitmil.embed import workers_for
+
+    wanted = workers_for(settings.engine, settings.embed.device)
+    return nullcontext(engine) if wanted == settings.engine else Engine(wanted)
+
+
+# ---------------------------------------------------------------------------------------------------- after
+
+
+def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> list[str]:
+    """How many tiles there are beside the paper's, for Camelyon16 under a preset that cuts as the paper does."""
+    if settings.preset == "default" or not all(is_camelyon16_name(f"{slide}.tif") for slide in cohort.slides):
+        return []
+    lines: list[str] = []
+    for split, (tiles, slides) in PAPER_TILES.items():
+        counts = _tile_counts(study, cohort.select(split=split), settings)
+        if not counts:
+            continue
+        total, mean, published = sum(counts), sum(counts) / len(counts), tiles / slides
+        line = f"{split}: {total:,} tiles of {len(counts)} slides; the paper has {tiles:,} of {slides}"
+        if len(counts) == slides:
+            line += f" ({total / tiles - 1:+.1%})"
+        lines.append(f"{line}; {mean:,.0f} a slide, the paper {published:,.0f} ({mean / published - 1:+.1%})")
+    return lines
+
+
+def _tile_counts(study: Path, cohort: Cohort, settings: StudySettings) -> list[int]:
+    import h5py
+
+    folder = study / "tiles" / tiling_name(settings.tile)
+    counts: list[int] = []
+    for slide in cohort.slides:
+        try:
+            with h5py.File(folder / f"{slide}.h5", "r") as file:
+                counts.append(int(file["coords"].shape[0]))  # pyright: ignore[reportAttributeAccessIssue]
+        except (OSError, KeyError):
+            continue
+    return counts

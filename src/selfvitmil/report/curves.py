@@ -1,0 +1,63 @@
+"""The course of a pretraining as a figure: a panel for everything that tells a good one from a collapsed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from selfvitmil.errors import MetricError
+from selfvitmil.evaluate import figures
+
+PANELS = (
+    ("loss", "loss"),
+    ("teacher_entropy", "teacher entropy"),
+    ("kl", "teacher to student (KL)"),
+    ("feature_rank", "feature rank"),
+    ("feature_std", "spread of features"),
+    ("knn20", "probe: nearest neighbours"),
+    ("linear", "probe: linear classifier"),
+    ("tiles_per_s", "tiles per second"),
+)
+"""Numbers of a line of `metrics.jsonl` and what a panel calls them; those that a run has are drawn."""
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+@figures._styled
+def draw_pretraining(lines: Lines, title: str = "Pretraining") -> Figure:
+    """A panel for each number, over steps."""
+    shown = [(key, name) for key, name in PANELS if any(_is_number(line.get(key)) for line in lines)]
+    if not shown:
+        raise MetricError(f"{title}: no numbers", "there is nothing to draw", "Train it again")
+    figure = Figure()
+    panels: list[Axes] = list(figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel())
+    for axes, (key, name) in zip(panels, shown, strict=False):
+        points = [(line["step"], line[key]) for line in lines if "step" in line and _is_number(line.get(key))]
+        step, value = np.array(points, dtype=np.float64).T
+        axes.plot(step, value, "o-" if len(step) < 8 else "-", color=figures.BLUE, lw=1.6, ms=3.5)
+        axes.set_title(name, size=9, weight="bold")
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.grid(visible=True)
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    for axes in panels[max(0, len(shown) - 2) : len(shown)]:
+        axes.set_xlabel("step")
+    caption = [f"{len(lines)} measurements over {int(lines[-1].get('step', 0)) + 1} steps."]
+    if any(key == "teacher_entropy" for key, _ in shown):
+        caption.append("Collapse shows as a rank near 1, or as an entropy near 0 or near its largest possible value.")
+    return figures._finish(figure, 1.35 * (len(panels) // 2), title, caption, {}, "honest")
+
+
+def pretraining_figure(lines: Lines, title: str = "Pretraining") -> str:
+    """SVG text of it."""
+    return figures.to_svg(draw_pretraining(lines, title))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)

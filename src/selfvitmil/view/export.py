@@ -1,0 +1,241 @@
+"""The viewer as a folder: opens from disk with a double click, needs no server, can be mailed.
+
+    index.html               the page, with classic scripts in place of modules
+    static/                  styles, OpenSeadragon, viewer.js (our modules as one script)
+    data/study.js            window.SELFVITMIL_DATA = {study, slides: {}}
+    data/<id>.js             everything about one slide, loaded when it is opened
+    thumbnails/<id>.jpg      tiles/<id>/<level>/<column>_<row>.jpg
+
+Pictures go down to a given resolution, which bounds the size. Nothing in it names a folder of this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfvitmil.artefact import Failure
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.view import tiles
+from selfvitmil.view.bundle import bundle
+from selfvitmil.view.files import StaticFile, static_files
+from selfvitmil.view.study import ViewedSlide, ViewedStudy, to_json
+
+MAX_SLIDES = 20
+"""Of a folder for which no slides were named."""
+PICTURE_BYTES = 20_000
+"""Of a tile, for the size that is said beforehand."""
+MAX_EDGE_PX = 8192
+"""Of the finest level of a slide that does not say its resolution."""
+MODULE_TAG = '<script type="module" src="static/main.js"></script>'
+SCRIPT_TAGS = '<script src="data/study.js" defer></script>\n  <script src="static/viewer.js" defer></script>'
+CHARSET_TAG = '<meta charset="utf-8">'
+POLICY = (
+    "default-src 'none'; script-src 'self' file:; style-src 'self' file:; img-src 'self' file: data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""What the page may load: what lies beside it, and nothing from a network."""
+ENTRY = "main.js"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    num_slides: int
+    size_bytes: int
+    notes: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+
+def write_folder(
+    study: ViewedStudy,
+    out: Path,
+    *,
+    slides: Sequence[str] = (),
+    top_mpp: float = 2.0,
+    say: Callable[[str], None] = print,
+) -> Exported:
+    """Write the folder, which must not exist or be empty; a slide that fails is left out and told."""
+    if not 0 < top_mpp < math.inf:
+        raise ConfigError(f"--export-mpp {top_mpp:g}", "no picture has that", "Give microns per pixel, for instance 2")
+    files = static_files()
+    chosen, notes = choose_slides(study, slides)
+    plans, failures = _plans(chosen, top_mpp)
+    num_tiles = sum(math.prod(plan.opened.zoom.num_tiles(level)) for plan in plans for level in plan.levels)
+    say(f"{len(plans)} slides, {num_tiles} pictures, about {num_tiles * PICTURE_BYTES / 1e6:.0f} MB")
+    written: list[ViewedSlide] = []
+    with _new_folder(out) as folder, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        write_static(folder, files)
+        for plan in plans:
+            try:
+                _write_slide(folder, study, plan, pool)
+                written.append(plan.slide)
+            except SelfVitMilError as error:
+                _remove_slide(folder, plan.slide)
+                failures.append(Failure.of(plan.slide.row.slide, "view", error))
+        _write_text(folder / "data" / "study.js", f"window.SELFVITMIL_DATA = {to_json(_study_data(study, written))};\n")
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Exported(len(written), size, tuple(notes), tuple(failures))
+
+
+def choose_slides(study: ViewedStudy, names: Sequence[str]) -> tuple[list[ViewedSlide], list[str]]:
+    """The slides that were named, else those with maps, else all; not more than `MAX_SLIDES` of those not named."""
+    if names:
+        return [study.slides[study.id_of(name)] for name in names], []
+    with_maps = [slide for slide in study.slides.values() if study.maps_of(slide)]
+    possible = with_maps or list(study.slides.values())
+    notes: list[str] = []
+    if len(possible) > MAX_SLIDES:
+        kind = "slides with maps" if with_maps else "slides"
+        notes.append(f"the first {MAX_SLIDES} of {len(possible)} {kind}; --slides names others")
+    return possible[:MAX_SLIDES], notes
+
+
+# ---------------------------------------------------------------------------------------------------- one slide
+
+
+@dataclass(frozen=True)
+class _Plan:
+    slide: ViewedSlide
+    opened: tiles.OpenedSlide
+    levels: range
+
+
+def _plans(chosen: Sequence[ViewedSlide], top_mpp: float) -> tuple[list[_Plan], list[Failure]]:
+    plans: list[_Plan] = []
+    failures: list[Failure] = []
+    for slide in chosen:
+        try:
+            opened = tiles.open_source(slide.source)
+        except (SelfVitMilError, OSError) as error:
+            failures.append(Failure.of(slide.row.slide, "view", error))
+            continue
+        plans.append(_Plan(slide, opened, range(top_level(opened, top_mpp) + 1)))
+        opened.slide.close()  # opens again when it is its turn
+    return plans, failures
+
+
+def top_level(opened: tiles.OpenedSlide, top_mpp: float) -> int:
+    """The finest level that is not finer than `top_mpp`; to within a hundredth, as scanners' figures are not round."""
+    zoom = opened.zoom
+    if opened.mpp is None:
+        halvings = math.ceil(math.log2(max(zoom.size_l0) / MAX_EDGE_PX))
+    else:
+        halvings = math.ceil(math.log2(top_mpp / opened.mpp * 0.99))
+    return min(zoom.max_level, max(0, zoom.max_level - halvings))
+
+
+def _write_slide(folder: Path, study: ViewedStudy, plan: _Plan, pool: ThreadPoolExecutor) -> None:
+    slide, opened = plan.slide, plan.opened
+
+    def write_tile(place: tuple[int, int, int]) -> None:
+        level, column, row = place
+        path = folder / "tiles" / slide.id / str(level) / f"{column}_{row}.jpg"
+        path.write_bytes(tiles.to_jpeg(tiles.read_tile(opened, level, column, row)))
+
+    try:
+        _write_bytes(folder / "thumbnails" / f"{slide.id}.jpg", tiles.to_jpeg(tiles.read_thumbnail(opened)))
+        for level in plan.levels:
+            (folder / "tiles" / slide.id / str(level)).mkdir(parents=True)
+            columns, rows = opened.zoom.num_tiles(level)
+            list(pool.map(write_tile, ((level, column, row) for row in range(rows) for column in range(columns))))
+        _write_text(folder / "data" / f"{slide.id}.js", _slide_script(study, plan))
+    finally:
+        opened.slide.close()
+
+
+def _slide_script(study: ViewedStudy, plan: _Plan) -> str:
+    slide = plan.slide
+    info = study.slide_data(slide, plan.opened)
+    info |= {"max_level": plan.levels[-1], "levels": info["levels"][: len(plan.levels)]}
+    maps = {model: study.map_text(slide, model) for model in info["maps"]}
+    lesions = {model: to_json(study.lesions_data(slide, model)) for model in info["maps"]}
+    annotation = to_json(study.annotation_data(slide) if slide.row.annotation is not None else [])
+    parts = {"slide": to_json(info), "maps": _object(maps), "lesions": _object(lesions), "annotation": annotation}
+    return f'window.SELFVITMIL_DATA.slides["{slide.id}"] = {_object(parts)};\n'
+
+
+def _object(parts: Mapping[str, str]) -> str:
+    """JSON from texts that are JSON already."""
+    return "{" + ",".join(f"{to_json(key)}:{text}" for key, text in parts.items()) + "}"
+
+
+def _remove_slide(folder: Path, slide: ViewedSlide) -> None:
+    shutil.rmtree(folder / "tiles" / slide.id, ignore_errors=True)
+    (folder / "thumbnails" / f"{slide.id}.jpg").unlink(missing_ok=True)
+    (folder / "data" / f"{slide.id}.js").unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+def write_static(folder: Path, files: Mapping[str, StaticFile]) -> None:
+    """The page and what it needs, with our modules as one script."""
+    page = files["index.html"].content.decode("utf-8")
+    for tag in (CHARSET_TAG, MODULE_TAG):
+        if page.count(tag) != 1:
+            raise ValueError(f"index.html must have {tag} once")
+    page = page.replace(MODULE_TAG, SCRIPT_TAGS)
+    page = page.replace(CHARSET_TAG, f'{CHARSET_TAG}\n  <meta http-equiv="Content-Security-Policy" content="{POLICY}">')
+    _write_text(folder / "index.html", page)
+    modules = {name: file.content.decode("utf-8") for name, file in files.items() if _is_module(name)}
+    _write_text(folder / "static" / "viewer.js", bundle(modules, ENTRY))
+    for name, file in files.items():
+        if not _is_module(name) and name != "index.html":
+            _write_bytes(folder / "static" / name, file.content)
+
+
+def _is_module(name: str) -> bool:
+    return name.endswith(".js") and "/" not in name
+
+
+def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str, Any]:
+    ids = {slide.id for slide in written}
+    data = study.study_data()
+    rows = [{**row, "thumbnail": f"thumbnails/{row['id']}.jpg"} for row in data["slides"] if row["id"] in ids]
+    used = {model for row in rows for model in row["verdicts"]}
+    data |= {
+        "exported": True,
+        "slides": rows,
+        "models": [model for model in data["models"] if model["id"] in used],
+        "failures": [failure for failure in data["failures"] if failure["slide"] in ids],
+    }
+    return {"study": data, "slides": {}}
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place in the end, or goes."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out.name}: is there already", "nothing of it shall be lost", "Choose a new folder")
+    temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.replace(temporary, out)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ArtefactError(
+            f"{out.name} cannot be written",
+            f"{reason[:1].lower()}{reason[1:]}",
+            "Free some space, or choose another folder",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    _write_bytes(path, text.encode("utf-8"))
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -1,0 +1,194 @@
+"""Who may ask, and what every answer carries: the viewer's outermost layer.
+
+A browser on the same machine runs pages of strangers too. They must not reach the viewer under a name of their own (DNS
+rebinding), not embed or read its answers, and find no script or style of theirs run in it. Where others on the network
+can reach the viewer, they need the token that was printed when it was started.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import socket
+from collections.abc import Collection
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_TARGET = 2048
+"""Longest path and query that is looked at; ours are shorter than 100."""
+
+MAX_HEADER_BYTES = 16 << 10
+
+CONTENT_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "font-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS = {
+    "content-security-policy": CONTENT_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-embedder-policy": "require-corp",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class Guard:
+    """ASGI middleware; without a token everybody who reaches it by an allowed name may look."""
+
+    def __init__(self, app: ASGIApp, hosts: HostNames, token: str | None = None, cookie: str = "selfvitmil"):
+        self.app = app
+        self.hosts = hosts
+        self.token = token
+        self.cookie = cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no websockets here
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = {name.lower() for name, _ in message["headers"]}
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in own]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _refuse(send_marked, *refusal)
+        elif self.token is not None and self._brings_token(scope):
+            await self._let_in(send_marked)
+        elif self.token is not None and not self._has_cookie(scope):
+            await _refuse(send_marked, 401, "Open the address that `selfvitmil view` printed when it was started")
+        else:
+            await self.app(scope, receive, send_marked)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        names = _headers(scope, b"host")
+        if len(names) != 1 or not self.hosts.allow(names[0]):
+            return 403, "This viewer does not answer under that name"
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "This viewer can only be looked at"
+        if any(length.strip() != "0" for length in _headers(scope, b"content-length")) or _headers(
+            scope, b"transfer-encoding"
+        ):
+            return 413, "This viewer takes nothing in"
+        if len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) > MAX_TARGET:
+            return 414, "That address is too long"
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return 431, "That is too much to ask with"
+        if _headers(scope, b"sec-fetch-site") == ["cross-site"] and scope["path"] != "/":
+            return 403, "Other sites may not use this viewer"
+        return None
+
+    def _brings_token(self, scope: Scope) -> bool:
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        return len(given) == 1 and self._is_token(given[0])
+
+    def _has_cookie(self, scope: Scope) -> bool:
+        try:
+            jar = SimpleCookie("; ".join(_headers(scope, b"cookie")))
+        except CookieError:
+            return False
+        return self.cookie in jar and self._is_token(jar[self.cookie].value)
+
+    def _is_token(self, given: str) -> bool:
+        assert self.token is not None
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+    async def _let_in(self, send: Send) -> None:
+        """Keep the token as a cookie and take it out of the address, where it could be copied along with a link."""
+        cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+        headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 303, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class HostNames:
+    """Names that the viewer may be asked by, whatever the port (a tunnel may change it).
+
+    Bound to other than loopback it cannot know all its names: addresses in figures are taken then too, which no name
+    server can bend.
+    """
+
+    def __init__(self, names: Collection[str], any_address: bool = False):
+        self.names = frozenset(name.casefold() for name in names)
+        self.any_address = any_address
+
+    def allow(self, header: str) -> bool:
+        """Whether a Host header is one of ours."""
+        name = host_of(header)
+        return name in self.names or (self.any_address and is_address(name))
+
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+
+
+def names_for(host: str) -> HostNames:
+    """What a viewer bound to `host` may be called."""
+    if is_loopback(host):
+        return HostNames({*LOOPBACK_NAMES, host})
+    machine = {socket.gethostname(), socket.getfqdn()}
+    return HostNames({*LOOPBACK_NAMES, host, *machine}, any_address=True)
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without its port; empty where it is malformed."""
+    text = header.strip().casefold()
+    if text.startswith("["):
+        name, closed, port = text[1:].partition("]")
+        port = port.removeprefix(":") if port.startswith(":") or not port else "x"
+        return name if closed and (port.isdecimal() or not port) else ""
+    name, _, port = text.partition(":")
+    return name.rstrip(".") if port.isdecimal() or not port else ""
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an address in figures."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound there."""
+    if host.casefold() == "localhost":
+        return True
+    return is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _headers(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body = json.dumps({"error": reason}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    if status == 413:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,570 @@
+/**
+ * The viewer: one state, and what follows from a change of it.
+ *
+ * Whatever the reader does ends in `change`, which compares the state with the one before: another slide is opened,
+ * another model's map is loaded, all else is drawn anew. The address follows the state, and the state an opened link.
+ */
+
+import { COLOR_NAMES } from "./colors.js";
+import { openData } from "./data.js";
+import { byId, fillSelect, make, remembered, setWords } from "./dom.js";
+import { SCORE_NAMES, TileMap, told } from "./heatmap.js";
+import { listenToKeys } from "./keys.js";
+import { findSlides, isWrong, SlideList, sortSlides } from "./list.js";
+import { Pane } from "./pane.js";
+import { Panel } from "./panel.js";
+import { fromHash, PLAIN, SORT_NAMES, START, toHash } from "./state.js";
+
+/** @typedef {import("./state.js").State} State */
+
+const KEPT_MAPS = 6;
+const TILES_ACROSS = 7;
+const NARROW = matchMedia("(max-width: 820px)");
+
+class Viewer {
+  constructor() {
+    this.data = openData();
+    /** @type {State} */
+    this.state = { ...START };
+    /** @type {import("./data.js").Study} */
+    this.study = { title: "", research_notice: "", models: [], slides: [], failures: [] };
+    /** @type {import("./data.js").SlideInfo|null} */
+    this.slide = null;
+    /** @type {Map<string, Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>>} */
+    this.maps = new Map();
+    /** @type {import("./data.js").LesionJson[][]} of the two viewers */
+    this.found = [[], []];
+    /** @type {import("./data.js").OutlineJson[]} */
+    this.outlines = [];
+    this.search = "";
+    this.turn = 0;
+    const events = {
+      moved: (/** @type {Pane} */ pane) => this.#moved(pane),
+      touched: (/** @type {Pane} */ pane) => void (this.leader = pane),
+      picked: (/** @type {Pane} */ pane, /** @type {number} */ tile) => this.#picked(pane, tile),
+      failed: (/** @type {Pane} */ pane, /** @type {string} */ url) => this.#failed(pane, url),
+    };
+    this.panes = [new Pane(byId("pane-first"), events), new Pane(byId("pane-second"), events)];
+    this.leader = this.panes[0];
+    this.panel = new Panel({
+      change: (changes) => this.change(changes),
+      stepTile: (step) => this.stepTile(step),
+      goLesion: (index) => this.#goLesion(index),
+    });
+    this.list = new SlideList((id) => this.choose(id));
+  }
+
+  async start() {
+    try {
+      this.study = await this.data.study();
+    } catch (error) {
+      return this.#message(wordsOf(error));
+    }
+    document.title = this.study.title || "selfvitmil";
+    byId("title").textContent = this.study.title;
+    byId("notice").textContent = this.study.research_notice;
+    const models = this.study.models.map((model) => /** @type {[string, string]} */ ([model.id, model.name]));
+    fillSelect(byId("model"), models, "");
+    fillSelect(byId("sort"), Object.entries(SORT_NAMES), START.sort);
+    this.panes.forEach((pane, k) => this.#fillHead(pane, k));
+    this.#showFailures();
+    this.#wire();
+    await this.#reopen();
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  /** Show what the address says. */
+  async #reopen() {
+    const asked = fromHash(location.hash);
+    const models = this.study.models.map((model) => model.id);
+    if (!asked.model || !models.includes(asked.model)) asked.model = models[0] ?? null;
+    if (asked.beside && asked.beside !== PLAIN && !models.includes(asked.beside)) asked.beside = null;
+    if (!models.length && asked.sort === "score") asked.sort = "name";
+    const known = this.study.slides.some((slide) => slide.id === asked.slide);
+    if (asked.slide && !known) this.say("This study has no slide that the link names. The first one is shown.");
+    if (!known) Object.assign(asked, { slide: null, view: null, tile: null });
+    this.state = asked;
+    byId("sort").value = asked.sort;
+    this.#arrange();
+    this.#relist();
+    if (!this.study.slides.length) return this.#message("This study has no slides. `selfvitmil check STUDY` says why.");
+    this.state.slide ??= (this.list.slides.find((slide) => slide.status === "ok") ?? this.list.slides[0]).id;
+    await this.#openSlide();
+  }
+
+  // ------------------------------------------------------------------------------------------ state
+
+  /** @param {Partial<State>} changes */
+  change(changes) {
+    const before = this.state;
+    this.state = { ...before, ...changes };
+    const changed = (/** @type {(keyof State)[]} */ ...keys) => keys.some((key) => before[key] !== this.state[key]);
+    if (changed("sort", "model", "slide")) this.#relist();
+    if (changed("beside")) this.#arrange();
+    if (changed("slide")) {
+      history.pushState(null, "", toHash(this.state));
+      void this.#openSlide();
+    } else if (changed("model", "beside")) {
+      void this.#openMaps(this.turn);
+    } else {
+      this.#redraw();
+    }
+  }
+
+  /** Open another slide. @param {string} id */
+  choose(id) {
+    if (id !== this.state.slide) this.change({ slide: id, view: null, tile: null });
+    this.#closeDrawers();
+  }
+
+  /** Keep the address in step, but not at every frame. */
+  #writeAddress() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => {
+      this.state.view = this.panes[0].view() ?? this.state.view;
+      history.replaceState(null, "", toHash(this.state));
+    }, 150);
+  }
+
+  get model() {
+    return this.study.models.find((model) => model.id === this.state.model);
+  }
+
+  get row() {
+    return this.study.slides.find((slide) => slide.id === this.state.slide);
+  }
+
+  get map() {
+    return this.panes[0].map;
+  }
+
+  // ------------------------------------------------------------------------------------------ slides
+
+  #relist() {
+    const found = findSlides(this.study.slides, this.search, this.model);
+    const rows = sortSlides(found, this.state.sort, this.model);
+    this.list.show(rows, this.model, this.state.slide);
+    const wrong = rows.filter((slide) => isWrong(slide, this.model)).length;
+    const out = rows.filter((slide) => slide.status !== "ok").length;
+    const words = [`${rows.length === this.study.slides.length ? "" : `${rows.length} of `}${counted(this.study.slides.length, "slide")}`];
+    if (wrong) words.push(`${wrong} wrong`);
+    if (out) words.push(`${out} not readable`);
+    byId("count").textContent = words.join(" · ");
+  }
+
+  async #openSlide() {
+    const turn = (this.turn += 1);
+    const row = this.row;
+    const { view } = this.state;
+    this.slide = null;
+    this.outlines = [];
+    this.found = [[], []];
+    this.panes.forEach((pane) => pane.clear());
+    this.panel.showVerdict(row, this.model);
+    this.panel.sync(this.state, null, []);
+    this.panel.explain("");
+    this.#message("");
+    if (!row) return;
+    if (row.status === "missing") return this.#noSlide(row.problem);
+    try {
+      const slide = await this.data.slide(row.id);
+      if (turn !== this.turn) return;
+      this.slide = slide;
+      await this.#openPanes(view);
+      if (row.status === "failed") this.panes[0].say(row.problem);
+      this.outlines = slide.annotation ? await this.data.annotation(slide.id) : [];
+    } catch (error) {
+      if (turn === this.turn) this.#noSlide(wordsOf(error));
+      return;
+    }
+    if (turn !== this.turn) return;
+    await this.#openMaps(turn);
+  }
+
+  /** @param {import("./state.js").View|null} view */
+  async #openPanes(view) {
+    const slide = /** @type {import("./data.js").SlideInfo} */ (this.slide);
+    this.leader = this.panes[0];
+    const shown = this.state.beside === null ? this.panes.slice(0, 1) : this.panes;
+    const url = (/** @type {number} */ level, /** @type {number} */ column, /** @type {number} */ row) =>
+      this.data.tileUrl(slide.id, level, column, row);
+    await Promise.all(shown.filter((pane) => pane.slide !== slide).map((pane) => pane.open(slide, url, view)));
+  }
+
+  /** @param {string} words */
+  #noSlide(words) {
+    this.panes[0].say(words);
+    this.panel.explain("");
+    this.live(words);
+  }
+
+  /** A tile did not come: ask once why. @param {Pane} pane @param {string} url */
+  async #failed(pane, url) {
+    const slide = pane.slide;
+    if (!url || pane.trouble.textContent) return;
+    pane.say("Part of this slide could not be read.");
+    const why = await this.data.whyNot(url);
+    if (pane.slide === slide) pane.say(why ? `Part of this slide could not be read: ${why}` : "");
+  }
+
+  // ------------------------------------------------------------------------------------------ maps
+
+  /** @param {string} model @returns {Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>} */
+  #mapOf(model) {
+    const id = /** @type {string} */ (this.slide?.id);
+    const key = `${id} ${model}`;
+    let kept = this.maps.get(key);
+    if (!kept) {
+      kept = Promise.all([this.data.map(id, model), this.data.lesions(id, model)]).then(([json, lesions]) => ({
+        map: new TileMap(json),
+        lesions,
+      }));
+      kept.catch(() => this.maps.delete(key));
+      this.maps.set(key, kept);
+      if (this.maps.size > KEPT_MAPS) this.maps.delete(/** @type {string} */ (this.maps.keys().next().value));
+    }
+    return kept;
+  }
+
+  /** Load the maps of both viewers. @param {number} turn */
+  async #openMaps(turn) {
+    const slide = this.slide;
+    if (!slide) return;
+    if (this.state.beside !== null) await this.#openPanes(this.panes[0].view());
+    this.panel.explain(this.#whyNoMap());
+    const { model, beside } = this.state;
+    const wanted = [model, beside].map((id) => (id && slide.maps.includes(id) ? this.#mapOf(id) : null));
+    try {
+      const [first, second] = await Promise.all(wanted);
+      const stale = turn !== this.turn || model !== this.state.model || beside !== this.state.beside;
+      if (stale) return;
+      [first, second].forEach((made, k) => {
+        this.found[k] = made?.lesions ?? [];
+        this.panes[k].setMap(made?.map ?? null);
+        const rings = this.found[k].flatMap((lesion) => lesion.rings);
+        this.panes[k].setOutlines(rings, this.outlines.flatMap((outline) => outline.rings));
+      });
+    } catch (error) {
+      if (turn === this.turn) this.panel.explain(wordsOf(error));
+    }
+    if (this.state.tile !== null && this.map && this.state.tile >= this.map.count) this.state.tile = null;
+    this.#showLesions();
+    this.#redraw();
+    document.documentElement.dataset.slide = slide.id;
+  }
+
+  #whyNoMap() {
+    if (!this.study.models.length) return "This study has no maps yet. `selfvitmil localize STUDY` makes them.";
+    if (this.slide && this.state.model && this.slide.maps.includes(this.state.model)) return "";
+    const name = this.model?.name ?? "this model";
+    return `${name} has no map of this slide. \`selfvitmil localize STUDY\` maps test slides; add --localize.parts for others.`;
+  }
+
+  #showLesions() {
+    const lesions = this.found[0];
+    let words = lesions.length ? "" : "No region reaches the threshold of a lesion.";
+    if (this.map?.blank) words = "Left blank: the slide was not found positive.";
+    this.panel.showLesions(lesions, words);
+  }
+
+  /** Draw everything that depends on the state but needs no loading. */
+  #redraw() {
+    const { state } = this;
+    this.panes.forEach((pane, k) => {
+      const look = { ...state, score: k ? state.besideScore : state.score };
+      // another model may have cut the slide otherwise: then its tiles are not these
+      const alike = pane.map?.count === this.map?.count;
+      pane.dress(state.map ? look : null, state, alike ? (state.tile ?? -1) : -1);
+      this.#syncHead(pane, k);
+    });
+    byId("show-annotation").disabled = !this.outlines.length;
+    this.panel.sync(state, this.map, this.slide?.maps ?? []);
+    this.panel.showVerdict(this.row, this.model);
+    if (this.map) this.#showTile(this.map);
+    byId("toggle-compare").setAttribute("aria-pressed", String(state.beside !== null));
+    this.#writeAddress();
+  }
+
+  /** @param {TileMap} map */
+  #showTile(map) {
+    const { score, threshold } = this.state;
+    const tile = this.state.tile ?? -1;
+    const count = map.countSuspicious(score, threshold);
+    const place = tile < 0 ? -1 : map.order(score).indexOf(tile);
+    const words = place < 0 ? counted(count, "tile") : place < count ? `${place + 1} of ${count}` : `rank ${place + 1}`;
+    this.panel.showTile(map, tile, score, words);
+  }
+
+  // ------------------------------------------------------------------------------------------ tiles and lesions
+
+  /** To the next weaker or stronger tile of those that are drawn. @param {number} step */
+  stepTile(step) {
+    const { map } = this;
+    if (!map) return this.say(this.#whyNoMap());
+    const { score, threshold, tile } = this.state;
+    const order = map.order(score);
+    const count = map.countSuspicious(score, threshold);
+    if (!count) return this.say("No tile reaches the threshold: hide fewer tiles.");
+    const at = tile === null ? -1 : order.indexOf(tile);
+    this.goTile(at < 0 || at >= count ? (step > 0 ? 0 : count - 1) : (at + step + count) % count);
+  }
+
+  /** @param {number} place in falling order of the value */
+  goTile(place) {
+    const map = /** @type {TileMap} */ (this.map);
+    const tile = map.order(this.state.score)[place];
+    const [x, y, edge] = map.box(tile);
+    const now = this.panes[0].view();
+    this.leader = this.panes[0];
+    const wide = TILES_ACROSS * edge;
+    this.panes[0].show({ x: x + edge / 2, y: y + edge / 2, w: now ? Math.min(now.w, wide) : wide });
+    if (NARROW.matches) this.#closeDrawers();
+    this.change({ tile });
+    this.#readTile(map, tile, place);
+  }
+
+  /** @param {Pane} pane @param {number} tile */
+  #picked(pane, tile) {
+    const map = /** @type {TileMap} */ (pane.map);
+    if (pane === this.panes[0]) this.change({ tile });
+    this.#readTile(map, tile, map.order(this.state.score).indexOf(tile));
+  }
+
+  /** Say the values of a tile. @param {TileMap} map @param {number} tile @param {number} place */
+  #readTile(map, tile, place) {
+    const values = map.scores.map((name) => `${SCORE_NAMES[name]} ${told(map.values(name)[tile])}`);
+    const [x, y] = map.box(tile);
+    const mm = (/** @type {number} */ l0) => ((l0 * map.frame.slide_mpp) / 1000).toFixed(1);
+    this.live(`Tile ${place + 1}: ${values.join(", ")}; ${mm(x)} mm from the left, ${mm(y)} mm from the top`);
+  }
+
+  /** @param {number} index */
+  #goLesion(index) {
+    const lesion = this.found[0][index];
+    const xs = lesion.rings.flat().map((point) => point[0]);
+    const ys = lesion.rings.flat().map((point) => point[1]);
+    const [left, right] = [Math.min(...xs), Math.max(...xs)];
+    const [top, bottom] = [Math.min(...ys), Math.max(...ys)];
+    const size = this.panes[0].canvas;
+    const across = Math.max(right - left, ((bottom - top) * size.clientWidth) / Math.max(size.clientHeight, 1));
+    this.leader = this.panes[0];
+    this.panes[0].show({ x: (left + right) / 2, y: (top + bottom) / 2, w: 1.8 * across });
+    this.live(`Lesion ${index + 1}: ${lesion.size_words}, highest score ${told(lesion.score)}`);
+    if (NARROW.matches) this.#closeDrawers();
+  }
+
+  // ------------------------------------------------------------------------------------------ two viewers
+
+  /** @param {Pane} pane */
+  #moved(pane) {
+    if (pane !== this.leader) return;
+    const view = pane.view();
+    if (view && this.state.beside !== null) this.panes.find((other) => other !== pane)?.show(view, true);
+    this.#writeAddress();
+  }
+
+  toggleBeside() {
+    if (this.state.beside !== null) return this.change({ beside: null });
+    const other = this.study.models.find((model) => model.id !== this.state.model);
+    this.change({ beside: other?.id ?? PLAIN });
+  }
+
+  /** One or two viewers. */
+  #arrange() {
+    const two = this.state.beside !== null;
+    byId("panes").classList.toggle("two", two);
+    byId("pane-second").hidden = !two;
+    if (!two) this.panes[1].clear();
+  }
+
+  /** What each of two viewers shows. @param {Pane} pane @param {number} k */
+  #fillHead(pane, k) {
+    const which = k ? "second" : "first";
+    const model = make("select", { "aria-label": `Model of the ${which} viewer` });
+    const score = make("select", { "aria-label": `Value of the ${which} viewer` });
+    const models = this.study.models.map((one) => /** @type {[string, string]} */ ([one.id, one.name]));
+    fillSelect(model, k ? [...models, [PLAIN, "No map"]] : models, "");
+    model.addEventListener("change", () => this.change(k ? { beside: model.value } : { model: model.value }));
+    score.addEventListener("change", () => this.change(k ? { besideScore: score.value } : { score: score.value }));
+    pane.head.replaceChildren(model, score, make("span.said"));
+  }
+
+  /** @param {Pane} pane @param {number} k */
+  #syncHead(pane, k) {
+    const [model, score, said] = pane.head.children;
+    const id = k ? this.state.beside : this.state.model;
+    model.value = id ?? PLAIN;
+    score.hidden = !pane.map;
+    if (pane.map) {
+      const choices = pane.map.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
+      fillSelect(score, choices, k ? this.state.besideScore : this.state.score);
+    }
+    const verdict = id ? this.row?.verdicts[id] : undefined;
+    said.textContent = verdict ? `→ ${verdict.decision} ${verdict.probability.toFixed(2)}` : "";
+  }
+
+  // ------------------------------------------------------------------------------------------ the page around it
+
+  #wire() {
+    byId("search").addEventListener("input", () => {
+      this.search = byId("search").value;
+      this.#relist();
+    });
+    byId("search").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const [first] = this.list.slides;
+      if (event.key === "Enter" && first) this.choose(first.id);
+      if (event.key === "Escape") byId("rows").focus();
+      if (event.key === "ArrowDown") byId("rows").focus();
+    });
+    byId("sort").addEventListener("change", () => this.change({ sort: byId("sort").value }));
+    byId("toggle-compare").addEventListener("click", () => this.toggleBeside());
+    byId("copy-link").addEventListener("click", () => void this.copyLink());
+    byId("toggle-theme").addEventListener("click", () => switchTheme());
+    byId("open-help").addEventListener("click", () => byId("help").showModal());
+    byId("open-failures").addEventListener("click", () => byId("failures").showModal());
+    byId("toggle-list").addEventListener("click", () => this.#drawer("slides"));
+    byId("toggle-panel").addEventListener("click", () => this.#drawer("panel"));
+    byId("shade").addEventListener("click", () => this.#closeDrawers());
+    window.addEventListener("popstate", () => void this.#reopen());
+    this.#listen();
+  }
+
+  #listen() {
+    const flip = (/** @type {"map"|"fade"|"lesions"|"annotation"} */ key) => this.change({ [key]: !this.state[key] });
+    const hide = (/** @type {number} */ step) =>
+      this.change({ threshold: Math.min(1, Math.max(0, Math.round(100 * (this.state.threshold + step)) / 100)) });
+    const slide = (/** @type {number} */ step) => {
+      const next = this.list.neighbour(step);
+      if (next) this.choose(next.id);
+    };
+    const zoom = (/** @type {number} */ factor) => this.slide && this.leader.zoom(factor);
+    const models = () => this.slide?.maps ?? [];
+    listenToKeys(
+      {
+        n: () => this.stepTile(1),
+        p: () => this.stepTile(-1),
+        t: () => (this.map ? this.goTile(0) : this.say(this.#whyNoMap())),
+        "]": () => slide(1),
+        "[": () => slide(-1),
+        "+": () => zoom(1.5),
+        "=": () => zoom(1.5),
+        "-": () => zoom(1 / 1.5),
+        0: () => this.slide && this.leader.home(),
+        h: () => flip("map"),
+        v: () => this.change({ score: after(this.map?.scores ?? ["score"], this.state.score) }),
+        c: () => this.change({ colors: after(Object.keys(COLOR_NAMES), this.state.colors) }),
+        f: () => flip("fade"),
+        ".": () => hide(0.05),
+        ",": () => hide(-0.05),
+        o: () => flip("lesions"),
+        a: () => flip("annotation"),
+        m: () => models().length && this.change({ model: after(models(), this.state.model ?? "") }),
+        s: () => this.toggleBeside(),
+        "/": () => this.#goSearch(),
+        y: () => void this.copyLink(),
+        d: () => switchTheme(),
+        "?": () => byId("help").showModal(),
+        Escape: () => this.#closeDrawers(),
+      },
+      (x, y) => this.slide && this.leader.pan(x, y),
+    );
+  }
+
+  #goSearch() {
+    if (getComputedStyle(byId("toggle-list")).display !== "none") this.#drawer("slides", true);
+    byId("search").focus();
+  }
+
+  /** @param {"slides"|"panel"} which @param {boolean} [open] */
+  #drawer(which, open = !byId(which).classList.contains("open")) {
+    this.#closeDrawers();
+    byId(which).classList.toggle("open", open);
+    byId(which === "slides" ? "toggle-list" : "toggle-panel").setAttribute("aria-expanded", String(open));
+    byId("shade").hidden = !open;
+  }
+
+  #closeDrawers() {
+    for (const [drawer, button] of [["slides", "toggle-list"], ["panel", "toggle-panel"]]) {
+      byId(drawer).classList.remove("open");
+      byId(button).setAttribute("aria-expanded", "false");
+    }
+    byId("shade").hidden = true;
+  }
+
+  async copyLink() {
+    this.state.view = this.panes[0].view() ?? this.state.view;
+    history.replaceState(null, "", toHash(this.state));
+    try {
+      await navigator.clipboard.writeText(location.href);
+      this.say("The link to this view is copied.");
+    } catch {
+      byId("link-text").value = location.href;
+      byId("link").showModal();
+      byId("link-text").select();
+    }
+  }
+
+  #showFailures() {
+    const { failures } = this.study;
+    const button = byId("open-failures");
+    button.hidden = !failures.length;
+    button.textContent = `${counted(failures.length, "failure")} recorded: what to do`;
+    const rows = failures.map((one) =>
+      make("tr", {}, ...[one.name, one.stage, one.reason, one.remedy].map((text) => make("td", {}, text))),
+    );
+    byId("failure-rows").replaceChildren(...rows);
+  }
+
+  /** In place of the slide. @param {string} words */
+  #message(words) {
+    setWords(byId("message"), words);
+    byId("message").hidden = !words;
+  }
+
+  /** For a moment, and for screen readers. @param {string} words */
+  say(words) {
+    const toast = byId("toast");
+    setWords(toast, words);
+    toast.hidden = false;
+    clearTimeout(this.toastTimer);
+    this.toastTimer = setTimeout(() => void (toast.hidden = true), 6000);
+  }
+
+  /** For screen readers alone. @param {string} words */
+  live(words) {
+    byId("live").textContent = words;
+  }
+}
+
+/** @param {number} count @param {string} noun */
+function counted(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** The one that follows, round and round. @template T @param {T[]} all @param {T} now @returns {T} */
+function after(all, now) {
+  return all[(all.indexOf(now) + 1) % all.length];
+}
+
+/** @param {unknown} error */
+function wordsOf(error) {
+  return error instanceof Error ? error.message : String(error);
+}
+
+const DARK_SYSTEM = matchMedia("(prefers-color-scheme: dark)");
+
+/** As chosen before; without a choice as the system has it. */
+function setTheme() {
+  const theme = remembered("theme");
+  const chosen = theme === "dark" || theme === "light" ? theme : DARK_SYSTEM.matches ? "dark" : "light";
+  document.documentElement.dataset.theme = chosen;
+}
+
+function switchTheme() {
+  remembered("theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  setTheme();
+}
+
+DARK_SYSTEM.addEventListener("change", setTheme);
+setTheme();
+void new Viewer().start();

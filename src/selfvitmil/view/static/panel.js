@@ -1,0 +1,183 @@
+/**
+ * The panel beside the slide: what the model said, how the map is drawn, suspicious tiles, lesions.
+ *
+ * It shows what it is given and reports what the reader changes; it keeps nothing but the list of lesions.
+ */
+
+import { COLOR_NAMES, colorTable } from "./colors.js";
+import { byId, fillSelect, make, setWords } from "./dom.js";
+import { SCORE_HELP, SCORE_NAMES, told } from "./heatmap.js";
+import { isWrong } from "./list.js";
+import { valueList } from "./pane.js";
+
+/** @typedef {import("./state.js").State} State */
+/** @typedef {import("./data.js").LesionJson} LesionJson */
+/** @typedef {import("./heatmap.js").TileMap} TileMap */
+
+const FIRST_LESIONS = 50;
+
+/** @type {Record<string, string>} */
+const PARTS = {
+  test: "Not seen in training (test).",
+  val: "Seen to choose the model (validation), not to train it.",
+  train: "The model was trained on this slide: expect it to do well here.",
+  new: "A new slide, of no split.",
+};
+
+export class Panel {
+  /**
+   * @param {object} events
+   * @param {(changes: Partial<State>) => void} events.change
+   * @param {(step: number) => void} events.stepTile
+   * @param {(index: number) => void} events.goLesion
+   */
+  constructor(events) {
+    this.events = events;
+    /** @type {LesionJson[]} */
+    this.lesions = [];
+    for (const [id, key] of Object.entries({ model: "model", score: "score", colors: "colors" })) {
+      byId(id).addEventListener("change", () => events.change({ [key]: byId(id).value }));
+    }
+    for (const id of ["opacity", "threshold"]) {
+      byId(id).addEventListener("input", () => events.change({ [id]: Number(byId(id).value) }));
+    }
+    const switches = { "show-map": "map", fade: "fade", "show-lesions": "lesions", "show-annotation": "annotation" };
+    for (const [id, key] of Object.entries(switches)) {
+      byId(id).addEventListener("change", () => events.change({ [key]: byId(id).checked }));
+    }
+    fillSelect(byId("colors"), Object.entries(COLOR_NAMES), "red");
+    for (const id of ["next-tile", "quick-next"]) byId(id).addEventListener("click", () => events.stepTile(1));
+    for (const id of ["previous-tile", "quick-previous"]) byId(id).addEventListener("click", () => events.stepTile(-1));
+    byId("more-lesions").addEventListener("click", () => this.#listLesions(this.lesions.length));
+  }
+
+  /** Bring all controls in line. @param {State} state @param {TileMap|null} map @param {string[]} models of this slide */
+  sync(state, map, models) {
+    byId("show-map").checked = state.map;
+    byId("fade").checked = state.fade;
+    byId("show-lesions").checked = state.lesions;
+    byId("show-annotation").checked = state.annotation;
+    byId("model").value = state.model ?? "";
+    byId("colors").value = state.colors;
+    byId("opacity").value = String(state.opacity);
+    byId("opacity-told").textContent = `${Math.round(100 * state.opacity)} %`;
+    byId("threshold").value = String(state.threshold);
+    for (const option of byId("model").options) option.disabled = models.length > 0 && !models.includes(option.value);
+    byId("map-controls").hidden = !map;
+    byId("lesions-switch").hidden = !map;
+    byId("tiles-section").hidden = !map;
+    byId("quick").hidden = !map;
+    byId("lesions-section").hidden = !map;
+    if (map) this.#syncMap(state, map);
+  }
+
+  /** @param {State} state @param {TileMap} map */
+  #syncMap(state, map) {
+    const score = map.has(state.score) ? state.score : "score";
+    const choices = map.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
+    if (byId("score").options.length !== choices.length) fillSelect(byId("score"), choices, score);
+    byId("score").value = score;
+    byId("score").title = SCORE_HELP[score];
+    const top = map.top(score);
+    const least = told(state.threshold * top);
+    byId("threshold-told").textContent = state.threshold ? least : "nothing";
+    byId("threshold").setAttribute("aria-valuetext", state.threshold ? `below ${least}` : "nothing hidden");
+    byId("legend-low").textContent = told(0);
+    byId("legend-high").textContent = told(top);
+    paintLegend(byId("legend"), state);
+  }
+
+  /** Say why there is no map. @param {string} words */
+  explain(words) {
+    setWords(byId("map-told"), words);
+    byId("map-told").hidden = !words;
+  }
+
+  /**
+   * @param {import("./data.js").SlideRow|undefined} slide
+   * @param {import("./data.js").Model|undefined} model
+   */
+  showVerdict(slide, model) {
+    byId("slide-name").textContent = slide?.name ?? "No slide";
+    const facts = make("p.quiet");
+    if (slide?.patient && slide.patient !== slide.name) facts.append(`Patient ${slide.patient}. `);
+    if (slide) facts.append(slide.label === null ? "No label." : "Label: ");
+    if (slide?.label) facts.append(make("b", {}, slide.label));
+    const verdict = slide && model && slide.verdicts[model.id];
+    byId("verdict").replaceChildren(...(verdict ? verdictParts(slide, verdict, model) : []), facts);
+    if (verdict) facts.append(`. ${PARTS[verdict.part] ?? ""}`);
+  }
+
+  /** @param {TileMap} map @param {number} tile @param {string} score @param {string} place */
+  showTile(map, tile, score, place) {
+    for (const id of ["tile-place", "quick-place"]) byId(id).textContent = place;
+    const list = byId("tile-values");
+    list.replaceChildren(...(tile < 0 ? [] : valueList(map, tile, score).children));
+  }
+
+  /** @param {LesionJson[]} lesions best first @param {string} words said above them */
+  showLesions(lesions, words) {
+    this.lesions = lesions;
+    byId("lesions-told").textContent = words;
+    byId("lesions-told").hidden = !words;
+    this.#listLesions(FIRST_LESIONS);
+  }
+
+  /** @param {number} most */
+  #listLesions(most) {
+    const items = this.lesions.slice(0, most).map((lesion, index) => {
+      const size = lesion.diameter_um >= 1000 ? `${(lesion.diameter_um / 1000).toFixed(1)} mm` : `${Math.round(lesion.diameter_um)} µm`;
+      const button = make(
+        "button.lesion",
+        { type: "button", title: lesion.size_words },
+        make("span.rank", {}, String(index + 1)),
+        make("span", {}, make("b", {}, size), ` across, ${areaWords(lesion.area_mm2)}`, make("small", {}, lesion.size_words)),
+        make("span.number", {}, told(lesion.score)),
+      );
+      button.addEventListener("click", () => this.events.goLesion(index));
+      return make("li", {}, button);
+    });
+    byId("lesions").replaceChildren(...items);
+    byId("more-lesions").hidden = this.lesions.length <= most;
+    byId("more-lesions").textContent = `Show all ${this.lesions.length}`;
+  }
+}
+
+/** @param {number} area_mm2 */
+function areaWords(area_mm2) {
+  return area_mm2 >= 0.01 ? `${area_mm2.toFixed(2)} mm²` : `${Math.round(area_mm2 * 1e6)} µm²`;
+}
+
+/**
+ * The decision, the probability with its threshold, and whether the label agrees.
+ *
+ * @param {import("./data.js").SlideRow} slide
+ * @param {import("./data.js").Verdict} verdict
+ * @param {import("./data.js").Model} model
+ */
+function verdictParts(slide, verdict, model) {
+  const { probability } = verdict;
+  const kind = verdict.positive ? "positive" : "negative";
+  const headline = make("p.headline", {}, make(`b.${kind}`, {}, verdict.decision));
+  if (isWrong(slide, model)) headline.append(" ", make("span.chip.wrong", {}, "not the label"));
+  else if (slide.label !== null) headline.append(" ", make("span.chip", {}, "agrees with the label"));
+  const fill = make(`span.fill.${kind}`);
+  fill.style.width = `${100 * probability}%`;
+  const bar = make("span.bar.big", { "aria-hidden": "true" }, fill);
+  const said = make("p.pair", {}, make("span", {}, `Probability of ${verdict.shown}`), make("b", {}, probability.toFixed(2)));
+  if (verdict.threshold === null) return [headline, bar, said];
+  const mark = make("span.mark");
+  mark.style.left = `${100 * verdict.threshold}%`;
+  bar.append(mark);
+  const from = verdict.threshold_from ? ` (${verdict.threshold_from})` : "";
+  return [headline, bar, said, make("small", {}, `threshold ${verdict.threshold.toFixed(2)}${from}`)];
+}
+
+/** @param {HTMLCanvasElement} canvas @param {State} state */
+function paintLegend(canvas, state) {
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  const picture = context.createImageData(canvas.width, 1);
+  picture.data.set(colorTable(state.colors, state.fade));
+  for (let level = 0; level < canvas.width * state.threshold; level += 1) picture.data[4 * level + 3] = 0;
+  context.putImageData(picture, 0, 0);
+}

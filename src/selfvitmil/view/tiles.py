@@ -1,0 +1,172 @@
+"""Pictures of slides for the viewer: DeepZoom geometry, open slides, tiles and thumbnails as JPEG.
+
+The geometry is DeepZoom's, as OpenSlide makes it: level `max_level` has the slide's full size, each level below half of
+it, rounded up; tiles of 254 px that share 1 px with each neighbour. Pixels come through our own readers, so what is
+seen is what the encoder saw; label and macro pictures are out of their reach.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil.slides import Slide, open_slide
+
+TILE_PX = 254
+OVERLAP_PX = 1
+THUMBNAIL_PX = 240
+"""Longer edge of a thumbnail."""
+JPEG_QUALITY = 85
+
+
+@dataclass(frozen=True)
+class DeepZoom:
+    """Levels and tiles of a slide of this size."""
+
+    size_l0: tuple[int, int]
+
+    @property
+    def max_level(self) -> int:
+        """The level of full size."""
+        return math.ceil(math.log2(max(self.size_l0)))
+
+    def downsample(self, level: int) -> int:
+        """Level-0 pixels per pixel of the level."""
+        return 1 << (self.max_level - level)
+
+    def size(self, level: int) -> tuple[int, int]:
+        """(width, height) of the level."""
+        width, height = (-(-edge // self.downsample(level)) for edge in self.size_l0)
+        return width, height
+
+    def num_tiles(self, level: int) -> tuple[int, int]:
+        """(columns, rows) of the level."""
+        columns, rows = (-(-edge // TILE_PX) for edge in self.size(level))
+        return columns, rows
+
+    def has_tile(self, level: int, column: int, row: int) -> bool:
+        """Whether there is such a tile; cheap for any numbers."""
+        if not 0 <= level <= self.max_level:
+            return False
+        columns, rows = self.num_tiles(level)
+        return 0 <= column < columns and 0 <= row < rows
+
+    def box(self, level: int, column: int, row: int) -> tuple[int, int, int, int]:
+        """(x, y, width, height) of the tile with its overlap, in pixels of the level."""
+        spans: list[tuple[int, int]] = []
+        for place, edge in zip((column, row), self.size(level), strict=True):
+            start = max(0, place * TILE_PX - OVERLAP_PX)
+            end = min(edge, (place + 1) * TILE_PX + OVERLAP_PX)
+            spans.append((start, end - start))
+        (x, width), (y, height) = spans
+        return x, y, width, height
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a slide's pixels are, as the cohort says; never made from a request."""
+
+    path: Path
+    reader: str
+    mpp: float | None
+
+    def state(self) -> tuple[int, int, int]:
+        """Changes when the file does; FileNotFoundError when it is gone."""
+        stat = os.stat(self.path)
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class OpenedSlide:
+    """A slide and its levels."""
+
+    slide: Slide
+    zoom: DeepZoom
+    mpp: float | None
+    """None where nobody says it: pictures do without, scale bars and maps cannot."""
+
+
+@dataclass
+class _Place:
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    state: tuple[int, int, int] | None = None
+    opened: OpenedSlide | None = None
+
+
+class OpenSlides:
+    """Open slides, at most `max_open`; one whose file has changed since is opened anew."""
+
+    def __init__(self, max_open: int = 16):
+        self.max_open = max_open
+        self._places: OrderedDict[Path, _Place] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def get(self, source: Source) -> OpenedSlide:
+        """The slide; FileNotFoundError when its file is gone, SlideError when it does not open."""
+        state = source.state()
+        with self._lock:
+            place = self._places.setdefault(source.path, _Place())
+            self._places.move_to_end(source.path)
+            while len(self._places) > self.max_open:
+                # whoever reads from it now keeps its handle until done
+                _close(self._places.popitem(last=False)[1])
+        with place.opening:
+            if place.opened is None or place.state != state:
+                _close(place)
+                place.opened, place.state = open_source(source), state
+            return place.opened
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            for place in self._places.values():
+                _close(place)
+            self._places.clear()
+
+
+def _close(place: _Place) -> None:
+    if place.opened is not None:
+        place.opened.slide.close()
+
+
+def open_source(source: Source) -> OpenedSlide:
+    """Open a slide; SlideError when it does not open."""
+    slide = open_slide(source.path, reader=source.reader, mpp=source.mpp)
+    mpp = slide.info.mpp.value
+    if mpp is None:
+        slide = open_slide(source.path, reader=source.reader, mpp=1.0)  # any value serves: levels are ratios
+    return OpenedSlide(slide, DeepZoom(slide.size_l0), mpp)
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+def read_tile(opened: OpenedSlide, level: int, column: int, row: int) -> NDArray[np.uint8]:
+    """Pixels of a tile that exists."""
+    x, y, width, height = opened.zoom.box(level, column, row)
+    downsample = opened.zoom.downsample(level)
+    return opened.slide.read_region(x * downsample, y * downsample, (width, height), opened.slide.mpp * downsample)
+
+
+def read_thumbnail(opened: OpenedSlide) -> NDArray[np.uint8]:
+    """The whole slide, its longer edge `THUMBNAIL_PX` (or what it has, where that is less)."""
+    downsample = max(1.0, max(opened.zoom.size_l0) / THUMBNAIL_PX)
+    width, height = (max(1, round(edge / downsample)) for edge in opened.zoom.size_l0)
+    return opened.slide.read_region(0, 0, (width, height), opened.slide.mpp * downsample)
+
+
+def to_jpeg(pixels: NDArray[np.uint8]) -> bytes:
+    """Encoded; holds nothing but the picture."""
+    import simplejpeg
+
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), JPEG_QUALITY, "RGB", "420")

@@ -1,0 +1,534 @@
+"""`package` and `predict`: a model that leaves its study, and what it says of new slides."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from selfvitmil import artefact
+from selfvitmil.encoder import build_encoder, save_encoder
+from selfvitmil.errors import ArtefactError
+from selfvitmil.localize.maps import read_map
+from selfvitmil.package import expect, open_package
+from selfvitmil.package import expected as expectations
+from selfvitmil.package.expected import Measures, limits
+from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.slides.synthetic.pyramid import encode_pyramid, write_pyramid
+from selfvitmil.stain import StainFit
+from test_cli import Done, rows_of, selfvitmil
+
+SIZE = (1536, 1536)
+TILING, COARSE = "1mpp_48px_0px", "2mpp_48px_0px"
+STUDY = """
+[tile]
+mpp = 1.0
+size_px = 48
+parent_mpp = [2.0]
+[embed]
+batch = 64
+[train]
+aggregator = "dsmil"
+seeds = 2
+epochs = 25
+[evaluate]
+bootstrap = 100
+calibration = "temperature"
+[localize]
+picture_px = 300
+colors = ["red"]
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of made slides with an untrained encoder and an evaluated aggregator."""
+    folder = tmp_path_factory.mktemp("package") / "study"
+    synthetic.make_cohort(folder.parent / "cohort", slides=12, seed=1, size=SIZE, test_fraction=0.25)
+    folder.mkdir()
+    (folder / "study.toml").write_text(STUDY)
+    torch.manual_seed(0)
+    args = {"embed_dim": 48, "depth": 4, "num_heads": 3}
+    save_encoder(folder / "encoders" / "tiny", build_encoder("vit_tiny_patch16_224", img_size=48, model_args=args))
+    names = [row["slide"] for row in rows_of(folder.parent / "cohort" / "cohort.csv")]
+    (folder / "encoders" / "tiny" / "slides.txt").write_text("\n".join(names))  # as pretraining leaves it
+    done(selfvitmil("tile", folder, "--cohort", folder.parent / "cohort" / "cohort.csv", "--workers", 0))
+    done(selfvitmil("embed", folder, "--encoder", "tiny", "--workers", 0))
+    done(selfvitmil("evaluate", folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(study: Path) -> Path:
+    done(selfvitmil("package", study, "--out", study.parent / "model"))
+    return study.parent / "model"
+
+
+def done(result: Done, status: int = 0) -> Done:
+    assert result.returncode == status, result.stdout + result.stderr
+    return result
+
+
+def slides_of(study: Path, split: str) -> list[Path]:
+    rows = rows_of(study / "cohort.csv")
+    return [(study / row["path"]).resolve() for row in rows if row["split"] == split]
+
+
+def answers_of(folder: Path) -> dict[str, Any]:
+    return {each["slide"]: each for each in json.loads((folder / "predictions.json").read_text())["slides"]}
+
+
+def write_slide(path: Path, pixels: np.ndarray, mpp: float = 0.25) -> Path:
+    """A slide with these pixels."""
+    padded = np.concatenate([pixels, np.full((*pixels.shape[:2], 1), 255, np.uint8)], axis=2)
+    height, width = pixels.shape[:2]
+    render = lambda x, y, w, h: np.ascontiguousarray(padded[y : y + h, x : x + w])  # noqa: E731
+    write_pyramid(path, encode_pyramid((width, height), render, "svs40", 85), mpp)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- same numbers
+
+
+def test_predict_gives_the_numbers_of_evaluate_to_the_bit(study: Path, model: Path, tmp_path: Path):
+    done(selfvitmil("predict", model, *slides_of(study, "test"), "--out", tmp_path, "--workers", 0, "--no-maps"))
+    found = {row["slide"]: row for row in rows_of(tmp_path / "predictions.csv")}
+    judged = [row for row in rows_of(study / "results" / "tiny_dsmil" / "predictions.csv") if row["part"] == "test"]
+    ensemble = [row for row in judged if row["seed"] == "ensemble"]
+    assert {row["slide"] for row in ensemble} == set(found)
+    assert len({row["score"] for row in ensemble}) > 1
+    for row in ensemble:
+        own = found[row["slide"]]
+        names = {"score": "probability", "max": "max", "bag": "bag", "calibrated": "calibrated"}
+        for theirs, ours in {**names, **{key: key for key in ("threshold", "threshold_from", "decision")}}.items():
+            assert row[theirs] == own[ours] != "", (row["slide"], theirs)
+    answers = answers_of(tmp_path)
+    for row in judged:
+        if row["seed"] != "ensemble":
+            assert float(row["score"]) == answers[row["slide"]]["seeds"][row["seed"]]["tumor"]
+    assert all(outside(answer) == set() for answer in answers.values())
+    assert not (tmp_path / "maps").exists()
+
+
+def test_maps_are_those_of_localize(study: Path, model: Path, tmp_path: Path):
+    plain = ("--workers", 0, "--localize.no-pictures", "--localize.geojson", "none")
+    done(selfvitmil("localize", study, *plain))
+    done(selfvitmil("predict", model, *slides_of(study, "test"), "--out", tmp_path, *plain))
+    for path in slides_of(study, "test"):
+        ours = read_map(tmp_path / "maps" / f"{path.stem}.h5")
+        theirs = read_map(study / "maps" / "tiny_dsmil" / f"{path.stem}.h5")
+        assert ours.frame == theirs.frame
+        assert (ours.coords_l0 == theirs.coords_l0).all()
+        assert (ours.score == theirs.score).all()
+        assert ours.verdict.probability == theirs.verdict.probability
+        assert ours.verdict.part == "new"
+
+
+def test_two_scales_travel_too(study: Path, tmp_path: Path):
+    flags = ("--train.aggregator", "dsmil-lc", "--train.seeds", 1, "--train.epochs", 2)
+    done(selfvitmil("evaluate", study, *flags))
+    done(selfvitmil("package", study, "--out", tmp_path / "model", *flags))
+    slide = slides_of(study, "test")[0]
+    done(selfvitmil("predict", tmp_path / "model", slide, "--out", tmp_path / "out", "--workers", 0, "--no-maps"))
+    rows = rows_of(study / "results" / "tiny_dsmil-lc" / "predictions.csv")
+    [judged] = [row for row in rows if (row["slide"], row["seed"]) == (slide.stem, "ensemble")]
+    assert rows_of(tmp_path / "out" / "predictions.csv")[0]["probability"] == judged["score"]
+    assert open_package(tmp_path / "model").about["dim"] == 2 * 5 * 48
+
+
+def test_three_classes_of_one_fold(study: Path, tmp_path: Path):
+    three = study.parent / "three"  # beside the study, where the cohort's paths hold
+    shutil.copytree(study, three, ignore=shutil.ignore_patterns("results", "models", "maps"))
+    rows = rows_of(three / "cohort.csv")
+    with (three / "cohort.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            writer.writerow({**row, "label": "abc"[number % 3], "patient": "", "split": ""})
+    flags = ("--train.split", "k-fold", "--train.folds", 2, "--train.aggregator", "mean", "--train.epochs", 2)
+    done(selfvitmil("evaluate", three, *flags))
+    done(selfvitmil("package", three, "--split", "fold1", "--out", tmp_path / "model", *flags))
+    judged = [row for row in rows_of(three / "results" / "tiny_mean" / "predictions.csv") if row["split"] == "fold1"]
+    judged = [row for row in judged if (row["part"], row["seed"]) == ("test", "ensemble")][:2]
+    paths = {row["slide"]: (three / row["path"]).resolve() for row in rows}
+    slides = [paths[row["slide"]] for row in judged]
+    done(selfvitmil("predict", tmp_path / "model", *slides, "--out", tmp_path / "out", "--workers", 0, "--no-maps"))
+    found = {row["slide"]: row for row in rows_of(tmp_path / "out" / "predictions.csv")}
+    for row in judged:
+        own = found[row["slide"]]
+        assert [row[f"score_{name}"] for name in "abc"] == [own[f"probability_{name}"] for name in "abc"]
+        assert row["decision"] == own["decision"]
+        assert own["threshold"] == ""
+    assert answers_of(tmp_path / "out")[judged[0]["slide"]]["map"]["shows"] == judged[0]["decision"]
+
+
+# ---------------------------------------------------------------------------------------------------- new slides
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ordinary slide, slides that differ from all that the model knows, and files that are no use."""
+    folder = tmp_path_factory.mktemp("strange")
+    synthetic.make_slide(folder / "plain.svs", 1003, size=SIZE, lesions=1)
+    with open_slide(folder / "plain.svs") as slide:
+        pixels = slide.read_region(0, 0, slide.size_l0, slide.mpp)
+    grey = pixels.mean(axis=2, keepdims=True).astype(np.uint8)
+    write_slide(folder / "grey.svs", np.repeat(grey, 3, axis=2))
+    blurred = np.asarray(Image.fromarray(pixels).resize((48, 48), Image.Resampling.BOX).resize(SIZE))
+    write_slide(folder / "blurred.svs", blurred)
+    write_slide(folder / "coarse.svs", pixels, mpp=0.5)
+    write_slide(folder / "too_coarse.svs", pixels, mpp=1.2)
+    write_slide(folder / "white.svs", np.full_like(pixels, 244))
+    (folder / "broken.svs").write_bytes((folder / "plain.svs").read_bytes()[:5000])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answered(model: Path, strange: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    out = tmp_path_factory.mktemp("answers")
+    given = (strange, strange.parent / "gone.svs")
+    return selfvitmil("predict", model, *given, "--out", out, "--workers", 0, "--no-maps"), out
+
+
+def outside(answer: dict[str, Any]) -> set[str]:
+    return {each["about"] for each in answer["outside"]}
+
+
+def test_ordinary_slides_give_no_warning_and_odd_ones_do(answered: tuple[Done, Path]):
+    result, out = answered
+    answers = answers_of(out)
+    assert outside(answers["plain"]) == set()
+    assert outside(answers["grey"]) >= {"stain", "features"}
+    assert "features" in outside(answers["blurred"])
+    assert "mpp" in outside(answers["coarse"])
+    assert any("detail is missing" in each["text"] for each in answers["too_coarse"]["outside"])
+    assert answers["plain"]["closeness"]["distance"] < answers["plain"]["closeness"]["limit"]
+    assert answers["blurred"]["closeness"]["nearer"] == answers["blurred"]["closeness"]["of"]
+    assert "blurred: its tiles look unlike" in result.stdout
+
+
+def test_bad_slides_fail_alone(answered: tuple[Done, Path], strange: Path):
+    result, out = answered
+    assert result.returncode == 3
+    failed = {row["slide"]: row for row in rows_of(out / "failures.csv")}
+    assert set(failed) == {"white", "broken", "gone"}
+    assert "no such file" in failed["gone"]["reason"]
+    told = json.loads((out / "predictions.json").read_text())
+    assert {each["slide"] for each in told["failures"]} == set(failed)
+    assert set(answers_of(out)) == {path.stem for path in strange.glob("*.svs")} - set(failed)
+    assert str(strange) not in (out / "predictions.json").read_text() + (out / "failures.csv").read_text()
+
+
+def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange: Path, tmp_path: Path):
+    command = ("predict", model, strange / "plain.svs", "--out", tmp_path / "out", "--workers", 0)
+    result = done(selfvitmil(*command))
+    assert "For research only" in result.stdout
+    answer = answers_of(tmp_path / "out")["plain"]
+    slide_map = read_map(tmp_path / "out" / "maps" / "plain.h5")
+    assert set(answer["map"]["files"]) >= {"maps/plain.h5", "maps/plain_red.png", "maps/plain.geojson"}
+    assert all((tmp_path / "out" / name).stat().st_size for name in answer["map"]["files"])
+    tiles = [(tile["x_l0"], tile["y_l0"], tile["score"]) for tile in answer["top_tiles"]]
+    best = sorted(slide_map.score.tolist(), reverse=True)[: len(tiles)]
+    assert [score for *_, score in tiles] == best
+    rows = {tuple(coords): score for coords, score in zip(slide_map.coords_l0.tolist(), slide_map.score, strict=True)}
+    assert all(rows[x, y] == score for x, y, score in tiles)
+    features = json.loads((tmp_path / "out" / "maps" / "plain.geojson").read_text())["features"]
+    area = sum(lesion["area_mm2"] for lesion in answer["lesions"])
+    tile_mm2 = (slide_map.frame.extent_l0 * slide_map.frame.slide_mpp / 1000) ** 2
+    assert area == pytest.approx(tile_mm2 * int((slide_map.score >= 0.5).sum()))
+    kinds = [feature["properties"]["objectType"] for feature in features]
+    assert kinds.count("tile") == len(slide_map)
+    assert kinds.count("annotation") == len(answer["lesions"]) > 0
+
+    files = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".h5", ".png", ".geojson", ".json")]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    again = done(selfvitmil(*command, "--json"))
+    assert json.loads(again.stdout)["slides"][0]["slide"] == "plain"
+    assert all(path.read_bytes() == content for path, (_, content) in before.items())
+    kept = [path for path in files if "work" in path.parts or path.suffix in (".png", ".geojson")]
+    assert kept
+    assert all(path.stat().st_mtime_ns == before[path][0] for path in kept)
+
+
+def test_slides_of_one_name_are_refused(model: Path, strange: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    shutil.copy(strange / "plain.svs", tmp_path / "other" / "Plain.svs")
+    both = (strange / "plain.svs", tmp_path / "other")
+    result = done(selfvitmil("predict", model, *both, "--out", tmp_path / "out"), 2)
+    assert "other/Plain.svs" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_microns_per_pixel_can_be_given(model: Path, tmp_path: Path):
+    path = tmp_path / "slides" / "nameless.tif"
+    synthetic.make_slide(path, 1003, size=SIZE, layout="tiff")
+    with_mpp = done(selfvitmil("predict", model, path, "--out", tmp_path / "a", "--workers", 0, "--no-maps"))
+    assert "mpp" not in outside(answers_of(tmp_path / "a")["nameless"]), with_mpp.stdout
+    flags = ("--workers", 0, "--no-maps", "--slide.mpp", 0.5)
+    done(selfvitmil("predict", model, path, "--out", tmp_path / "b", *flags))
+    answer = answers_of(tmp_path / "b")["nameless"]
+    assert answer["slide_mpp"] == 0.5
+    assert "mpp" in outside(answer)
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
+
+
+def test_the_folder_names_no_slide_no_patient_and_no_place(study: Path, model: Path):
+    rows = rows_of(study / "cohort.csv")
+    words = {row["slide"] for row in rows} | {row["patient"] for row in rows} | {Path(row["path"]).name for row in rows}
+    words |= {artefact.fingerprint(path) for path in slides_of(study, "train")} | {str(study.parent), str(Path.home())}
+    for path in model.rglob("*"):
+        if path.is_file():
+            assert not [word for word in words if word.encode() in path.read_bytes()], path.name
+    assert {path.suffix for path in model.rglob("*") if path.is_file()} == {".json", ".md", ".toml", ".safetensors"}
+
+
+def test_what_is_expected_is_measured_on_training_slides_alone(study: Path, model: Path):
+    config = json.loads((study / "models" / TILING / "tiny" / "dsmil" / "given" / "seed0" / "config.json").read_text())
+    bags = []
+    for slide in config["trained_on"]:
+        with h5py.File(study / "bags" / TILING / "features_tiny" / f"{slide}.h5") as file:
+            bags.append(np.asarray(file["features"]).astype(np.float64))
+    package = open_package(model)
+    np.testing.assert_allclose(package.expected.mean_D, np.concatenate(bags).mean(axis=0), rtol=1e-9)
+    np.testing.assert_allclose(package.expected.std_D, np.concatenate(bags).std(axis=0), rtol=1e-9)
+    assert package.expected.num_tiles.least == min(map(len, bags))
+    assert package.expected.num_tiles.most == max(map(len, bags))
+    assert len(package.expected.distances) == len(config["trained_on"]) + len(config["chosen_on"])
+
+
+def test_the_card_tells_data_threshold_and_figures(study: Path, model: Path):
+    card = (model / "MODEL_CARD.md").read_text()
+    metrics = json.loads((study / "results" / "tiny_dsmil" / "metrics.json").read_text())["methods"][0]
+    auc = metrics["slide"]["ensemble"]["auc"]
+    assert f"| auc | {auc['value']:.3f} | {auc['low']:.3f} to {auc['high']:.3f} |" in card
+    assert "Youden on validation" in card
+    assert "no medical device" in card
+    counts = metrics["slides"]["given"]["test"]["slides"]
+    assert f"| tested on | {counts['normal']} | {counts['tumor']} |" in card
+
+
+def altered_weights(folder: Path) -> None:
+    path = folder / "models" / "seed1" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change package.json and make its checksum fit."""
+    told = json.loads((folder / "package.json").read_text()) | changes
+    told["identity"] = artefact.hash_of({key: value for key, value in told.items() if key != "identity"})
+    (folder / "package.json").write_text(json.dumps(told))
+
+
+def other_threshold(folder: Path) -> None:
+    text = (folder / "package.json").read_text()
+    (folder / "package.json").write_text(text.replace('"threshold": 0.5', '"threshold": 0.1'))
+
+
+def path_outside(folder: Path) -> None:
+    rewrite(folder, files={"../secret": "0"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (altered_weights, "altered, other content than was written: models/seed1/model.safetensors"),
+        (other_threshold, "its package.json differs"),
+        (
+            lambda folder: (folder / "encoder" / "config.json").unlink(),
+            "incomplete, missing or unreadable: encoder/config",
+        ),
+        (lambda folder: (folder / "package.json").unlink(), "it has no package.json"),
+        (lambda folder: (folder / "package.json").write_text("{"), "package.json cannot be read"),
+        (lambda folder: rewrite(folder, format_version=99), "version 99, this program reads 1. Update"),
+        (lambda folder: rewrite(folder, schema="other"), "no packaged model"),
+        (lambda folder: rewrite(folder, seeds=[0, 7]), "models/seed7/model.safetensors"),
+        (path_outside, "altered"),
+        (shutil.rmtree, "there is no such folder"),
+    ],
+)
+def test_an_altered_package_is_refused(model: Path, tmp_path: Path, change: Callable[[Path], Any], words: str):
+    shutil.copytree(model, tmp_path / "model")
+    change(tmp_path / "model")
+    with pytest.raises(ArtefactError) as error:
+        open_package(tmp_path / "model")
+    assert words in str(error.value)
+    assert str(tmp_path) not in str(error.value)
+
+
+def test_nothing_is_done_with_an_altered_package(model: Path, strange: Path, tmp_path: Path):
+    shutil.copytree(model, tmp_path / "model")
+    altered_weights(tmp_path / "model")
+    result = done(selfvitmil("predict", tmp_path / "model", strange / "plain.svs", "--out", tmp_path / "out"), 3)
+    assert "altered" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--train.epochs", 7), "no current model"),
+        (
+            ("--train.aggregator", "abmil"),
+            "Run `selfvitmil train` with the same flags first (--train.aggregator abmil)",
+        ),
+        (("--train.split", "k-fold", "--train.folds", 3), "fold0, fold1, fold2"),
+        (("--split", "fold7"), "There are given"),
+        (("--evaluate.protocol", "optimistic"), "do not hold on new ones"),
+        (("--features", "."), "come without an encoder"),
+        (("--results", "elsewhere"), "no such folder of results"),
+    ],
+)
+def test_what_cannot_be_packaged_is_refused(study: Path, tmp_path: Path, flags: tuple[object, ...], words: str):
+    result = done(selfvitmil("package", study, "--out", tmp_path / "model", *flags), 2)
+    assert words in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_things_in_it_is_left_alone(study: Path, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("precious")
+    result = done(selfvitmil("package", study, "--out", tmp_path), 2)
+    assert "not empty" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_package_is_whole_or_not_there(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_space(folder: Path, expected: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("selfvitmil.package.files._write_expected", no_space)
+    result = done(selfvitmil("package", study, "--out", tmp_path / "model"), 3)
+    assert "no space left" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_split_of_several_can_be_chosen_and_equal_packages_are_equal(study: Path, tmp_path: Path):
+    flags = ("--train.split", "k-fold", "--train.folds", 3, "--train.aggregator", "mean", "--train.epochs", 2)
+    done(selfvitmil("train", study, *flags))
+    for name in ("one", "two"):
+        result = done(selfvitmil("package", study, "--out", tmp_path / name, "--split", "fold1", *flags))
+        assert "no results of these very models" in result.stdout
+    package = open_package(tmp_path / "one")
+    assert package.split == "fold1"
+    assert package.about["evaluation"] is None
+    assert "were not judged" in (tmp_path / "one" / "MODEL_CARD.md").read_text()
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert all((tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes() for path in files)
+
+
+def test_an_encoder_that_has_changed_is_refused(study: Path, tmp_path: Path):
+    torch.manual_seed(1)
+    args = {"embed_dim": 48, "depth": 4, "num_heads": 3}
+    save_encoder(tmp_path / "tiny", build_encoder("vit_tiny_patch16_224", img_size=48, model_args=args))
+    result = done(selfvitmil("package", study, "--out", tmp_path / "m", "--encoder", tmp_path / "tiny"), 3)
+    assert "another encoder" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- measures
+
+
+def measures(vectors: np.ndarray, **changes: Any) -> Measures:
+    mean = vectors.mean(axis=0)
+    told = {"slide_mpp": 0.25, "num_tiles": len(vectors), "stain": None, "num_vectors": len(vectors)}
+    return Measures(**{**told, **changes}, mean_D=mean, squares_D=((vectors - mean) ** 2).sum(axis=0))
+
+
+def test_a_training_slide_is_measured_against_the_others():
+    rng = np.random.default_rng(0)
+    bags = [rng.normal(rng.normal(size=5), rng.uniform(0.5, 2, 5), (int(rng.integers(3, 30)), 5)) for _ in range(6)]
+    found = expect([measures(bag) for bag in bags[:4]], [measures(bag) for bag in bags[4:]], 0.5)
+    own = []
+    for k, bag in enumerate(bags):
+        rest = np.concatenate([other for j, other in enumerate(bags[:4]) if j != k])
+        shift = (bag.mean(axis=0) - rest.mean(axis=0)) / rest.std(axis=0)
+        spread = (bag.std(axis=0) - rest.std(axis=0)) / rest.std(axis=0)
+        own.append(np.sqrt((shift**2 + spread**2).mean()))
+    assert found.distances == pytest.approx(sorted(own))
+
+
+def test_a_dimension_that_never_varies_does_not_count():
+    vectors = np.random.default_rng(0).normal(size=(20, 3))
+    vectors[:, 1] = 7.0
+    found = expect([measures(vectors)] * 3, [], 0.5)
+    assert found.distance_of(measures(vectors)) == pytest.approx(0)
+    assert found.distance_of(measures(vectors + 100)) == pytest.approx(
+        np.sqrt(np.mean((100 / np.delete(vectors, 1, axis=1).std(axis=0)) ** 2))
+    )
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.booleans())
+def test_no_slide_that_was_measured_lies_outside(values: list[float], one_sided: bool):
+    found = limits(values, one_sided=one_sided)
+    assert all(value in found for value in values)
+    assert found.least == min(values)
+    assert found.most == max(values)
+
+
+@pytest.mark.parametrize("number", [4, 10, 100])
+def test_few_slides_like_the_training_slides_give_a_warning(number: int):
+    """One in a hundred at most, however few slides there are to learn from."""
+    rng = np.random.default_rng(number)
+    told = 0
+    for _ in range(400):
+        found = limits(np.exp(rng.normal(1, 0.5, number)).tolist(), one_sided=True)
+        assert np.exp(16.0) not in found or number < 5
+        told += sum(value not in found for value in np.exp(rng.normal(1, 0.5, 5)))
+    assert told / 2000 < 0.015
+
+
+def test_stains_far_from_the_usual_are_told():
+    rng = np.random.default_rng(0)
+    usual = np.array([[0.56, 0.22], [0.72, 0.80], [0.41, 0.56]])
+
+    def fit(vectors: np.ndarray, strength: tuple[float, float] = (1.9, 1.0)) -> StainFit:
+        return StainFit(vectors / np.linalg.norm(vectors, axis=0), np.array(strength))
+
+    vectors = rng.normal(size=(50, 4))
+    slides = [measures(vectors, stain=fit(usual + rng.normal(0, 0.02, (3, 2)))) for _ in range(8)]
+    found = expect(slides, [], 0.5)
+
+    def about(stain: StainFit) -> list[str]:
+        return [each.text for each in found.outside(measures(vectors, stain=stain)) if each.about == "stain"]
+
+    assert about(fit(usual)) == []
+    assert "its eosin differs by" in about(fit(usual[:, [0, 0]] * [1.0, 0.9] + [[0, 0.3], [0, 0], [0, 0]]))[0]
+    assert "its hematoxylin has a strength of 9.00" in about(fit(usual, (9.0, 1.0)))[0]
+    assert "could not be fitted" in about(StainFit.unfitted("all grey"))[0]
+    assert expectations.angle_deg(np.array([1.0, 0, 0]), np.array([0.0, 1, 0])) == pytest.approx(90)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 6), st.integers(0, 100))
+def test_expectations_survive_json(number: int, seed: int):
+    rng = np.random.default_rng(seed)
+    found = expect([measures(rng.normal(size=(5, 3))) for _ in range(number)], [], 0.5)
+    again = expectations.Expected.from_plain(
+        json.loads(json.dumps(found.to_plain(), allow_nan=False)), found.mean_D, found.std_D
+    )
+    assert again.to_plain() == found.to_plain()
+
+
+def test_answers_read_back(answered: tuple[Done, Path]):
+    _, out = answered
+    with (out / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        rows = {row["slide"]: row for row in csv.DictReader(file)}
+    for slide, answer in answers_of(out).items():
+        assert float(rows[slide]["probability"]) == answer["probability"]["tumor"]
+        assert set(rows[slide]["outside"].split()) == outside(answer)

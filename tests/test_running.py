@@ -1,0 +1,602 @@
+"""`init`, `plan`, `run` and `status`: the whole way on tiny slides, and what they say when something is amiss."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from selfvitmil import artefact, pipeline
+from selfvitmil.cohort import read_cohort
+from selfvitmil.encoder import build_encoder, save_encoder
+from selfvitmil.pipeline.outlook import STAGES, Request, look_ahead
+from selfvitmil.pipeline.record import RunRecord, read_record, write_record
+from selfvitmil.pipeline.running import PAPER_TILES, camelyon16_lines
+from selfvitmil.pipeline.starting import commented_settings
+from selfvitmil.settings import StudySettings, all_keys, resolve_settings
+from selfvitmil.slides import synthetic
+from test_cli import Done, rows_of, selfvitmil
+
+TILING = "1mpp_32px_0px"
+MICRO = """
+[tile]
+mpp = 1.0
+size_px = 32
+
+[pretrain]
+width = 16
+depth = 1
+heads = 1
+patch_px = 16
+num_local = 1
+batch = 8
+steps = 2
+head_width = 16
+bottleneck = 8
+out_dim = 16
+workers = 0
+log_steps = 1
+measure_tiles = 8
+
+[train]
+seeds = 1
+epochs = 2
+
+[compare]
+methods = ["self-vit-mil", "mean"]
+
+[evaluate]
+bootstrap = 100
+
+[localize]
+pictures = false
+geojson = "none"
+
+[engine]
+workers = 0
+"""
+
+
+def cohort_of(study: Path) -> list[dict[str, str]]:
+    return rows_of(study / "cohort.csv")
+
+
+def write_rows(study: Path, rows: list[dict[str, str]]) -> None:
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+    (study / "cohort.csv").write_text("\n".join(lines) + "\n")
+
+
+def snapshot(study: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a study with its time and content: equal ones mean that nothing was touched."""
+    return {
+        path.relative_to(study).as_posix(): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(study.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "run.json")
+    }
+
+
+def run(study: Path, *flags: object) -> Done:
+    return selfvitmil("run", study, *flags)
+
+
+def said(done: Done) -> str:
+    """What was printed, with line breaks and columns as single blanks."""
+    return " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten tiny slides, each of another patient, and a finished study of them."""
+    place = tmp_path_factory.mktemp("place")
+    synthetic.make_cohort(place / "made", slides=10, seed=1, size=(1024, 1024), slides_per_patient=1)
+    (place / "finished").mkdir()
+    (place / "finished" / "study.toml").write_text(MICRO)
+    done = run(place / "finished", "--cohort", place / "made" / "cohort.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (place / "said.txt").write_text(done.stdout)
+    return place
+
+
+@pytest.fixture
+def study(place: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of the finished study, to be changed."""
+    copy = place / re.sub(r"\W", "_", request.node.name)
+    shutil.copytree(place / "finished", copy)
+    return copy
+
+
+@pytest.fixture
+def fresh(place: Path, request: pytest.FixtureRequest) -> Path:
+    """A study that knows its slides and has done nothing."""
+    new = place / re.sub(r"\W", "_", f"fresh_{request.node.name}")
+    new.mkdir()
+    (new / "study.toml").write_text(MICRO)
+    shutil.copy(place / "finished" / "cohort.csv", new)
+    return new
+
+
+# ---------------------------------------------------------------------------------------------------- init
+
+
+@pytest.mark.parametrize("preset", ["default", "paper", "authors-code"])
+def test_init_shows_every_setting_and_uncommenting_all_changes_none(preset: str, tmp_path: Path):
+    study = tmp_path / "study"
+    done = selfvitmil("init", study, "--preset", preset)
+    assert done.returncode == 0, done.stderr
+    text = (study / "study.toml").read_text()
+    wanted = resolve_settings(None, {"preset": preset})
+    assert resolve_settings(study / "study.toml") == wanted
+    bare = re.sub(r"(?m)^#(?=\w+ = )", "", text)
+    told = tomllib.loads(bare)
+    assert StudySettings.model_validate(told) == wanted
+    named = {f"{section}.{key}" for section, keys in told.items() if isinstance(keys, dict) for key in keys}
+    unset = {key for key in all_keys() if re.search(rf"(?m)^# {key.split('.')[-1]} is not set$", text)}
+    assert set(all_keys()) - {"preset"} <= named | unset | set(told) | {
+        f"engine.batch.{key}" for key in told["engine"]["batch"]
+    }
+    assert "Edge of a tile as the encoder sees it" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_init_does_not_overwrite(tmp_path: Path):
+    (tmp_path / "study.toml").write_text("# mine\n")
+    done = selfvitmil("init", tmp_path)
+    assert done.returncode == 2
+    assert "not overwritten" in done.stderr
+    assert (tmp_path / "study.toml").read_text() == "# mine\n"
+    assert commented_settings() != "# mine\n"
+
+
+# ---------------------------------------------------------------------------------------------------- the whole way
+
+
+def test_a_run_says_first_what_it_will_do_and_last_what_it_did(place: Path):
+    text = (place / "said.txt").read_text()
+    first, last = text.index("what will be done"), text.index("what was done")
+    before, after = text[first : text.index("slides in the cohort")], text[last:]
+    for stage in STAGES:
+        assert re.search(rf"(?m)^{stage} ", before), stage
+        assert re.search(rf"(?m)^{stage} +done +[\d.]+ (s|min)", after), stage
+    finished = place / "finished"
+    assert (finished / "report" / "index.html").stat().st_size > 1000
+    assert (finished / "results" / "compare" / "table.csv").exists()
+    assert list((finished / "maps" / "dino_self-vit-mil").glob("*.h5"))
+    record = read_record(finished)
+    assert record is not None
+    assert record.ended == "finished"
+    assert tuple(record.seconds) == STAGES
+
+
+def test_a_second_run_redoes_nothing(study: Path):
+    before = snapshot(study)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert said(done).count("current (10 slides)") == 6  # check, tile and embed, first and last
+    assert "current (encoders/dino)" in said(done)
+    assert snapshot(study) == before
+
+
+def test_a_broken_slide_stops_no_other_and_ends_with_3(fresh: Path):
+    rows = cohort_of(fresh)
+    broken = fresh / "broken.svs"
+    broken.write_bytes(b"this is no slide")
+    write_rows(fresh, [*rows, {**rows[0], "slide": "broken", "path": "broken.svs", "patient": "p", "annotation": ""}])
+    done = run(fresh, "--until", "embed")
+    assert done.returncode == 3
+    assert "1 slides failed in one stage or another" in said(done)
+    assert len(list((fresh / "bags" / TILING / "features_dino").glob("*.h5"))) == 10
+    again = run(fresh, "--until", "embed")
+    assert again.returncode == 3
+    assert "1 that failed the last time (broken)" in said(again)
+    assert "current (encoders/dino)" in said(again)  # what fails again changes nothing
+
+
+def test_an_interrupted_run_goes_on_with_the_same_command(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("selfvitmil.pipeline.running.embed", interrupted)
+        stopped = run(fresh, "--until", "embed")
+    assert stopped.returncode == 130
+    assert "was interrupted in embed" in said(selfvitmil("status", fresh))
+    before = snapshot(fresh)
+    done = run(fresh, "--until", "embed")
+    assert done.returncode == 0
+    assert {name: before[name] for name in before if "tiles" in name or "encoders" in name} == {
+        name: content for name, content in snapshot(fresh).items() if "tiles" in name or "encoders" in name
+    }
+    assert "10 slides to do: 10 new" in said(done)
+
+
+def test_training_that_was_stopped_goes_on(fresh: Path):
+    assert run(fresh, "--until", "pretrain").returncode == 0
+    (fresh / "encoders" / "dino" / "config.json").unlink()  # as if it had been killed before its end
+    done = run(fresh, "--until", "pretrain")
+    assert done.returncode == 0, done.stderr
+    assert "go on with encoders/dino from step 2, of 2 steps" in said(done)
+    (fresh / "encoders" / "dino" / "config.json").unlink()
+    changed = run(fresh, "--until", "pretrain", "--pretrain.steps", 5)
+    assert changed.returncode == 2
+    assert "was begun with other settings or other tiles" in changed.stderr
+
+
+def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path):
+    done = run(fresh, "--compare.baseline", "max")
+    assert done.returncode == 2
+    assert re.search(r"(?m)^embed +done", done.stdout)
+    assert re.search(r"(?m)^compare +could not be done", done.stdout)
+    assert "compare.baseline" in done.stderr
+
+
+def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path):
+    folder = fresh.parent / "tiny_vit"
+    args = {"embed_dim": 8, "depth": 1, "num_heads": 1, "patch_size": 16}
+    encoder = build_encoder("vit_tiny_patch16_224", img_size=32, model_args=args, layout="cls")
+    save_encoder(folder, encoder)
+    done = run(fresh, "--encoder", folder, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "pretrain" not in done.stdout
+    assert len(list((fresh / "bags" / TILING / "features_tiny_vit").glob("*.h5"))) == 10
+    again = run(fresh, "--until", "embed")
+    assert "pretrain" not in again.stdout
+    assert "current (10 slides)" in said(again)
+    assert str(fresh.parent) not in (fresh / "run.json").read_text()
+    refused = run(fresh, "--until", "pretrain")
+    assert refused.returncode == 2
+    assert "this run has no such stage" in refused.stderr
+
+
+def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
+    study = place / "flags"
+    flags = ("--tile.mpp", 1, "--tile.size-px", 64, "--until", "tile", "--workers", 0)
+    done = run(study, "--cohort", place / "made" / "cohort.csv", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "study.toml written" in done.stdout
+    told = tomllib.loads((study / "study.toml").read_text())
+    assert told == {"tile": {"mpp": 1.0, "size_px": 64}}
+    assert "current (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_an_empty_folder(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    for name, says in (("empty", "this folder is empty"), ("absent", "does not exist yet")):
+        done = run(tmp_path / name)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert "--cohort" in done.stderr
+    assert not (tmp_path / "absent").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+    no_slides = run(tmp_path / "study", "--cohort", tmp_path / "empty")
+    assert no_slides.returncode == 3
+    assert "no slides in this folder" in no_slides.stderr
+    assert not (tmp_path / "study").exists()
+
+
+def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_path: Path):
+    slides = place / "made" / "slides"
+    done = run(tmp_path / "study", "--cohort", slides)
+    assert done.returncode == 2
+    assert "no labelled slide" in done.stderr
+    assert "--until embed" in done.stderr
+    unsplit = run(tmp_path / "study", "--cohort", slides, "--until", "pretrain")
+    assert unsplit.returncode == 2
+    assert "--pretrain.transductive" in unsplit.stderr
+    assert not (tmp_path / "study").exists()
+
+
+def set_format(table: Path, version: int) -> None:
+    with h5py.File(table, "r+") as file:
+        file.attrs["format_version"] = version
+
+
+def test_an_older_format_is_made_again_and_said_so(study: Path):
+    table = study / "tiles" / TILING / f"{cohort_of(study)[0]['slide']}.h5"
+    before = snapshot(study)
+    set_format(table, 0)
+    done = run(study, "--until", "tile")
+    assert done.returncode == 0, done.stderr
+    assert f"1 again: written in format 0, now 1 ({table.stem}); 9 current and left alone" in said(done)
+    after = snapshot(study)
+    assert after[f"tiles/{TILING}/{table.name}"][1] == before[f"tiles/{TILING}/{table.name}"][1]
+    untouched = [name for name in before if name.endswith(".h5") and table.stem not in name]
+    assert {name: after[name] for name in untouched} == {name: before[name] for name in untouched}
+
+
+@pytest.mark.parametrize("kind", ["tiles", "bags", "encoder"])
+def test_a_newer_format_is_left_alone(study: Path, kind: str):
+    slide = cohort_of(study)[0]["slide"]
+    if kind == "encoder":
+        config = study / "encoders" / "dino" / "config.json"
+        config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 2'))
+    else:
+        folder = study / "tiles" / TILING if kind == "tiles" else study / "bags" / TILING / "features_dino"
+        set_format(folder / f"{slide}.h5", 2)
+    before = snapshot(study)
+    done = run(study)
+    assert done.returncode == 3
+    assert "a newer selfvitmil wrote it" in done.stderr
+    assert snapshot(study) == before
+
+
+def test_a_changed_tile_setting_is_said_before_it_is_done(study: Path):
+    planned = selfvitmil("plan", study, "--tile.min-tissue", 0.9, "--until", "embed")
+    done = run(study, "--tile.min-tissue", 0.9, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    for text in (said(planned), said(done)):
+        assert "10 again: tile.min_tissue 0.5 -> 0.9" in text
+        assert "encoders/dino is kept, though its tiles have changed" in text
+        assert "10 again: its tiles are made anew" in text
+    assert re.search(r"\d+ slides made again: another tiles", said(done))
+
+
+def test_another_resolution_leaves_the_tiles_that_are_there(study: Path):
+    before = snapshot(study)
+    done = run(study, "--tile.mpp", 2, "--until", "tile")
+    assert "stay as they are: 1mpp_32px_0px" in said(done)
+    assert "10 slides to do: 10 new" in said(done)
+    after = snapshot(study)
+    assert {name: after[name] for name in before if name.startswith("tiles/")} == {
+        name: before[name] for name in before if name.startswith("tiles/")
+    }
+
+
+def test_other_settings_of_the_encoder_throw_none_away(study: Path):
+    before = snapshot(study)
+    done = run(study, "--pretrain.steps", 3, "--tile.min-tissue", 0.9)
+    assert done.returncode == 2
+    assert "pretrain.steps 2 -> 3" in done.stderr
+    assert "--name" in done.stderr
+    assert "--encoder dino" in done.stderr
+    assert snapshot(study) == before
+    named = run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
+    assert named.returncode == 0, named.stderr
+    assert (study / "encoders" / "other" / "config.json").exists()
+    assert snapshot(study)["encoders/dino/model.safetensors"] == before["encoders/dino/model.safetensors"]
+    kept = run(study, "--pretrain.steps", 3, "--encoder", "dino", "--until", "embed")
+    assert "current (10 slides)" in said(kept)
+    assert "current (encoders/other)" in said(
+        run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
+    )
+    assert run(study, "--encoder", "dino", "--name", "other").returncode == 2
+
+
+def test_a_slide_added(study: Path, place: Path):
+    synthetic.make_slide(study / "new.svs", seed=77, size=(1024, 1024), mpp=0.25)
+    rows = cohort_of(study)
+    new = {**rows[0], "slide": "new", "path": "new.svs", "label": "normal", "patient": "new", "annotation": ""}
+    write_rows(study, [*rows, new])
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "1 new (new); 10 current and left alone" in said(done)
+    assert "encoders/dino is kept" in said(done)
+    assert (study / "bags" / TILING / "features_dino" / "new.h5").exists()
+
+
+def test_a_slide_removed_from_the_table_or_from_the_disk(study: Path, place: Path):
+    first, second, *rest = cohort_of(study)
+    gone = {**second, "path": "nowhere.svs"}
+    write_rows(study, [gone, *rest])
+    before = snapshot(study)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 3  # the slide whose file is gone
+    assert f"found 1 slides that cohort.csv no longer names: {first['slide']}" in said(done)
+    assert f"found 1 slides whose files are not there any more: {second['slide']}" in said(done)
+    after = snapshot(study)
+    for slide in (first["slide"], second["slide"]):
+        for name in (f"tiles/{TILING}/{slide}.h5", f"bags/{TILING}/features_dino/{slide}.h5"):
+            assert after[name] == before[name]
+
+
+def test_a_slide_that_the_encoder_has_seen_is_not_tested_on_unnoticed(study: Path):
+    rows = cohort_of(study)
+    moved = next(row for row in rows if row["split"] == "train")
+    moved["split"] = "test"
+    write_rows(study, rows)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 2
+    assert f"trained on 1 slides that are in the test split now ({moved['slide']})" in done.stderr
+    allowed = run(study, "--encoder", "dino", "--until", "embed")
+    assert allowed.returncode == 0
+    assert f"has seen 1 slides of the test split in its training: {moved['slide']}" in said(allowed)
+
+
+def test_the_gpu_is_gone(study: Path):
+    record = read_record(study)
+    assert record is not None
+    (study / "bags" / TILING / "features_dino" / f"{cohort_of(study)[0]['slide']}.h5").unlink()
+    write_record(study, RunRecord(**{**record.__dict__, "device": "NVIDIA H200"}))
+    required = run(study, "--embed.device", "cuda", "--until", "embed")
+    assert required.returncode == 2
+    assert "the last run had NVIDIA H200" in required.stderr
+    assert "--embed.device auto" in required.stderr
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "the last run had a GPU (NVIDIA H200), and none can be used now: embed will run on the CPU" in said(done)
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, study: Path) -> None:
+    """Let every attempt to make or open a file of the study for writing fail, as on a read-only file system."""
+    honest: Callable[..., int] = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(study)):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return honest(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_read_only_folder(study: Path, monkeypatch: pytest.MonkeyPatch):
+    before = snapshot(study)
+    with monkeypatch.context() as patch:
+        read_only(patch, study)
+        done = run(study)
+        planned = selfvitmil("plan", study, "--until", "embed")
+        asked = selfvitmil("status", study)
+    assert done.returncode == 3
+    assert "current (10 slides)" in said(done)  # what it found
+    assert "nothing can be written into this study" in done.stderr
+    assert "choose another folder" in done.stderr
+    assert planned.returncode == asked.returncode == 0
+    assert snapshot(study) == before
+
+
+def test_torchrun_is_for_pretraining(study: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run(study)
+    assert done.returncode == 2
+    assert "torchrun" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- Camelyon16
+
+
+def test_camelyon16_by_its_name(tmp_path: Path):
+    folder = tmp_path / "c16"
+    synthetic.make_cohort(folder, slides=6, seed=3, size=(1024, 1024), layout="camelyon16")
+    small = ("--tile.size-px", 32, "--tile.mpp", 1, "--tissue.thumbnail-downsample", 16)
+    flags = ("--preset", "paper", *small, "--until", "tile", "--workers", 0)
+    done = run(tmp_path / "study", "--cohort", f"camelyon16:{folder}", *flags)
+    assert done.returncode == 0, done.stderr
+    counts = {row["slide"]: int(row["tiles"]) for row in rows_of(tmp_path / "study" / "tiles" / TILING / "tiles.csv")}
+    for split, (tiles, slides) in PAPER_TILES.items():
+        own = [count for slide, count in counts.items() if slide.startswith("test") == (split == "test")]
+        deviation = sum(own) / len(own) / (tiles / slides) - 1
+        assert f"{split}: {sum(own):,} tiles of {len(own)} slides; the paper has {tiles:,} of {slides};" in said(done)
+        assert f"the paper {tiles / slides:,.0f} ({deviation:+.1%})" in said(done)
+    study, cohort = tmp_path / "study", read_cohort(tmp_path / "study" / "cohort.csv")
+    assert camelyon16_lines(study, cohort, resolve_settings(None, {"tile": {"mpp": 1, "size_px": 32}})) == []
+
+
+def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
+    done = run(tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}")
+    assert done.returncode == 3
+    assert "made: this is no Camelyon16 folder" in done.stderr
+    assert "training/normal/normal_001.tif" in done.stderr
+    both = run(
+        tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}", "--labels", place / "made" / "labels.csv"
+    )
+    assert both.returncode == 2
+
+
+# ---------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_counts_what_is_there_estimates_what_is_not_and_writes_nothing(study: Path, fresh: Path):
+    before = snapshot(study), snapshot(fresh)
+    counted, estimated = selfvitmil("plan", study), selfvitmil("run", fresh, "--dry-run")
+    assert counted.returncode == estimated.returncode == 0, counted.stderr + estimated.stderr
+    true = sum(int(row["tiles"]) for row in rows_of(study / "tiles" / TILING / "tiles.csv"))
+    assert f"10 slides, {true:,} tiles (counted)" in counted.stdout
+    found = re.search(r"10 slides, ([\d,]+) tiles \(estimated from 5 slides", estimated.stdout)
+    assert found is not None
+    assert int(found[1].replace(",", "")) == pytest.approx(true, rel=0.3)
+    for stage in STAGES:
+        assert re.search(rf"(?m)^{stage} ", estimated.stdout)
+    assert "nothing was written" in estimated.stdout
+    assert (snapshot(study), snapshot(fresh)) == before
+    assert not (fresh / ".lock").exists()
+
+
+def test_the_disk_of_a_plan_is_that_of_the_files(study: Path, fresh: Path):
+    """The vectors are the bulk of a real study: their size must come out right."""
+    slides = 10
+    true = sum(path.stat().st_size for path in (study / "bags" / TILING).rglob("*.h5"))
+    row = re.search(
+        r"(?m)^embed .* ([\d.]+) (kB|MB) +[\d.]+ [kMG]B +[\d.]+ s +measured", selfvitmil("plan", fresh).stdout
+    )
+    assert row is not None
+    told = float(row[1]) * {"kB": 1e3, "MB": 1e6}[row[2]]
+    assert told == pytest.approx(true, abs=20_000 * slides)
+
+
+# ---------------------------------------------------------------------------------------------------- status
+
+
+def test_status_of_a_finished_study(study: Path):
+    done = selfvitmil("status", study, "--json")
+    assert done.returncode == 0
+    told = json.loads(done.stdout)
+    assert told["slides"] == 10
+    assert told["running"] == ""
+    stages = {each["stage"]: each for each in told["stages"]}
+    assert {*STAGES, "train"} == set(stages)
+    assert stages["tile"]["done"] == stages["embed"]["done"] == stages["check"]["done"] == 10
+    assert stages["tile"]["newest"] == (max(p.stat().st_mtime for p in (study / "tiles" / TILING).glob("*.h5")))
+    assert "finished" in stages["pretrain"]["words"]
+    assert "selfvitmil view" in told["next"]
+
+
+def test_status_beside_a_process_that_works_on_the_study(study: Path):
+    with artefact.study_lock(study, "embed"):
+        done = selfvitmil("status", study)
+        assert f"`embed` works on it, process {os.getpid()}" in said(done)
+        assert "wait" in said(done)
+    record = read_record(study)
+    assert record is not None
+    working = RunRecord(**{**record.__dict__, "ended": None, "now": "compare", "pid": os.getpid()})
+    write_record(study, working)
+    told = said(selfvitmil("status", study))
+    assert "`run` works on it" in told
+    assert "after this come evaluate, localize, report" in told
+    write_record(study, RunRecord(**{**working.__dict__, "pid": 2**22 + 1}))  # no process has that number
+    assert "the last run was killed in compare" in said(selfvitmil("status", study))
+
+
+def test_status_tells_failures_and_unfinished_training(study: Path):
+    encoder = study / "encoders" / "dino"
+    (encoder / "config.json").unlink()
+    with (encoder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.25, "tiles_per_s": 3')  # a line that is being written
+    failure = artefact.Failure("s1", "tile", "s1.svs: no tissue found", "Look at the slide")
+    artefact.record_failures(study, "tile", ["s1"], [failure])
+    told = said(selfvitmil("status", study))
+    assert "not finished, step 2" in told
+    assert "failed in tile: 1, for instance s1.svs: no tissue found. Look at the slide" in told
+    assert "see failures.csv" in told
+
+
+def test_status_of_what_is_no_study(tmp_path: Path):
+    assert selfvitmil("status", tmp_path / "nowhere").returncode == 2
+    told = said(selfvitmil("status", tmp_path))
+    assert "no cohort.csv yet" in told
+
+
+# ---------------------------------------------------------------------------------------------------- looking ahead
+
+
+def test_the_outlook_is_what_happens(study: Path):
+    """Whatever is stale: the slides that `look_ahead` names are those whose files are other afterwards."""
+    rng = np.random.default_rng(0)
+    slides = [row["slide"] for row in cohort_of(study)]
+    tables, bags = study / "tiles" / TILING, study / "bags" / TILING / "features_dino"
+    for slide in rng.choice(slides, 3, replace=False):
+        (tables / f"{slide}.jpg").unlink()
+    for slide in rng.choice(slides, 3, replace=False):
+        (bags / f"{slide}.h5").write_bytes(b"damaged")
+    settings = pipeline.study_settings(study, {})
+    outlook = look_ahead(study, Request(until="embed"), settings)
+    before = snapshot(study)
+    assert run(study, "--until", "embed").returncode == 0
+    after = snapshot(study)
+    for stage, folder in (("tile", tables), ("embed", bags)):
+        names = {slide: f"{folder.relative_to(study).as_posix()}/{slide}.h5" for slide in slides}
+        touched = {slide for slide, name in names.items() if after[name] != before[name]}
+        assert touched <= set(outlook.of(stage).todo)
+        damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
+        assert damaged <= touched
+    assert len(outlook.of("tile").todo) == 3
+    assert len(outlook.of("embed").todo) >= 3
