@@ -44,10 +44,12 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-# Pages of the docs that are made from the code.
+# The documentation as a site in site/, every link checked; first the pages and pictures that are made from the code.
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_settings_page.py
+	$(BIN)/python docs/make_benchmarks_page.py
 	$(BIN)/python docs/make_pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Resolve the newest allowed versions anew.
 lock: $(VENV)/.ready
@@ -55,4 +57,4 @@ lock: $(VENV)/.ready
 	  --all-extras --group dev --group bench pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf $(VENV) node_modules demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) node_modules demo dist site .pytest_cache .ruff_cache .hypothesis

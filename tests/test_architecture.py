@@ -11,7 +11,7 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "artefact", "annotations", "metrics", "engine"]
+BELOW = ["errors", "geometry", "settings", "artefact", "annotations", "metrics", "words", "engine"]
 STAGES = [
     "cohort",
     "names",
@@ -91,6 +91,12 @@ def test_import_and_help_stay_light():
 
 def test_stain_and_tiles_do_not_load_torch():
     assert "torch" not in modules_after("import selfvitmil.pipeline, selfvitmil.tiles, selfvitmil.slides.synthetic")
+
+
+def test_a_wrong_folder_is_said_before_torch_is_loaded():
+    call = "cli.main(['predict', 'nowhere', 'a.svs', '--out', 'out'])"
+    code = f"from selfvitmil import cli\ntry: {call}\nexcept SystemExit as end: assert end.code == 3"
+    assert "torch" not in modules_after(code)
 
 
 def test_public_names():

@@ -22,6 +22,7 @@ from selfvitmil.pretrain.loss import (
     dino_loss,
     effective_rank,
     feature_std,
+    koleo_loss,
     teacher_entropy,
     teacher_probabilities,
     teacher_student_kl,
@@ -493,3 +494,25 @@ def test_teacher_moves_towards_the_student():
     update_teacher(teacher, student, 0.9)
     for mine, wanted in zip(teacher.parameters(), expected, strict=True):
         torch.testing.assert_close(mine.detach(), wanted)
+
+
+def test_koleo_is_the_mean_log_distance_to_the_nearest():
+    embeddings = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = (embeddings / embeddings.norm(dim=1, keepdim=True)).tolist()
+    nearest = [min(math.dist(a, b) for j, b in enumerate(rows) if j != i) for i, a in enumerate(rows)]
+    expected = -sum(map(math.log, nearest)) / len(nearest)
+    assert koleo_loss(embeddings).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_koleo_spreads_embeddings_apart():
+    embeddings = torch.ones(6, 3, dtype=torch.float64) + 0.01 * torch.randn(
+        6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    embeddings.requires_grad_()
+    before = koleo_loss(embeddings)
+    before.backward()
+    assert embeddings.grad is not None
+    with torch.no_grad():
+        moved = embeddings - 1e-4 * embeddings.grad
+    assert koleo_loss(moved) < before
+    assert torch.isfinite(koleo_loss(torch.ones(4, 3))), "equal embeddings"

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import planted
 from selfvitmil.aggregate.train import load_model, score
 from selfvitmil.cohort import Cohort, Split, write_splits
-from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.errors import ArtefactError, CohortError, ConfigError
 from selfvitmil.evaluate import protocol
 from selfvitmil.evaluate.cases import Cases
-from selfvitmil.evaluate.protocol import MethodResult, fit_method, run_method
+from selfvitmil.evaluate.protocol import MethodResult, check_models, fit_method, run_method, stored_models
 from selfvitmil.evaluate.trial import make_splits, seal
 from selfvitmil.metrics import youden_threshold
 from selfvitmil.settings import EvaluateSettings, TrainSettings
@@ -352,6 +352,40 @@ def test_stored_models_tell_their_origin_and_score_as_predicted(tmp_path: Path):
     assert (config["split"], config["seed"], config["protocol"]) == ("given", 1, "honest")
     assert (config["trained_on"], config["chosen_on"]) == (list(split.train), list(split.val))
     assert str(tmp_path) not in json.dumps(config)
+
+
+def test_stored_models_are_those_of_a_fit_and_are_never_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cases, train = planted.planted(tmp_path, patients=6), changed(QUICK, split="k-fold", folds=3)
+    trial, folder = seal(cases, make_splits(cases, train), HONEST), tmp_path / "models"
+    fitted = fit_method("mean", trial, train, folder=folder, score_test=False)
+    monkeypatch.setattr(protocol, "train_aggregator", None)
+    stored = stored_models("mean", trial, train, folder)
+    assert stored.fitted.choices == fitted.choices
+    for own, other in zip(stored.fitted.runs, fitted.runs, strict=True):
+        assert {slide: vars(score) for slide, score in own.chosen_on.items()} == {
+            slide: vars(score) for slide, score in other.chosen_on.items()
+        }
+        assert own.test == {}
+        slide = next(iter(own.chosen_on))
+        (again,) = score(stored.modules[own.split, own.seed], [cases.by_slide[slide].read()])
+        assert vars(again) == vars(own.chosen_on[slide])
+    before = check_models("mean", trial, train, folder)
+    assert sorted(before) == ["fold0", "fold1", "fold2"]
+    assert len(set(before.values())) == 3
+
+
+def test_models_that_are_not_current_are_named(tmp_path: Path):
+    cases = planted.planted(tmp_path, patients=6, splits=True)
+    trial, folder = seal(cases, make_splits(cases, QUICK), HONEST), tmp_path / "models"
+    for ask in (check_models, stored_models):
+        with pytest.raises(ArtefactError, match=r"mean: no current models of given \(seed0, seed1: there is none\)"):
+            ask("mean", trial, QUICK, folder)
+    fit_method("mean", trial, QUICK, folder=folder, score_test=False)
+    (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(ArtefactError, match=r"\(seed0: the stored model was damaged; seed2: there is none\)"):
+        check_models("mean", trial, changed(QUICK, seeds=3), folder)
+    with pytest.raises(ArtefactError, match=r"damaged; seed1: other settings, .*--train.aggregator mean"):
+        check_models("mean", trial, changed(QUICK, lr=0.01), folder)
 
 
 def test_protocols_keep_their_models_apart(tmp_path: Path):

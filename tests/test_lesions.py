@@ -18,7 +18,7 @@ from selfvitmil.annotations import box_coverage, read_annotations
 from selfvitmil.annotations.regions import polygons_of, region_of
 from selfvitmil.errors import AnnotationError
 from selfvitmil.localize.export import write_asap_lesions, write_geojson_map
-from selfvitmil.localize.lesions import LESION_GROUP, find_lesions, find_points, size_words
+from selfvitmil.localize.lesions import LESION_GROUP, find_lesions, find_points, hottest_first, hottest_tile, size_words
 from selfvitmil.localize.maps import Frame
 
 
@@ -216,6 +216,17 @@ def test_of_equal_scores_the_one_with_most_behind_it_is_point_and_peak():
     slide_map = replace(made_map(4, 2, None), score=score, detection=score / 2, columns={"attention": behind})
     assert find_points(slide_map, 300.0)[0].tolist() == [0.5, 1.5 * 448, 1.5 * 448]
     assert find_lesions(slide_map, 0.5)[0].peak_l0 == (1.5 * 448, 1.5 * 448)
+    assert hottest_tile(slide_map) == 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_from_the_hottest_on(seed):
+    rng = np.random.default_rng(seed)
+    score, behind = rng.integers(0, 3, (2, 40)).astype(np.float32)
+    slide_map = replace(made_map(40, 1, None), score=score, columns={"attention": behind})
+    expected = sorted(range(40), key=lambda row: (-score[row], -behind[row], row))
+    assert hottest_first(slide_map).tolist() == expected
+    assert hottest_tile(slide_map) == expected[0]
 
 
 def test_tiles_that_detect_nothing_are_no_points():

@@ -493,13 +493,32 @@ def test_nothing_to_judge():
 
 
 def test_annotations_outside_the_slide_are_refused_by_name():
-    for box in ((13.0, 3.0, 3.0, 2.0), (40.0, 40.0, 2.0, 2.0), (-2.0, 1.0, 4.0, 2.0)):
-        with pytest.raises(AnnotationError, match=r"s0: other\.xml outlines tumour outside the slide") as caught:
+    for box, share in (((13.0, 3.0, 3.0, 2.0), 50), ((40.0, 40.0, 2.0, 2.0), 100), ((-2.0, 1.0, 4.0, 2.0), 50)):
+        with pytest.raises(AnnotationError, match=rf"other\.xml: {share}% of its points lie outside") as caught:
             case(0, truth=(box,), file="other.xml")
         assert "6272 x 4928 pixels" in str(caught.value)
-    case(0, truth=((13.0, 3.0, 1.1, 2.0),))  # a pen that slips over the edge
-    case(0, truth=())
-    LesionCase(case(0).slide_map, outline((40, 40, 2, 2), group="Lymphocytes"))  # nothing that counts
+    assert case(0, truth=((13.0, 3.0, 1.1, 2.0),)).warnings == ()  # a pen that slips over the edge
+    assert case(0, truth=()).warnings == ()
+
+
+def test_the_part_of_an_outline_outside_the_slide_is_told_and_counts_nowhere():
+    """One point of 21 lies far left of the slide: the same outline cut off at the edge gives the same numbers."""
+    slide_map = case(0).slide_map
+    tile = slide_map.frame.extent_l0
+    right = np.stack([np.full(20, 3.0), np.linspace(1, 4, 20)], axis=1) * tile
+    tip = np.array([[-3.0, 2.5]]) * tile
+    edge = np.array([[0.0, 3.25], [0.0, 1.75]]) * tile  # where the lines to the tip cross the left edge
+    far, cut = (
+        LesionCase(slide_map, (Annotation("a", "tumor", np.concatenate([right, end])),), file="a.xml")
+        for end in (tip, edge)
+    )
+    told, expected = (judge_lesions([each], [], SETTINGS, EVALUATE) for each in (far, cut))
+    assert "s0: 4.8% of the points in a.xml lie outside the slide" in told.warnings
+    assert not any("outside" in text for text in expected.warnings)
+    assert told.csv() == expected.csv()
+    assert told.froc is not None
+    assert expected.froc is not None
+    np.testing.assert_array_equal(told.froc.sensitivity_at, expected.froc.sensitivity_at)
 
 
 def test_cases_that_do_not_belong_together():
@@ -536,7 +555,7 @@ def test_case_of_a_cohorts_row(tmp_path: Path):
     with pytest.raises(ArtefactError, match="s9: its map is of test_114"):
         lesion_case(replace(row, slide="s9"), map_file)
     write_annotations(drawn, outline((40, 40, 2, 2)))
-    with pytest.raises(AnnotationError, match=r"test_114: test_114\.xml outlines tumour outside"):
+    with pytest.raises(AnnotationError, match=r"test_114\.xml: 100% of its points lie outside"):
         lesion_case(row, map_file)
 
 

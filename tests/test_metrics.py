@@ -21,7 +21,7 @@ from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics.intervals import bootstrap
-from selfvitmil.metrics.ranking import _resampled_auc
+from selfvitmil.metrics.ranking import resampled_auc
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 Z = norm.ppf(0.975)
@@ -179,13 +179,13 @@ def test_other_rankings_without_variance():
     assert 0 < single.low < single.value == 0.5 < single.high < 1
 
 
-def test_resampled_auc_equals_the_auc_of_repeated_samples():
+def testresampled_auc_equals_the_auc_of_repeated_samples():
     labels, scores = normal_scores(7, 9, 1.0, seed=2)
     scores = np.round(scores)
     weights = np.random.default_rng(0).integers(0, 4, (20, 16)).astype(float)
     weights[:, [0, 15]] += 1
     expected = [metrics.auc(np.repeat(labels, w.astype(int)), np.repeat(scores, w.astype(int))) for w in weights]
-    np.testing.assert_allclose(_resampled_auc(labels, scores)(weights), expected, rtol=1e-14)
+    np.testing.assert_allclose(resampled_auc(labels, scores)(weights), expected, rtol=1e-14)
 
 
 def test_bootstrap_draws_whole_groups_and_keeps_every_class():

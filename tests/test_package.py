@@ -384,11 +384,6 @@ def test_nothing_is_done_with_an_altered_package(model: Path, strange: Path, tmp
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--train.epochs", 7), "no current model"),
-        (
-            ("--train.aggregator", "abmil"),
-            "Run `selfvitmil train` with the same flags first (--train.aggregator abmil)",
-        ),
         (("--train.split", "k-fold", "--train.folds", 3), "fold0, fold1, fold2"),
         (("--split", "fold7"), "There are given"),
         (("--evaluate.protocol", "optimistic"), "do not hold on new ones"),
@@ -398,6 +393,24 @@ def test_nothing_is_done_with_an_altered_package(model: Path, strange: Path, tmp
 )
 def test_what_cannot_be_packaged_is_refused(study: Path, tmp_path: Path, flags: tuple[object, ...], words: str):
     result = done(selfvitmil("package", study, "--out", tmp_path / "model", *flags), 2)
+    assert words in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--train.epochs", 7), "no current models of given (seed0, seed1: other settings, labels, slides or features"),
+        (
+            ("--train.aggregator", "abmil"),
+            "Run `selfvitmil train` with the same flags first (--train.aggregator abmil)",
+        ),
+    ],
+)
+def test_models_that_are_not_there_or_not_current_are_not_packaged(
+    study: Path, tmp_path: Path, flags: tuple[object, ...], words: str
+):
+    result = done(selfvitmil("package", study, "--out", tmp_path / "model", *flags), 3)
     assert words in result.stderr
     assert not list(tmp_path.iterdir())
 

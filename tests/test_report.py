@@ -499,13 +499,15 @@ def test_decisions_of_several_classes():
 
 
 def test_of_equal_scores_what_is_behind_decides():
-    high, low = slides.ends(np.ones(4, np.float32), 2, np.array([0.1, 0.4, 0.2, 0.3], np.float32))
+    behind = {"attention": np.array([0.1, 0.4, 0.2, 0.3], np.float32)}
+    high, low = slides.ends(replace(made_maps.made_map(4, 1), score=np.ones(4, np.float32), columns=behind), 2)
     assert (high.tolist(), low.tolist()) == ([1, 3], [0, 2])
 
 
 @given(scores=st.lists(st.integers(0, 5), max_size=30), most=st.integers(1, 10))
 def test_ends_of_a_map(scores: list[int], most: int):
-    high, low = (part.tolist() for part in slides.ends(np.array(scores, dtype=np.float32), most))
+    slide_map = replace(made_maps.made_map(1, 1), score=np.array(scores, dtype=np.float32), columns={})
+    high, low = (part.tolist() for part in slides.ends(slide_map, most))
     assert not set(high) & set(low)
     assert len(high) + len(low) == min(len(scores), 2 * most)
     assert 0 <= len(high) - len(low) <= 1

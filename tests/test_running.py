@@ -170,6 +170,7 @@ def test_a_run_says_first_what_it_will_do_and_last_what_it_did(place: Path):
     assert (finished / "report" / "index.html").stat().st_size > 1000
     assert (finished / "results" / "compare" / "table.csv").exists()
     assert list((finished / "maps" / "dino_self-vit-mil").glob("*.h5"))
+    assert (finished / "results" / "compare" / "lesions.json").exists()
     record = read_record(finished)
     assert record is not None
     assert record.ended == "finished"
@@ -258,12 +259,23 @@ def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path)
 
 def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
     study = place / "flags"
-    flags = ("--tile.mpp", 1, "--tile.size-px", 64, "--until", "tile", "--workers", 0)
+    flags = (
+        "--tile.mpp",
+        1,
+        "--tile.size-px",
+        64,
+        "--pretrain.probe-table",
+        "p.csv",
+        "--until",
+        "tile",
+        "--workers",
+        0,
+    )
     done = run(study, "--cohort", place / "made" / "cohort.csv", *flags)
     assert done.returncode == 0, done.stderr
     assert "study.toml written" in done.stdout
     told = tomllib.loads((study / "study.toml").read_text())
-    assert told == {"tile": {"mpp": 1.0, "size_px": 64}}
+    assert told == {"tile": {"mpp": 1.0, "size_px": 64}, "pretrain": {"probe_table": str(Path("p.csv").absolute())}}
     assert "current (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
 
 
@@ -551,7 +563,7 @@ def test_status_beside_a_process_that_works_on_the_study(study: Path):
     write_record(study, working)
     told = said(selfvitmil("status", study))
     assert "`run` works on it" in told
-    assert "after this come evaluate, localize, report" in told
+    assert "after this come evaluate, localize, lesions, report" in told
     write_record(study, RunRecord(**{**working.__dict__, "pid": 2**22 + 1}))  # no process has that number
     assert "the last run was killed in compare" in said(selfvitmil("status", study))
 

@@ -59,6 +59,18 @@ def write_text(path: Path, content: str) -> None:
     write_bytes(path, content.encode("utf-8"))
 
 
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Rows, the header first, as the text of a csv file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows, the header first, atomically."""
+    write_text(path, csv_text(rows))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files that a killed process left in `folder`. Call with the study locked."""
     for temporary in folder.rglob(".*.part"):
@@ -105,6 +117,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def sha256(path: Path) -> str:
+    """Of the whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
@@ -265,8 +283,4 @@ def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Ite
     path = study / "failures.csv"
     if not rows and not path.exists():
         return
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(FAILURE_COLUMNS)
-    writer.writerows(astuple(row) for row in rows)
-    write_text(path, text.getvalue())
+    write_csv(path, [FAILURE_COLUMNS, *map(astuple, rows)])

@@ -53,43 +53,92 @@ MAX_ROWS = 40
 Flat = Parameter(name="*")
 EngineOption = Annotated[EngineSettings, Flat]
 Study = Annotated[Path, Parameter(help="Folder of the study; made if it is not there.")]
-CohortOption = Annotated[
-    Path | None,
-    Parameter(help="Folder of slides, or a table of them; needed once, then the study's own cohort.csv is used."),
-]
 LabelsOption = Annotated[
     Path | None, Parameter(help="Table of labels (csv or xlsx) for a folder, or STAMP's clini table.")
 ]
 LabelColumnOption = Annotated[str | None, Parameter(help="Column of the label in that table, where it is not `label`.")]
-SlidesFolderOption = Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")]
-LearnFromOption = Annotated[
-    str | None, Parameter(help="Learn from the vectors of this encoder; needed where the study has those of several.")
-]
-CoarseEncoderOption = Annotated[
-    str | None, Parameter(help="Encoder of the coarser scale, for vectors of two scales, where it is another one.")
-]
-TwoScalesOption = Annotated[
-    bool, Parameter(help="Append to every vector that of the coarser tile around it (tile.parent_mpp).", negative="")
-]
-FeaturesOption = Annotated[
-    Path | None,
-    Parameter(help="Learn from a folder of feature files instead: TRIDENT's, CLAM's, STAMP's or ours, as they are."),
-]
-TableOption = Annotated[
-    Path | None, Parameter(help="Table of slides and labels, where the study has no cohort.csv yet.")
-]
 ResultsOption = Annotated[str | None, Parameter(help="What to call the folder of results.")]
+LesionsOption = Annotated[
+    bool, Parameter(help="Also judge maps by the outlined lesions: FROC, coverage, false positives.", negative="")
+]
 ENCODER_HELP = (
     "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
     "several may be given."
 )
-StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "report"]
+StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report"]
 JsonOption = Annotated[bool, Parameter(help="For programs, as JSON.", negative="")]
 STUDY_FOLDER_HELP = "Also look at the place where this study lies, or will."
 PresetOption = Annotated[
     Literal["default", "paper", "authors-code"] | None,
     Parameter(help="`paper` follows the text of Self-ViT-MIL, `authors-code` its released code."),
 ]
+
+
+@Flat
+@dataclass(frozen=True)
+class SlideFlags:
+    """Where a study's slides and labels come from."""
+
+    cohort: Annotated[
+        Path | None,
+        Parameter(help="Folder of slides, or a table of them; needed once, then the study's own cohort.csv is used."),
+    ] = None
+    labels: LabelsOption = None
+    label_column: LabelColumnOption = None
+    slides_folder: Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")] = (
+        None
+    )
+
+    def source(self) -> Any:
+        from selfvitmil import pipeline
+
+        return pipeline.CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
+
+
+@Flat
+@dataclass(frozen=True)
+class LabelFlags:
+    """The labels of commands that need no slides."""
+
+    cohort: Annotated[
+        Path | None, Parameter(help="Table of slides and labels, where the study has no cohort.csv yet.")
+    ] = None
+    labels: LabelsOption = None
+    label_column: LabelColumnOption = None
+
+
+@Flat
+@dataclass(frozen=True)
+class VectorFlags:
+    """Which vectors are learned from."""
+
+    encoder: Annotated[
+        str | None,
+        Parameter(help="Learn from the vectors of this encoder; needed where the study has those of several."),
+    ] = None
+    features: Annotated[
+        Path | None,
+        Parameter(
+            help="Learn from a folder of feature files instead: TRIDENT's, CLAM's, STAMP's or ours, as they are."
+        ),
+    ] = None
+    coarse_encoder: Annotated[
+        str | None, Parameter(help="Encoder of the coarser scale, for vectors of two scales, where it is another one.")
+    ] = None
+
+
+@Flat
+@dataclass(frozen=True)
+class ScaledVectorFlags(VectorFlags):
+    """The same where one method is trained; a comparison has vectors of two scales as one of its methods."""
+
+    two_scales: Annotated[
+        bool,
+        Parameter(help="Append to every vector that of the coarser tile around it (tile.parent_mpp).", negative=""),
+    ] = False
+
+
+NO_SLIDES, NO_LABELS, ANY_VECTORS, ANY_SCALED_VECTORS = SlideFlags(), LabelFlags(), VectorFlags(), ScaledVectorFlags()
 
 
 @app.command
@@ -119,10 +168,7 @@ def check(
     study: Study,
     /,
     *,
-    cohort: CohortOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    slides_folder: SlidesFolderOption = None,
+    slides: SlideFlags = NO_SLIDES,
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
@@ -130,10 +176,9 @@ def check(
     from selfvitmil import pipeline
     from selfvitmil.engine import Engine
 
-    source = pipeline.CohortSource(cohort, labels, label_column, slides_folder)
     settings = pipeline.study_settings(study, _typed(slide=slide, engine=engine))
     with Engine(settings.engine) as workers:
-        return _end([pipeline.check(study, source, settings, workers)])
+        return _end([pipeline.check(study, slides.source(), settings, workers)])
 
 
 @app.command
@@ -141,10 +186,7 @@ def tile(
     study: Study,
     /,
     *,
-    cohort: CohortOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    slides_folder: SlidesFolderOption = None,
+    slides: SlideFlags = NO_SLIDES,
     preset: PresetOption = None,
     tile: TileSettings = TileSettings(),
     tissue: TissueSettings = TissueSettings(),
@@ -156,11 +198,10 @@ def tile(
     from selfvitmil import pipeline
     from selfvitmil.engine import Engine
 
-    source = pipeline.CohortSource(cohort, labels, label_column, slides_folder)
     flags = _typed(preset=preset, tile=tile, tissue=tissue, stain=stain, slide=slide, engine=engine)
     settings = pipeline.study_settings(study, flags)
     with Engine(settings.engine) as workers:
-        return _end([pipeline.tile(study, source, settings, workers)])
+        return _end([pipeline.tile(study, slides.source(), settings, workers)])
 
 
 @app.command
@@ -240,13 +281,8 @@ def train(
     study: Study,
     /,
     *,
-    encoder: LearnFromOption = None,
-    features: FeaturesOption = None,
-    cohort: TableOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    two_scales: TwoScalesOption = False,
-    coarse_encoder: CoarseEncoderOption = None,
+    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    labels: LabelFlags = NO_LABELS,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
@@ -255,7 +291,7 @@ def train(
     """Train an aggregator on slide labels, with several seeds; the test slides stay closed."""
     from selfvitmil import pipeline
 
-    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
+    source, choice = _to_learn_from(vectors, labels)
     flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile)
     return _end([pipeline.train(study, source, choice, pipeline.study_settings(study, flags))])
 
@@ -265,25 +301,26 @@ def evaluate(
     study: Study,
     /,
     *,
-    encoder: LearnFromOption = None,
-    features: FeaturesOption = None,
-    cohort: TableOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    two_scales: TwoScalesOption = False,
-    coarse_encoder: CoarseEncoderOption = None,
+    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    labels: LabelFlags = NO_LABELS,
     name: ResultsOption = None,
+    lesions: LesionsOption = False,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
+    localize: LocalizeSettings = LocalizeSettings(),
     tile: TileSettings = TileSettings(),
 ):
     """Judge an aggregator on the test slides: figures with intervals, predictions, curves. Trains what is missing."""
     from selfvitmil import pipeline
 
-    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile)
-    return _end([pipeline.evaluate(study, source, choice, pipeline.study_settings(study, flags), name)])
+    source, choice = _to_learn_from(vectors, labels)
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
+    settings = pipeline.study_settings(study, flags)
+    steps = [lambda: pipeline.evaluate(study, source, choice, settings, name)]
+    if lesions:
+        steps.append(lambda: pipeline.evaluate_lesions(study, pipeline.CohortSource(), choice, settings, name))
+    return _end(step() for step in steps)
 
 
 @app.command
@@ -291,17 +328,15 @@ def compare(
     study: Study,
     /,
     *,
-    encoder: LearnFromOption = None,
-    features: FeaturesOption = None,
-    cohort: TableOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    coarse_encoder: CoarseEncoderOption = None,
+    vectors: VectorFlags = ANY_VECTORS,
+    labels: LabelFlags = NO_LABELS,
     name: ResultsOption = None,
+    lesions: LesionsOption = False,
     preset: PresetOption = None,
     compare: CompareSettings = CompareSettings(),
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
+    localize: LocalizeSettings = LocalizeSettings(),
     supervised: SupervisedSettings = SupervisedSettings(),
     embed: EmbedSettings = EmbedSettings(),
     tile: TileSettings = TileSettings(),
@@ -314,14 +349,17 @@ def compare(
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
 
-    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, False, coarse_encoder)
+    source, choice = _to_learn_from(vectors, labels)
     flags = _typed(
         preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
-        tile=tile, stain=stain, slide=slide, engine=engine,
+        localize=localize, tile=tile, stain=stain, slide=slide, engine=engine,
     )  # fmt: skip
     settings = pipeline.study_settings(study, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        return _end([pipeline.compare(study, source, choice, settings, workers, name)])
+        steps = [lambda: pipeline.compare(study, source, choice, settings, workers, name)]
+        if lesions:
+            steps.append(lambda: pipeline.compare_lesions(study, pipeline.CohortSource(), choice, settings, name))
+        return _end(step() for step in steps)
 
 
 @app.command
@@ -329,13 +367,8 @@ def localize(
     study: Study,
     /,
     *,
-    encoder: LearnFromOption = None,
-    features: FeaturesOption = None,
-    cohort: TableOption = None,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    two_scales: TwoScalesOption = False,
-    coarse_encoder: CoarseEncoderOption = None,
+    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    labels: LabelFlags = NO_LABELS,
     slides: Annotated[
         list[str] | None, Parameter(help="Map these slides, by name; none means those of localize.parts.")
     ] = None,
@@ -352,7 +385,7 @@ def localize(
     from selfvitmil import pipeline
     from selfvitmil.engine import Engine
 
-    source, choice = _to_learn_from(encoder, features, cohort, labels, label_column, two_scales, coarse_encoder)
+    source, choice = _to_learn_from(vectors, labels)
     flags = _typed(
         preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, slide=slide, engine=engine
     )
@@ -361,37 +394,27 @@ def localize(
         return _end([pipeline.localize(study, source, choice, settings, workers, name, slides or ())])
 
 
-def _to_learn_from(
-    encoder: str | None,
-    features: Path | None,
-    cohort: Path | None,
-    labels: Path | None,
-    label_column: str | None,
-    two_scales: bool,
-    coarse_encoder: str | None,
-) -> Any:
+def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
     """Source of the labels and choice of the vectors, from what was typed."""
     from selfvitmil import pipeline
 
-    if features is not None and (encoder is not None or two_scales):
+    two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
+    if vectors.features is not None and (vectors.encoder is not None or two_scales):
         raise ConfigError(
             "--features goes neither with --encoder nor with --two-scales", "it names the vectors already"
         )
-    if features is not None and cohort is None:
+    cohort, labels = given.cohort, given.labels
+    if vectors.features is not None and cohort is None:
         cohort, labels = labels, None  # the table of labels is then all there is
-    source = pipeline.CohortSource(cohort, labels, label_column, None, features)
-    return source, pipeline.FeatureChoice(encoder, features, coarse_encoder, two_scales)
+    source = pipeline.CohortSource(cohort, labels, given.label_column, None, vectors.features)
+    return source, pipeline.FeatureChoice(vectors.encoder, vectors.features, vectors.coarse_encoder, two_scales)
 
 
-@Parameter(name="*")
+@Flat
 @dataclass(frozen=True)
-class WholeWay:
+class WholeWay(SlideFlags):
     """Flags of the commands that know all stages."""
 
-    cohort: CohortOption = None
-    labels: LabelsOption = None
-    label_column: LabelColumnOption = None
-    slides_folder: SlidesFolderOption = None
     encoder: Annotated[
         str | None,
         Parameter(
@@ -423,8 +446,7 @@ class WholeWay:
     def request(self) -> Any:
         from selfvitmil import pipeline
 
-        source = pipeline.CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
-        return pipeline.Request(source, self.encoder, self.name, self.one_method, self.until)
+        return pipeline.Request(self.source(), self.encoder, self.name, self.one_method, self.until)
 
     def flags(self) -> dict[str, Any]:
         return _typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
@@ -545,10 +567,7 @@ def package(
     results: Annotated[
         str | None, Parameter(help="Folder of results that the model card quotes, where it has a name of its own.")
     ] = None,
-    encoder: LearnFromOption = None,
-    features: FeaturesOption = None,
-    two_scales: TwoScalesOption = False,
-    coarse_encoder: CoarseEncoderOption = None,
+    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
@@ -558,7 +577,7 @@ def package(
     """Put a trained model into one folder that needs no study: encoder, aggregators, threshold, model card."""
     from selfvitmil import pipeline
 
-    source, choice = _to_learn_from(encoder, features, None, None, None, two_scales, coarse_encoder)
+    source, choice = _to_learn_from(vectors)
     flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
     return _end([pipeline.package(study, out, source, choice, pipeline.study_settings(study, flags), split, results)])
 
@@ -578,11 +597,12 @@ def predict(
 ):
     """Judge new slides by a packaged model, and warn of those unlike the slides that it was trained on."""
     from selfvitmil import pipeline
-    from selfvitmil.embed import workers_for
-    from selfvitmil.engine import Engine
     from selfvitmil.package import open_package
 
-    packaged = open_package(model)
+    packaged = open_package(model)  # before torch is loaded: a wrong folder is said at once
+    from selfvitmil.embed import workers_for
+    from selfvitmil.engine import Engine
+
     flags = _typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = pipeline.predict_settings(packaged, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:

@@ -11,7 +11,6 @@ Pseudonyms are given in random order, because the order of accession numbers is 
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import random
 import re
@@ -148,11 +147,8 @@ def give_pseudonyms(study: Path, slides: Iterable[str], patients: Iterable[str])
     for kind, names in both.items():
         _give(known[kind], names, kind, avoid=[*both["slide"], *both["patient"]])
     if known != before:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(HEADER)
-        writer.writerows([kind, *pair] for kind, own in known.items() for pair in sorted(own.items()))
-        artefact.write_text(path, text.getvalue())
+        rows = [[kind, *pair] for kind, own in known.items() for pair in sorted(own.items())]
+        artefact.write_csv(path, [HEADER, *rows])
     return known
 
 

@@ -13,9 +13,7 @@ Splits are stored as CLAM stores them: `splits_<k>.csv` (three ragged columns of
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
 import math
 import re
 from collections import Counter, defaultdict
@@ -25,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from selfvitmil.artefact import write_text
+from selfvitmil.artefact import write_csv
 from selfvitmil.cohort.spreadsheet import read_sheet
 from selfvitmil.cohort.table import Cohort, listing
 from selfvitmil.errors import CohortError, ConfigError
@@ -246,19 +244,13 @@ def write_splits(folder: Path, splits: Sequence[Split], cohort: Cohort) -> None:
         flags = [[slide, *(i == j for j in range(3))] for i, side in enumerate(sides) for slide in side]
         counts = [Counter(cohort[slide].label for slide in side) for side in sides]
         descriptor = [[label, *(count[label] for count in counts)] for label in cohort.classes]
-        _write_csv(folder / f"splits_{k}.csv", [["", *SIDES], *ragged])
-        _write_csv(folder / f"splits_{k}_bool.csv", [["", *SIDES], *flags])
-        _write_csv(folder / f"splits_{k}_descriptor.csv", [[split.name, *SIDES], *descriptor])
+        write_csv(folder / f"splits_{k}.csv", [["", *SIDES], *ragged])
+        write_csv(folder / f"splits_{k}_bool.csv", [["", *SIDES], *flags])
+        write_csv(folder / f"splits_{k}_descriptor.csv", [[split.name, *SIDES], *descriptor])
     for path in folder.glob("splits_*.csv"):
         match = re.fullmatch(r"splits_(\d+)(_bool|_descriptor)?\.csv", path.name)
         if match and int(match[1]) >= len(splits):
             path.unlink()
-
-
-def _write_csv(path: Path, rows: list[list[object]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:

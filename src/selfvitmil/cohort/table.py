@@ -7,9 +7,7 @@ Paths are absolute in memory and relative to the table in the file, so that a st
 
 from __future__ import annotations
 
-import csv
 import difflib
-import io
 import math
 import os
 import unicodedata
@@ -20,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.artefact import write_text
+from selfvitmil.artefact import write_csv
 from selfvitmil.errors import CohortError
 
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
@@ -287,13 +285,11 @@ def write_cohort(path: Path, cohort: Cohort) -> None:
     """Write `cohort.csv`, atomically; `read_cohort` reads it back to the same rows."""
     make_cohort(cohort.rows, path.name)
     folder = Path(os.path.realpath(path.parent))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in cohort.rows:
-        cells = _stated(row).values()
-        writer.writerow(_relative(cell, folder) if isinstance(cell, Path) else cell for cell in cells)
-    write_text(path, text.getvalue())
+    rows = (
+        [_relative(cell, folder) if isinstance(cell, Path) else cell for cell in _stated(row).values()]
+        for row in cohort.rows
+    )
+    write_csv(path, [COLUMNS, *rows])
 
 
 def _stated(row: SlideRow) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
             f"this version of selfvitmil reads version {FORMAT_VERSION}",
             "Use the version of selfvitmil that wrote the encoder, or a newer one",
         )
-    if _sha256(weights) != digest:
+    if artefact.sha256(weights) != digest:
         raise EncoderError(
             f"{folder.name}: {weights.name} is damaged, or not the one that config.json describes",
             "its checksum differs",
@@ -356,11 +356,6 @@ def _read_weights(path: Path) -> dict[str, Any]:
         kind = type(content).__name__
         raise EncoderError(f"{path.name}: holds a {kind}", "a state_dict is expected", "Save the network's state_dict")
     return dict(content)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:

@@ -17,7 +17,18 @@ from __future__ import annotations
 from selfvitmil.evaluate.cases import Case, Cases, CoarseScale, find_cases, join_scales
 from selfvitmil.evaluate.guard import FINAL_SCORING, SealedLabelError, SealedLabels
 from selfvitmil.evaluate.predictions import Prediction, read_predictions, write_predictions
-from selfvitmil.evaluate.protocol import Fitted, MethodResult, Run, conclude, fit_method, judge_method, run_method
+from selfvitmil.evaluate.protocol import (
+    Fitted,
+    MethodResult,
+    Run,
+    Stored,
+    check_models,
+    conclude,
+    fit_method,
+    judge_method,
+    run_method,
+    stored_models,
+)
 from selfvitmil.evaluate.results import compare_results, comparison_row, judged_on, write_results
 from selfvitmil.evaluate.scores import Samples, Scores, samples_of, score_method, score_samples
 from selfvitmil.evaluate.trial import Trial, make_splits, seal
@@ -35,7 +46,9 @@ __all__ = [
     "Scores",
     "SealedLabelError",
     "SealedLabels",
+    "Stored",
     "Trial",
+    "check_models",
     "compare_results",
     "comparison_row",
     "conclude",
@@ -51,6 +64,7 @@ __all__ = [
     "score_method",
     "score_samples",
     "seal",
+    "stored_models",
     "write_predictions",
     "write_results",
 ]

@@ -30,6 +30,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
+from selfvitmil import words as plain
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, check_rows, limits_name
 from selfvitmil.metrics import (
@@ -48,6 +49,7 @@ from selfvitmil.metrics import (
     wilson,
 )
 from selfvitmil.metrics.intervals import Floats, Labels, check_labels, check_scores
+from selfvitmil.words import shorten
 
 Protocol = Literal["honest", "optimistic"]
 P = ParamSpec("P")
@@ -132,16 +134,20 @@ def _settle(figure: Figure) -> None:
         axes.set_position(tuple(np.round(axes.get_position(original=True).bounds, 6)))
 
 
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Draws in our style."""
+
     @wraps(draw)
-    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _style():
             return draw(*args, **kwargs)
 
-    return styled
+    return drawn
 
 
-def _as_svg(draw: Callable[P, Figure]) -> Callable[P, str]:
+def as_svg(draw: Callable[P, Figure]) -> Callable[P, str]:
+    """The same function as one that gives SVG text."""
+
     def drawn(*args: P.args, **kwargs: P.kwargs) -> str:
         return to_svg(draw(*args, **kwargs))
 
@@ -149,7 +155,7 @@ def _as_svg(draw: Callable[P, Figure]) -> Callable[P, str]:
     return drawn
 
 
-def _finish(
+def finish(
     figure: Figure,
     plot_in: float,
     title: str,
@@ -199,13 +205,13 @@ def _counts(label: Labels, names: Sequence[str], unit: str) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]} {unit}."
 
 
-def _with_limits(interval: Interval) -> str:
+def with_limits(interval: Interval) -> str:
     """With spaces at which no line breaks."""
-    return f"{interval.value:.3f}\xa0[{interval.low:.3f},\xa0{interval.high:.3f}]"
+    return plain.with_limits(interval).replace(" ", "\xa0")
 
 
-def _percent(level: float) -> str:
-    return f"{100 * level:g}\xa0%"
+def percent(share: float) -> str:
+    return plain.percent(share).replace(" ", "\xa0")
 
 
 def _cuts(threshold: float | ArrayLike | None) -> Floats:
@@ -221,10 +227,6 @@ def _threshold_words(threshold: float | ArrayLike | None, source: str) -> str:
 
 def _seeds_words(count: int) -> str:
     return f"Thick line: ensemble of {count} seeds, thin lines: each of them." if count else ""
-
-
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _note(axes: Axes, lines: Sequence[str], corner: Literal["lower right", "lower left", "upper right"]) -> None:
@@ -253,7 +255,7 @@ def _unit_square(axes: Axes, x_name: str, y_name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- curves
 
 
-@_styled
+@styled
 def draw_roc(labels: ArrayLike, scores: ArrayLike, title: str = "ROC curve", **options: Unpack[CurveOptions]) -> Figure:
     """ROC curve with its bootstrap band, every seed, and the point of the chosen threshold with Wilson limits.
 
@@ -263,7 +265,7 @@ def draw_roc(labels: ArrayLike, scores: ArrayLike, title: str = "ROC curve", **o
     return _draw_curves(_roc_panel, labels, scores, title, **options)
 
 
-@_styled
+@styled
 def draw_pr(
     labels: ArrayLike, scores: ArrayLike, title: str = "Precision-recall curve", **options: Unpack[CurveOptions]
 ) -> Figure:
@@ -302,7 +304,7 @@ def _draw_curves(
         _counts(label, class_names, unit),
         "Each panel: one class against the rest." if several else "",
         _seeds_words(len(seeds)),
-        f"Band: pointwise {_percent(level)} limits ({whole}{resamples:,} bootstrap resamples).",
+        f"Band: pointwise {percent(level)} limits ({whole}{resamples:,} bootstrap resamples).",
         "Where all resamples rank perfectly the band has no width; that is no certainty." if perfect else "",
         _mark_words(label, called, threshold, threshold_from, level),
     ]
@@ -311,16 +313,16 @@ def _draw_curves(
     if not several:
         calls = None if called is None else called.astype(np.float64)
         handles = panel(figure.subplots(), label, given, seeds, calls, how)
-        return _finish(figure, 4.2, title, caption, handles, protocol)
+        return finish(figure, 4.2, title, caption, handles, protocol)
     handles, num_classes = {}, given.shape[1]
     panels: list[Axes] = list(figure.subplots(-(-num_classes // 2), 2, squeeze=False).ravel())
     for k, axes in enumerate(panels[:num_classes]):
         rest, calls = (label == k).astype(np.int64), (called == k).astype(np.float64)
         handles |= panel(axes, rest, given[:, k], [one[:, k] for one in seeds], calls, how)
-        axes.set_title(_shorten(class_names[k], 22), size=9, weight="bold")
+        axes.set_title(shorten(class_names[k], 22), size=9, weight="bold")
     handles = {name.replace("chosen threshold", "largest score"): handle for name, handle in handles.items()}
     spare = panels[num_classes] if num_classes % 2 else None
-    return _finish(figure, 1.17 * len(panels), title, caption, handles, protocol, spare)
+    return finish(figure, 1.17 * len(panels), title, caption, handles, protocol, spare)
 
 
 def _check(labels: ArrayLike, scores: ArrayLike, class_names: Sequence[str]) -> tuple[Labels, Floats]:
@@ -351,8 +353,8 @@ def _mark_words(
     if threshold is None:
         return "Marks: the class with the largest score is called."
     done = decide(label, called, 0.5, level)
-    words = f"Mark: {_threshold_words(threshold, source)}, sensitivity {_with_limits(done.sensitivity)}, "
-    words += f"specificity {_with_limits(done.specificity)}"
+    words = f"Mark: {_threshold_words(threshold, source)}, sensitivity {with_limits(done.sensitivity)}, "
+    words += f"specificity {with_limits(done.specificity)}"
     return f"{words}; no precision, as nothing is called positive." if not called.any() else f"{words}."
 
 
@@ -364,7 +366,7 @@ def _roc_panel(
     (chance,) = axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (1, 2)))
     thin = [_roc_line(axes, label, one, "seed", color=BLUE, lw=0.7, alpha=0.55) for one in seeds]
     thick = _roc_line(axes, label, scores, "ensemble", color=BLUE, lw=2.2)
-    lines = f"AUC {_with_limits(auc_interval(label, scores, **how))}".split("\xa0", 1)
+    lines = f"AUC {with_limits(auc_interval(label, scores, **how))}".split("\xa0", 1)
     if len(seeds) > 1:
         of_seeds = [auc(label, one) for one in seeds]
         lines.append(f"seeds {np.mean(of_seeds):.3f} ± {np.std(of_seeds, ddof=1):.3f}")
@@ -428,7 +430,7 @@ def _curve_handles(
     handles = {"ensemble" if thin else "model": thick}
     if thin:
         handles["each seed"] = thin[0]
-    handles[f"{_percent(level)} band"] = band
+    handles[f"{percent(level)} band"] = band
     if mark is not None:
         handles["chosen threshold"] = mark
     return {**handles, chance_name: chance}
@@ -437,7 +439,7 @@ def _curve_handles(
 # ---------------------------------------------------------------------------------------------------- calibration
 
 
-@_styled
+@styled
 def draw_calibration(
     labels: ArrayLike,
     probabilities: ArrayLike,
@@ -465,7 +467,7 @@ def draw_calibration(
     caption = [
         _counts(label, class_names, unit),
         _seeds_words(len(seeds)),
-        f"Bars: {_percent(level)} Wilson limits of the share in each bin; below: {unit} per bin.",
+        f"Bars: {percent(level)} Wilson limits of the share in each bin; below: {unit} per bin.",
         f"Brier score {brier(label, given):.3f}{before}.",
         "" if threshold is None else f"Vertical line: {_threshold_words(threshold, threshold_from)}.",
     ]
@@ -482,13 +484,13 @@ def draw_calibration(
     handles = _share_lines(upper, binned(given), [binned(one) for one in seeds], before_scaling)
     for cut in _cuts(threshold):
         handles["threshold"] = upper.axvline(cut, color=ORANGE, lw=1.3, ls=(0, (4, 2)), label="threshold")
-    _unit_square(upper, "", "share that is right" if several else f"share of {_shorten(class_names[1], 20)}")
+    _unit_square(upper, "", "share that is right" if several else f"share of {shorten(class_names[1], 20)}")
     upper.set_aspect("auto")
     bars = _count_bars(lower, *binary(given), num_bins)
-    lower.set_xlabel("probability of the class called" if several else f"probability of {_shorten(class_names[1], 30)}")
+    lower.set_xlabel("probability of the class called" if several else f"probability of {shorten(class_names[1], 30)}")
     lower.set_ylabel(unit)
     handles |= zip(("wrong", "right") if several else class_names, bars, strict=True)
-    return _finish(figure, 4.8, title, caption, handles, protocol)
+    return finish(figure, 4.8, title, caption, handles, protocol)
 
 
 def _share_lines(
@@ -528,7 +530,7 @@ def _count_bars(axes: Axes, truth: Labels, stated: Floats, num_bins: int) -> lis
 # ---------------------------------------------------------------------------------------------------- confusion
 
 
-@_styled
+@styled
 def draw_confusion(
     matrix: ArrayLike,
     class_names: Sequence[str],
@@ -550,10 +552,10 @@ def draw_confusion(
         )
     right, total = int(np.trace(counts)), int(counts.sum())
     truth = np.repeat(np.arange(size), counts.sum(axis=1))
-    limits = f", with {_percent(level)} Wilson limits" if size <= 3 else ""
+    limits = f", with {percent(level)} Wilson limits" if size <= 3 else ""
     caption = [
         _counts(truth, class_names, unit),
-        f"Right: {right} of {total}, {_with_limits(wilson(right, total, level))}.",
+        f"Right: {right} of {total}, {with_limits(wilson(right, total, level))}.",
         f"{'Colour' if size > 8 else 'Percentages'}: share of the true class{limits}.",
         f"Decision: {threshold_from}." if threshold_from else "",
     ]
@@ -566,7 +568,7 @@ def draw_confusion(
         color = "white" if _luminance(BLUES(shares[true, called])) < 0.21 else INK
         points = 9 if size <= 6 else 8
         axes.text(called, true, text, ha="center", va="center", color=color, size=points, linespacing=1.3)
-    names = [_shorten(name, 16 if size <= 3 else 12) for name in class_names]
+    names = [shorten(name, 16 if size <= 3 else 12) for name in class_names]
     turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) * size > 44 else {}
     axes.set_xticks(range(size), names, **turn)
     axes.set_yticks(range(size), names)
@@ -576,7 +578,7 @@ def draw_confusion(
     axes.hlines(between, -0.5, size - 0.5, color="white", lw=2)
     axes.vlines(between, -0.5, size - 0.5, color="white", lw=2)
     axes.tick_params(length=0)
-    return _finish(figure, min(4.2, 1.6 + 0.75 * size), title, caption, {}, protocol)
+    return finish(figure, min(4.2, 1.6 + 0.75 * size), title, caption, {}, protocol)
 
 
 def _luminance(color: Sequence[float]) -> float:
@@ -596,7 +598,7 @@ def _confusion_text(count: int, whole: int, size: int, level: float) -> str:
 # ---------------------------------------------------------------------------------------------------- all methods
 
 
-@_styled
+@styled
 def draw_auc(rows: Sequence[ComparisonRow], title: str = "AUC of every method") -> Figure:
     """A line for every row: the ensemble with its interval, each seed, and the published value as a hollow mark."""
     check_rows(rows)
@@ -631,15 +633,15 @@ def draw_auc(rows: Sequence[ComparisonRow], title: str = "AUC of every method") 
             look = {"color": ORANGE, "mfc": "white", "mew": 1.3, "ms": 5}
             (hollow,) = axes.plot(row.published.auc, y + 0.24, "D", label="published", **look)
             handles["published (Camelyon16)"] = hollow
-        axes.text(1.03, y, _with_limits(row.auc), **beside)
-    axes.set_yticks(range(len(rows)), [_shorten(row.display_name, 22) for row in rows])
+        axes.text(1.03, y, with_limits(row.auc), **beside)
+    axes.set_yticks(range(len(rows)), [shorten(row.display_name, 22) for row in rows])
     axes.set(ylim=(len(rows) - 0.45, -0.55), xlabel="macro AUC" if len(on.counts) > 2 else "AUC")
     axes.set_xlim(right=1.0 + 0.02 * (1 - axes.get_xlim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(visible=True, axis="x")
-    return _finish(figure, 0.9 + 0.36 * len(rows), title, caption, handles, on.protocol)
+    return finish(figure, 0.9 + 0.36 * len(rows), title, caption, handles, on.protocol)
 
 
 def _ensemble_words(seeds: Sequence[int]) -> str:
@@ -659,7 +661,7 @@ def _published_words(on: JudgedOn) -> str:
 # ---------------------------------------------------------------------------------------------------- training
 
 
-@_styled
+@styled
 def draw_history(
     histories: Sequence[Sequence[Mapping[str, Any]]],
     chosen: Sequence[int] = (),
@@ -705,7 +707,7 @@ def draw_history(
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(visible=True)
-    return _finish(figure, 2.9, title, caption, handles, protocol)
+    return finish(figure, 2.9, title, caption, handles, protocol)
 
 
 def _loss_line(history: Sequence[Mapping[str, Any]], field: str) -> tuple[Floats, Floats]:
@@ -715,9 +717,9 @@ def _loss_line(history: Sequence[Mapping[str, Any]], field: str) -> tuple[Floats
     return epochs, np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)
 
 
-roc_figure = _as_svg(draw_roc)
-pr_figure = _as_svg(draw_pr)
-calibration_figure = _as_svg(draw_calibration)
-confusion_figure = _as_svg(draw_confusion)
-auc_figure = _as_svg(draw_auc)
-history_figure = _as_svg(draw_history)
+roc_figure = as_svg(draw_roc)
+pr_figure = as_svg(draw_pr)
+calibration_figure = as_svg(draw_calibration)
+confusion_figure = as_svg(draw_confusion)
+auc_figure = as_svg(draw_auc)
+history_figure = as_svg(draw_history)

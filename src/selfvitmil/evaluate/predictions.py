@@ -10,7 +10,6 @@ Numbers are written so that reading gives back the same ones, bit for bit.
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +51,8 @@ class Prediction:
 
 def write_predictions(path: Path, predictions: Iterable[Prediction], class_names: Sequence[str]) -> None:
     """Write the table atomically; equal predictions give equal bytes."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_header(class_names))
-    writer.writerows(_cells(prediction, class_names) for prediction in predictions)
-    artefact.write_text(path, text.getvalue())
+    rows = (_cells(prediction, class_names) for prediction in predictions)
+    artefact.write_csv(path, [_header(class_names), *rows])
 
 
 def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:

@@ -14,7 +14,8 @@ slides, and the labels are opened at the start with that reason.
 
 The ensemble is the mean of the seeds' probabilities, with a threshold and a calibration of its own.
 Models lie in <folder>/<split>/seed<k>/ (<split>_optimistic under that protocol); one whose stored hash of recipe,
-seed, slides, labels and feature files is current is used again.
+seed, slides, labels and feature files is current is used again. Who must not train asks for `stored_models`, or only
+whether they are current (`check_models`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained,
 from selfvitmil.aggregate.train import score as score_bags
 from selfvitmil.aggregate.train import train as train_aggregator
 from selfvitmil.cohort import Split
-from selfvitmil.errors import SelfVitMilError
+from selfvitmil.errors import ArtefactError, SelfVitMilError
 from selfvitmil.evaluate.cases import BagFile, Case, Cases
 from selfvitmil.evaluate.choices import Choice, choose
 from selfvitmil.evaluate.guard import FINAL_SCORING
@@ -122,9 +123,12 @@ def fit_method(
     """
     # One store for all trainings: bags are checked, measured and uploaded once.
     fitter = _Fitter(name, trial, train, folder, store or BagStore.of(train), report)
-    seeds = range(train.seed, train.seed + train.seeds)
-    runs = [fitter.run(split, seed, score_test) for split in trial.splits for seed in seeds]
+    runs = [fitter.run(split, seed, score_test) for split in trial.splits for seed in _seeds(train)]
     return conclude(title or name, name, runs, trial)
+
+
+def _seeds(train: TrainSettings) -> range:
+    return range(train.seed, train.seed + train.seeds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,26 +152,27 @@ class _Fitter:
     report: Report | None
 
     def run(self, split: TrialSplit, seed: int, score_test: bool) -> Run:
-        chosen_on = self.trial.chosen_on(split)
-        model = self._model(split, chosen_on, seed)
-        scored, test = self._scored(model, chosen_on), self._scored(model, split.test) if score_test else {}
+        return self.judged(self._model(split, seed), split, seed, score_test)
+
+    def judged(self, model: _Model, split: TrialSplit, seed: int, score_test: bool) -> Run:
+        scored = self._scored(model, self.trial.chosen_on(split))
+        test = self._scored(model, split.test) if score_test else {}
         return Run(split.name, seed, model.epoch, model.note, model.seconds, model.warnings, scored, test)
 
-    def _model(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> _Model:
+    def _model(self, split: TrialSplit, seed: int) -> _Model:
         """The stored model where it is current, else a new one, stored where there is a folder."""
-        made_from = self._made_from(split, chosen_on, seed)
-        place = None
-        if self.folder is not None:
-            place = self.folder / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
+        made_from = _made_from(self.name, self.trial, self.train, split, seed)
+        place = None if self.folder is None else _place(self.folder, self.trial, split, seed)
         stored = _stored(place, made_from)
         if isinstance(stored, _Model):
             return stored
+        chosen_on = self.trial.chosen_on(split)
         trained = self._trained(split, chosen_on, seed)
         if place is not None:
             # An old config must not stay beside new weights, should we be killed in between.
             (place / "config.json").unlink(missing_ok=True)
             save_model(place, trained, {"made_from": made_from, **self._about(split, chosen_on, seed)})
-        return _Model(trained.module, trained.epoch, stored, _seconds(trained.history), trained.warnings)
+        return _Model(trained.module, trained.epoch, stored, _training_seconds(trained.history), trained.warnings)
 
     def _trained(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> Trained:
         """A new training, which is handed nothing but labelled bags of training and validation."""
@@ -182,12 +187,6 @@ class _Fitter:
                 self.name, training, validation, self.trial.num_classes, self.train, seed,
                 store=self.store, report=report,
             )  # fmt: skip
-
-    def _made_from(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> str:
-        """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
-        recipe = {key: value for key, value in asdict(recipe_of(self.name, self.train)).items() if key != "source"}
-        slides = [[(case.slide, case.label, case.identity) for case in part] for part in (split.train, chosen_on)]
-        return artefact.hash_of(VERSION, self.name, recipe, seed, self.trial.class_names, slides)
 
     def _about(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> dict[str, Any]:
         """What the model's folder tells of its origin."""
@@ -208,13 +207,85 @@ class _Fitter:
         return {case.slide: score for case, score in zip(cases, scores, strict=True)}
 
 
+def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
+    report({**where, **line})
+
+
+# ---------------------------------------------------------------------------------------------------- stored models
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """The models of a method as they lie in their folder, and what is chosen after them."""
+
+    modules: Mapping[tuple[str, int], Aggregator]
+    """(split, seed) -> trained aggregator."""
+    fitted: Fitted
+    """Without scores of test slides."""
+
+
+def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[str, str]:
+    """Split -> hash of what its models were made from; ArtefactError unless all of them are there and current."""
+    for split in trial.splits:
+        _current_models(name, trial, train, folder, split)
+    return {
+        split.name: artefact.hash_of([_made_from(name, trial, train, split, seed) for seed in _seeds(train)])
+        for split in trial.splits
+    }
+
+
+def stored_models(
+    name: str, trial: Trial, train: TrainSettings, folder: Path, *, store: BagStore | None = None
+) -> Stored:
+    """What `fit_method` gives without test slides, and the models, but nothing is trained: ArtefactError instead."""
+    fitter = _Fitter(name, trial, train, folder, store or BagStore.of(train), None)
+    modules: dict[tuple[str, int], Aggregator] = {}
+    runs: list[Run] = []
+    for split in trial.splits:
+        for seed, model in _current_models(name, trial, train, folder, split).items():
+            modules[split.name, seed] = model.module
+            runs.append(fitter.judged(model, split, seed, score_test=False))
+    return Stored(modules, conclude(name, name, runs, trial))
+
+
+def _current_models(
+    name: str, trial: Trial, train: TrainSettings, folder: Path, split: TrialSplit
+) -> dict[int, _Model]:
+    """The models of a split by seed; ArtefactError where any is missing, damaged or stale."""
+    current: dict[int, _Model] = {}
+    problems: dict[str, list[str]] = {}
+    for seed in _seeds(train):
+        found = _stored(_place(folder, trial, split, seed), _made_from(name, trial, train, split, seed))
+        if isinstance(found, _Model):
+            current[seed] = found
+        else:
+            reason = "there is none" if found == "made" else found.removeprefix("made again: ")
+            problems.setdefault(reason, []).append(f"seed{seed}")
+    if problems:
+        told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
+        raise ArtefactError(
+            f"{name}: no current models of {split.name} ({told})",
+            "trained models are used here, and none is trained",
+            f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
+        )
+    return current
+
+
 def model_name(split: str, optimistic: bool) -> str:
     """Folder of the models of a split: the protocols do not overwrite each other's."""
     return f"{split}_optimistic" if optimistic else split
 
 
-def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
-    report({**where, **line})
+def _place(folder: Path, trial: Trial, split: TrialSplit, seed: int) -> Path:
+    return folder / model_name(split.name, trial.optimistic) / f"seed{seed}"
+
+
+def _made_from(name: str, trial: Trial, train: TrainSettings, split: TrialSplit, seed: int) -> str:
+    """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
+    recipe = {key: value for key, value in asdict(recipe_of(name, train)).items() if key != "source"}
+    parts = (split.train, trial.chosen_on(split))
+    slides = [[(case.slide, case.label, case.identity) for case in part] for part in parts]
+    return artefact.hash_of(VERSION, name, recipe, seed, trial.class_names, slides)
 
 
 def _stored(place: Path | None, made_from: str) -> _Model | str:
@@ -224,7 +295,7 @@ def _stored(place: Path | None, made_from: str) -> _Model | str:
     try:
         module, config = load_model(place)
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        seconds = _seconds([json.loads(line) for line in lines])
+        seconds = _training_seconds([json.loads(line) for line in lines])
     except (SelfVitMilError, OSError, ValueError, KeyError):
         return "made again: the stored model was damaged"
     if config.get("made_from") != made_from:
@@ -232,7 +303,7 @@ def _stored(place: Path | None, made_from: str) -> _Model | str:
     return _Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
 
 
-def _seconds(history: Iterable[Mapping[str, Any]]) -> float:
+def _training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
     return sum(float(line["seconds"]) for line in history)
 
 

@@ -196,19 +196,15 @@ def _score_binary(
     samples: Samples, class_names: Sequence[str], evaluate: EvaluateSettings, reasons: dict[str, str]
 ) -> Json:
     labels, score, probability = samples.labels, samples.scores[:, 0], samples.probabilities[:, 0]
-    decided = _attempt(
-        reasons, "decisions", lambda: metrics.decide(labels, samples.decisions, 0.5, evaluate.confidence)
-    )
-    curve = _attempt(
-        reasons, "reliability", lambda: metrics.reliability(labels, probability, level=evaluate.confidence)
-    )
+    decided = attempt(reasons, "decisions", lambda: metrics.decide(labels, samples.decisions, 0.5, evaluate.confidence))
+    curve = attempt(reasons, "reliability", lambda: metrics.reliability(labels, probability, level=evaluate.confidence))
     names = ("accuracy", "balanced_accuracy", "f1", "sensitivity", "specificity", "ppv", "npv")
     return {
-        "auc": _attempt(reasons, "auc", lambda: _auc(labels, score, samples.patients, evaluate)),
-        "pr_auc": _attempt(reasons, "pr_auc", lambda: {"value": metrics.average_precision(labels, score)}),
+        "auc": attempt(reasons, "auc", lambda: _auc(labels, score, samples.patients, evaluate)),
+        "pr_auc": attempt(reasons, "pr_auc", lambda: {"value": metrics.average_precision(labels, score)}),
         **{name: _interval(getattr(decided, name, None), name, reasons) for name in names},
         "confusion": None if decided is None else decided.confusion.tolist(),
-        "brier": _attempt(reasons, "brier", lambda: {"value": metrics.brier(labels, probability)}),
+        "brier": attempt(reasons, "brier", lambda: {"value": metrics.brier(labels, probability)}),
         "ece": None if curve is None else {"value": curve.ece},
         "reliability": None if curve is None else _curve(curve),
     }
@@ -219,10 +215,8 @@ def _score_multiclass(
 ) -> Json:
     labels, scores, level = samples.labels, samples.scores, evaluate.confidence
     number = len(class_names)
-    decided = _attempt(
-        reasons, "decisions", lambda: metrics.decide_multiclass(labels, samples.decisions, number, level)
-    )
-    top = _attempt(reasons, "reliability", lambda: metrics.top_class(labels, samples.probabilities))
+    decided = attempt(reasons, "decisions", lambda: metrics.decide_multiclass(labels, samples.decisions, number, level))
+    top = attempt(reasons, "reliability", lambda: metrics.top_class(labels, samples.probabilities))
     curve = None if top is None else metrics.reliability(*top, level=level)
     per_class = {
         name: _one_class(name, (labels == k).astype(np.int64), scores[:, k], samples, decided, k, evaluate, reasons)
@@ -232,13 +226,13 @@ def _score_multiclass(
     if None in precisions:
         reasons["pr_auc"] = "a class has none, and so has the mean over classes"
     return {
-        "auc": _attempt(reasons, "auc", lambda: _macro_auc(labels, scores, samples.patients, evaluate)),
+        "auc": attempt(reasons, "auc", lambda: _macro_auc(labels, scores, samples.patients, evaluate)),
         "pr_auc": None if None in precisions else {"value": float(np.mean([one["value"] for one in precisions]))},
         "accuracy": _interval(getattr(decided, "accuracy", None), "accuracy", reasons),
         "balanced_accuracy": _interval(getattr(decided, "balanced_accuracy", None), "balanced_accuracy", reasons),
         "macro_f1": None if decided is None else _value(decided.macro_f1, "macro_f1", reasons),
         "confusion": None if decided is None else decided.confusion.tolist(),
-        "brier": _attempt(reasons, "brier", lambda: {"value": metrics.brier(labels, samples.probabilities)}),
+        "brier": attempt(reasons, "brier", lambda: {"value": metrics.brier(labels, samples.probabilities)}),
         "ece": None if curve is None else {"value": curve.ece},
         "reliability": None if curve is None else _curve(curve),
         "per_class": per_class,
@@ -254,8 +248,8 @@ def _one_class(
     names = ("f1", "sensitivity", "specificity", "ppv", "npv")
     return {
         "num": int(label.sum()),
-        "auc": _attempt(reasons, f"{name}: auc", lambda: _auc(label, score, samples.patients, evaluate)),
-        "pr_auc": _attempt(reasons, f"{name}: pr_auc", lambda: {"value": metrics.average_precision(label, score)}),
+        "auc": attempt(reasons, f"{name}: auc", lambda: _auc(label, score, samples.patients, evaluate)),
+        "pr_auc": attempt(reasons, f"{name}: pr_auc", lambda: {"value": metrics.average_precision(label, score)}),
         **{key: _interval(getattr(own, key, None), f"{name}: {key}", reasons) for key in names},
     }
 
@@ -274,7 +268,7 @@ def _macro_auc(label: Any, scores: Any, patients: Sequence[str], evaluate: Evalu
     return interval_json(found.macro)
 
 
-def _attempt(reasons: dict[str, str], name: str, compute: Callable[[], T]) -> T | None:
+def attempt(reasons: dict[str, str], name: str, compute: Callable[[], T]) -> T | None:
     """What it computes, or None with the reason noted."""
     try:
         return compute()

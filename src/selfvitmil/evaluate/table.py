@@ -10,8 +10,6 @@ every table that shows one says so below. Rows that were not judged on the same 
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,10 +17,28 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from selfvitmil.artefact import csv_text
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
-from selfvitmil.metrics.intervals import Floats, Labels, bootstrap, check_groups, percentile_interval
-from selfvitmil.metrics.ranking import _resampled_auc
+from selfvitmil.metrics.intervals import (
+    Floats,
+    Labels,
+    bootstrap,
+    bootstrap_p_value,
+    check_groups,
+    percentile_interval,
+)
+from selfvitmil.metrics.ranking import resampled_auc
+from selfvitmil.words import (
+    duration,
+    markdown_list,
+    markdown_table,
+    number,
+    p_value,
+    percent,
+    shorten,
+    with_limits,
+)
 
 # ---------------------------------------------------------------------------------------------------- published
 
@@ -289,14 +305,13 @@ def _paired(
     of_a, of_b = _resampled_macro_auc(label, a), _resampled_macro_auc(label, b)
     group = check_groups(groups, len(label))
     values_R = bootstrap(lambda weights: of_a(weights) - of_b(weights), label, group, resamples, seed)
-    rarer_side = min(int((values_R <= 0).sum()), int((values_R >= 0).sum()))
-    p_value = min(1.0, 2 * (rarer_side + 1) / (resamples + 1))
+    p = bootstrap_p_value(values_R)
     test = f"paired bootstrap of the macro AUC, {resamples} resamples"
-    return percentile_interval(value, values_R, level), test, p_value, p_value
+    return percentile_interval(value, values_R, level), test, p, p
 
 
 def _resampled_macro_auc(label: Labels, scores_NC: Floats) -> Callable[[Floats], Floats]:
-    parts = [_resampled_auc((label == k).astype(np.int64), scores_NC[:, k]) for k in range(scores_NC.shape[1])]
+    parts = [resampled_auc((label == k).astype(np.int64), scores_NC[:, k]) for k in range(scores_NC.shape[1])]
     return lambda weights_RN: np.mean([part(weights_RN) for part in parts], axis=0)
 
 
@@ -307,11 +322,7 @@ def table_csv(rows: Sequence[ComparisonRow]) -> str:
     """One line per row with every field, unrounded to six digits, published ones in columns `published_...`."""
     check_rows(rows)
     records = [_record(row) for row in rows]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    return csv_text([list(records[0]), *(record.values() for record in records)])
 
 
 def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
@@ -333,11 +344,9 @@ def table_markdown(rows: Sequence[ComparisonRow]) -> str:
     """The table with intervals in every cell that has one, and its notes as a list below."""
     check_rows(rows)
     notes, marks = _notes(rows)
-    header = [cell.replace("\n", " ") for cell in _header(rows, intervals=True)]
+    header = _header(rows, intervals=True)
     lines = [_cells(row, marked, intervals=True) for row, marked in zip(rows, marks, strict=True)]
-    table = [header, ["---"] * len(header), *lines]
-    text = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in table)
-    return text + "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
+    return f"{markdown_table([header, *lines])}\n\n{markdown_list(notes)}\n"
 
 
 def check_rows(rows: Sequence[ComparisonRow]) -> None:
@@ -356,7 +365,7 @@ def check_rows(rows: Sequence[ComparisonRow]) -> None:
 
 def limits_name(interval: Interval) -> str:
     """What its limits are: `95 %`, or `range` where the level is NaN because they are a smallest and largest value."""
-    return "range" if np.isnan(interval.level) else f"{100 * interval.level:g} %"
+    return "range" if np.isnan(interval.level) else percent(interval.level)
 
 
 def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
@@ -374,16 +383,16 @@ def _cells(row: ComparisonRow, marks: Sequence[int], *, intervals: bool) -> list
     paired, published = row.paired, row.published
     decided = (row.accuracy, row.balanced_accuracy, row.sensitivity, row.specificity)
     return [
-        row.display_name if intervals else _shorten(row.display_name, 24),
-        _with_limits(row.auc),
-        _number(row.auc_mean) if np.isnan(row.auc_sd) else f"{row.auc_mean:.3f} ± {row.auc_sd:.3f}",
+        row.display_name if intervals else shorten(row.display_name, 24),
+        with_limits(row.auc),
+        number(row.auc_mean) if np.isnan(row.auc_sd) else f"{row.auc_mean:.3f} ± {row.auc_sd:.3f}",
         str(row.num_seeds),
-        *(_with_limits(part) if intervals else _number(part.value if part else None) for part in decided),
-        _p_value(paired.p_value) if paired else "-",
-        _p_value(paired.holm_p_value) if paired else "-",
-        _duration(row.training_seconds),
-        _number(published.auc if published else None, 4),
-        _number(published.accuracy if published else None, 4),
+        *(with_limits(part) if intervals else number(part.value if part else None) for part in decided),
+        p_value(paired.p_value) if paired else "-",
+        p_value(paired.holm_p_value) if paired else "-",
+        duration(row.training_seconds),
+        number(published.auc if published else None, 4),
+        number(published.accuracy if published else None, 4),
         " ".join(map(str, marks)) or "-",
     ]
 
@@ -513,34 +522,3 @@ def _interval_record(name: str, interval: Interval | None) -> dict[str, str]:
 def _full(value: float | None) -> str:
     """Six significant digits; empty where there is no number."""
     return "" if value is None or np.isnan(value) else f"{value:.6g}"
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or np.isnan(value) else f"{value:.{digits}f}"
-
-
-def _with_limits(interval: Interval | None) -> str:
-    if interval is None or np.isnan(interval.value):
-        return "-"
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def _p_value(value: float) -> str:
-    return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _escape(cell: str) -> str:
-    """A cell must not end its column, nor its line."""
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -21,23 +21,23 @@ from selfvitmil.evaluate.figures import (
     INK,
     ORANGE,
     Protocol,
-    _as_svg,
-    _finish,
-    _percent,
-    _shorten,
-    _styled,
-    _with_limits,
+    as_svg,
+    finish,
+    percent,
+    styled,
+    with_limits,
 )
 from selfvitmil.localize.lesion_scores import Floats, LesionScores, froc_curve
 from selfvitmil.localize.methods import LesionTable
 from selfvitmil.metrics import FPS, Froc
+from selfvitmil.words import shorten
 
 COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 MARKS = ("1/4", "1/2", "1", "2", "4", "8")
 
 
-@_styled
+@styled
 def draw_froc(
     scores: Mapping[str, LesionScores], title: str = "FROC curve", *, protocol: Protocol = "honest"
 ) -> Figure:
@@ -61,13 +61,13 @@ def draw_froc(
         if fps[-1] < FPS[-1]:
             axes.plot([fps[-1], FPS[-1]], [sensitivity[-1]] * 2, color=color, ls=(0, (1, 2)), lw=1, label="beyond")
         (dots,) = axes.plot(FPS, froc.sensitivity_at, "o", color=color, mec="white", ms=6, zorder=4, label="marks")
-        handles[_shorten(name, 26)] = (line, dots)
+        handles[shorten(name, 26)] = (line, dots)
     axes.set_xscale("symlog", linthresh=FPS[0], base=2, linscale=1.0)
     axes.set(xlim=(0, most * 1.08), ylim=(-0.02, 1.02), xlabel="false positives per slide", ylabel="lesions found")
     axes.set_xticks((0.0, *FPS), ("0", *MARKS))
     axes.set_xticks((), minor=True)
     axes.grid(visible=True)
-    return _finish(figure, 3.6, title, _caption(scores, curves), handles, protocol)
+    return finish(figure, 3.6, title, _caption(scores, curves), handles, protocol)
 
 
 def _fine(fps: Floats, sensitivity: Floats) -> tuple[Floats, Floats]:
@@ -84,8 +84,8 @@ def _caption(scores: Mapping[str, LesionScores], curves: Mapping[str, Froc]) -> 
     froc, positive = next(iter(curves.values())), int(first.positive.sum())
     lesions = sum(case.num_lesions for case in froc.cases)
     itc = sum(len(case.itc_labels) for case in froc.cases)
-    told = [f"{name} {_with_limits(found)}" for name in curves if (found := scores[name].intervals["froc"])]
-    level = _percent(first.evaluate.confidence)
+    told = [f"{name} {with_limits(found)}" for name in curves if (found := scores[name].intervals["froc"])]
+    level = percent(first.evaluate.confidence)
     sizes = "true microns" if first.about["froc_frame"] == "microns" else "level-0 pixels taken as 0.243 um"
     sure = any(found and found.low == found.high for name in curves if (found := scores[name].intervals["froc"]))
     short = [name for name, each in curves.items() if each.fps_per_slide.max() < FPS[-1]]
@@ -99,7 +99,7 @@ def _caption(scores: Mapping[str, LesionScores], curves: Mapping[str, Froc]) -> 
     ]
 
 
-froc_figure = _as_svg(draw_froc)
+froc_figure = as_svg(draw_froc)
 
 
 def write_lesion_scores(folder: Path, scores: LesionScores, *, protocol: Protocol = "honest") -> list[str]:

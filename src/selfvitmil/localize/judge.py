@@ -30,8 +30,8 @@ N tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ from numpy.typing import NDArray
 from selfvitmil import metrics
 from selfvitmil.annotations import Annotation, box_coverage, read_annotations, to_mask
 from selfvitmil.cohort.table import SlideRow, listing
-from selfvitmil.errors import AnnotationError, ArtefactError, CohortError, MetricError
+from selfvitmil.errors import ArtefactError, CohortError, MetricError
+from selfvitmil.evaluate.scores import attempt
 from selfvitmil.localize.lesion_scores import Json, JudgedSlide, LesionScores, Threshold
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import SlideMap, read_map
+from selfvitmil.localize.places import check_outlines
 from selfvitmil.metrics.detection import ITC_UM, evaluation_mask, major_axes
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
 
@@ -70,7 +72,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LesionCase:
-    """The map of a slide, and what is known of its lesions. AnnotationError where these leave the slide."""
+    """The map of a slide, and what is known of its lesions. AnnotationError where outlines are another slide's."""
 
     slide_map: SlideMap
     annotations: tuple[Annotation, ...] | None = None
@@ -82,13 +84,17 @@ class LesionCase:
     patient: str = ""
     file: str = "its annotation"
     """Name of the annotation's file."""
+    warnings: tuple[str, ...] = field(default=(), init=False)
+    """Of outlines that leave the slide."""
 
     def __post_init__(self) -> None:
         if self.positive is None:
             object.__setattr__(self, "positive", self.annotations is not None)
         if not self.patient:
             object.__setattr__(self, "patient", self.slide)
-        _check_inside(self)
+        if self.annotations:
+            warnings = check_outlines(self.annotations, self.slide_map.frame.size_l0, self.file)
+            object.__setattr__(self, "warnings", warnings)
 
     @property
     def slide(self) -> str:
@@ -139,21 +145,6 @@ def lesion_case(row: SlideRow, slide_map: SlideMap | Path) -> LesionCase:
         patient=row.patient,
         file="" if row.annotation is None else row.annotation.name,
     )
-
-
-def _check_inside(case: LesionCase) -> None:
-    """AnnotationError where tumour is outlined outside the slide by more than a pen slips over its edge."""
-    size = np.asarray(case.slide_map.frame.size_l0)
-    slack = 0.01 * size.max()
-    for one in case.tumour:
-        outside = ((one.polygon < -slack) | (one.polygon > size + slack)).any(axis=1)
-        if outside.any():
-            x, y = one.polygon[outside][0]
-            raise AnnotationError(
-                f"{case.slide}: {case.file} outlines tumour outside the slide, at x = {x:.0f}, y = {y:.0f}",
-                f"the slide has {size[0]} x {size[1]} pixels, so the annotation is of another slide or another scale",
-                "Correct the column annotation of cohort.csv",
-            )
 
 
 # ---------------------------------------------------------------------------------------------------- one slide
@@ -357,19 +348,17 @@ def judge_lesions(
     judged = [_judge_slide(case, threshold.value, tumour_share, settings.froc_frame) for case in cases]
     reasons: dict[str, str] = {}
     warnings = [f"{slide} takes no part in lesion scores: {why}" for slide, why in left_out]
-    froc = None
-    try:
-        froc = metrics.froc(_FrocCases(cases, settings), LEVEL, CHALLENGE_MPP)
+    warnings += [f"{case.slide}: {text}" for case in cases for text in case.warnings]
+    froc = attempt(reasons, "froc", lambda: metrics.froc(_FrocCases(cases, settings), LEVEL, CHALLENGE_MPP))
+    if froc is not None:
         warnings += [_with_name(warning, cases) for warning in froc.warnings]
-    except MetricError as error:
-        reasons["froc"] = error.reason
     num_positive = sum(bool(case.positive) for case in cases)
     if 0 < num_positive < FEW:
         warnings.append(f"limits rest on {num_positive} positive slides and are rough")
     tiles = [tiles for _, tiles in judged]
     detection, tumour = (np.concatenate([getattr(each, name) for each in tiles]) for name in ("detection", "tumour"))
     pooled = {
-        name: _attempt(reasons, f"pooled {name}", lambda score=score: score(tumour, detection))
+        name: attempt(reasons, f"pooled {name}", lambda score=score: score(tumour, detection))
         for name, score in (("auc", metrics.auc), ("average_precision", metrics.average_precision))
     }
     return LesionScores(
@@ -430,11 +419,3 @@ def _with_name(warning: str, cases: Sequence[LesionCase]) -> str:
     """A warning of `metrics.froc`, which numbers its cases, with the slide's name."""
     number, _, rest = warning.removeprefix("case ").partition(":")
     return f"{cases[int(number)].slide}:{rest}"
-
-
-def _attempt(reasons: dict[str, str], name: str, compute: Callable[[], float]) -> float | None:
-    try:
-        return compute()
-    except MetricError as error:
-        reasons[name] = error.reason
-        return None

@@ -8,8 +8,6 @@ N slides, R resamples.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfvitmil.artefact import csv_text
 from selfvitmil.evaluate.scores import interval_json
 from selfvitmil.metrics import FPS, CaseDetections, Froc, Interval, wilson
 from selfvitmil.metrics.intervals import bootstrap, check_groups, percentile_interval
@@ -202,7 +201,7 @@ class LesionScores:
 
     def csv(self) -> str:
         """The rows as a file."""
-        return csv_text(self.rows())
+        return record_csv(self.rows())
 
     def to_json(self) -> Json:
         """All of it but single slides, as plain data without NaN."""
@@ -254,18 +253,15 @@ def _plain(slide: JudgedSlide) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in told.items()}
 
 
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+def record_csv(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of equal columns as text of a csv file; numbers to six digits, empty where there is none."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(rows[0])
-    for row in rows:
-        cells = row.values()
-        writer.writerow(
-            "" if cell is None else int(cell) if isinstance(cell, bool) else f"{cell:.6g}" if isinstance(cell, float)
-            else cell for cell in cells
-        )  # fmt: skip
-    return out.getvalue()
+    return csv_text([list(rows[0]), *(map(_cell, row.values()) for row in rows)])
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 # ---------------------------------------------------------------------------------------------------- FROC

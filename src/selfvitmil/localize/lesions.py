@@ -106,14 +106,27 @@ def find_points(slide_map: SlideMap, radius_um: float, min_score: float = 0.0) -
     return np.column_stack([detection[kept], centres[kept]])
 
 
+def hottest_first(slide_map: SlideMap) -> NDArray[np.int64]:
+    """Rows of all tiles from the highest score to the lowest.
+
+    Scores that were cut off at a limit are equal: then what they were made from decides, then who comes first.
+    """
+    return np.lexsort((-_behind(slide_map), -slide_map.score))
+
+
 def hottest_tile(slide_map: SlideMap) -> int:
-    """Row of the tile that scores highest; of equals the one with most behind it."""
-    return int(np.argmax(_ranks(slide_map.score, slide_map)))
+    """Row of the first of these."""
+    return int(hottest_first(slide_map)[0])
+
+
+def _behind(slide_map: SlideMap) -> NDArray[np.float32]:
+    """What the scores were made from."""
+    return slide_map.columns.get(slide_map.kind, slide_map.score)
 
 
 def _ranks(values: NDArray[np.float32], slide_map: SlideMap) -> NDArray[np.int64]:
-    """Ranks of tiles by `values`, of equals by what the scores were made from: those cut off at a limit are equal."""
-    behind = slide_map.columns.get(slide_map.kind, slide_map.score)
+    """Ranks of tiles by `values`, of equals by what the scores were made from."""
+    behind = _behind(slide_map)
     order = np.lexsort((behind, values))
     rises = (np.diff(values[order]) != 0) | (np.diff(behind[order]) != 0)
     ranks = np.empty(len(values), np.int64)

@@ -16,10 +16,12 @@ import numpy as np
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.scores import interval_json
-from selfvitmil.evaluate.table import _escape, _number, _p_value, _shorten, _with_limits, holm
+from selfvitmil.evaluate.table import holm
 from selfvitmil.localize.judge import LesionCase
-from selfvitmil.localize.lesion_scores import SCORES, LesionScores, csv_text, limits
+from selfvitmil.localize.lesion_scores import SCORES, LesionScores, limits, record_csv
 from selfvitmil.metrics import Interval
+from selfvitmil.metrics.intervals import bootstrap_p_value
+from selfvitmil.words import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 
 COLUMNS = {
     "froc": "FROC",
@@ -62,8 +64,8 @@ class LesionTable:
     def cells(self, *, intervals: bool = False) -> list[list[str]]:
         """The header and a line of cells for each row; headers may have two lines."""
         level = next(iter(self.scores.values())).evaluate.confidence
-        rest = f" [{100 * level:g} %]" if intervals else ""
-        header = ["maps of", f"FROC [{100 * level:g} %]", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
+        rest = f" [{percent(level)}]" if intervals else ""
+        header = ["maps of", f"FROC [{percent(level)}]", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
         header += ["threshold", *(f"p\n{COLUMNS[name].replace(chr(10), ' ')}" for name in TESTED)]
         return [header, *(self._line(name, intervals) for name in self.scores)]
 
@@ -71,13 +73,13 @@ class LesionTable:
         scores, tests = self.scores[name], self.differences.get(name, {})
         found = {score: scores.intervals[score] for score in COLUMNS}
         return [
-            name if intervals else _shorten(name, 24),
+            name if intervals else shorten(name, 24),
             *(
-                _with_limits(each) if intervals or score == "froc" else _number(each.value if each else None)
+                with_limits(each) if intervals or score == "froc" else number(each.value if each else None)
                 for score, each in found.items()
             ),
             f"{scores.threshold.value:.3g}",
-            *(_p_value(tests[score].p_value) if score in tests else "-" for score in TESTED),
+            *(p_value(tests[score].p_value) if score in tests else "-" for score in TESTED),
         ]
 
     def notes(self) -> list[str]:
@@ -100,14 +102,11 @@ class LesionTable:
 
     def markdown(self) -> str:
         """The table with intervals, and its notes as a list below."""
-        header, *lines = self.cells(intervals=True)
-        table = [[cell.replace("\n", " ") for cell in header], ["---"] * len(header), *lines]
-        text = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in table)
-        return text + "\n\n" + "\n".join(f"- {note}" for note in self.notes()) + "\n"
+        return f"{markdown_table(self.cells(intervals=True))}\n\n{markdown_list(self.notes())}\n"
 
     def csv(self) -> str:
         """A line for every row with all scores, limits and differences."""
-        return csv_text([self._record(name) for name in self.scores])
+        return record_csv([self._record(name) for name in self.scores])
 
     def _record(self, name: str) -> dict[str, Any]:
         scores, tests = self.scores[name], self.differences.get(name, {})
@@ -175,18 +174,11 @@ def compare_lesions(scores: Mapping[str, LesionScores], baseline: str) -> Lesion
             value = float(own.values[place] - base.values[place])
             drawn = own.drawn[:, place] - base.drawn[:, place]
             if np.isfinite(value):
-                pairs[name] = limits(value, drawn, base.evaluate.confidence), _p_of(drawn)
-        corrected = holm([p_value for _, p_value in pairs.values()])
-        for (name, (interval, p_value)), holm_p in zip(pairs.items(), corrected, strict=True):
-            differences[name][score] = Difference(interval, p_value, holm_p)
+                pairs[name] = limits(value, drawn, base.evaluate.confidence), bootstrap_p_value(drawn)
+        corrected = holm([p for _, p in pairs.values()])
+        for (name, (interval, p)), holm_p in zip(pairs.items(), corrected, strict=True):
+            differences[name][score] = Difference(interval, p, holm_p)
     return LesionTable(scores, baseline, differences)
-
-
-def _p_of(drawn: np.ndarray) -> float:
-    """Twice the share of resamples on the rarer side of 0."""
-    defined = drawn[np.isfinite(drawn)]
-    rarer = min(int((defined <= 0).sum()), int((defined >= 0).sum()))
-    return min(1.0, 2 * (rarer + 1) / (len(defined) + 1))
 
 
 def _check_alike(scores: Mapping[str, LesionScores]) -> None:

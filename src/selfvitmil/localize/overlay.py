@@ -30,7 +30,7 @@ from selfvitmil import artefact
 from selfvitmil.annotations import Annotation
 from selfvitmil.errors import SlideError
 from selfvitmil.geometry import size_at_mpp
-from selfvitmil.localize.lesions import Lesion
+from selfvitmil.localize.lesions import Lesion, hottest_tile
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.localize.raster import NO_TILE, Colors, Pixels, Raster, paint_tiles, tint
 from selfvitmil.settings import LocalizeSettings
@@ -427,9 +427,7 @@ def zoom_box(slide_map: SlideMap, lesions: Sequence[Lesion] = ()) -> BoxL0 | Non
         return None
     frame = slide_map.frame
     least, most = (tiles * frame.extent_l0 for tiles in ZOOM_TILES)
-    # Cut-off scores tie: then what they were made from decides.
-    raw = slide_map.columns.get(slide_map.kind, slide_map.score)
-    centre, edge = slide_map.centres_l0[np.lexsort((raw, slide_map.score))[-1]], least
+    centre, edge = slide_map.centres_l0[hottest_tile(slide_map)], least
     if lesions:
         hottest = max(lesions, key=lambda lesion: (lesion.score, lesion.area_mm2))
         low, high = hottest.annotation.polygon.min(axis=0), hottest.annotation.polygon.max(axis=0)

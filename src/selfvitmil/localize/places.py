@@ -22,8 +22,10 @@ from selfvitmil.localize.maps import Floats, Frame
 from selfvitmil.slides import open_slide
 from selfvitmil.tiles import TileTable, boxes_l0
 
+SLIP = 0.01
+"""Share of the slide's longer edge by which a pen may slip over it: points so near do not count as outside."""
 MOST_OUTSIDE = 0.1
-"""Share of an annotation's points that may lie outside the slide before it is taken for another slide's."""
+"""Share of an annotation's points that may lie outside before it is taken for another slide's."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,13 @@ def look_at_slide(path: Path, reader: str, mpp: float | None) -> SlideFacts:
 def check_outlines(outlines: tuple[Annotation, ...], size_l0: tuple[int, int], name: str) -> tuple[str, ...]:
     """Warnings on outlines that leave the slide; AnnotationError where they are most likely another slide's.
 
-    `name` is that of the annotation's file. A pen slips over the edge now and then; that is not meant here.
+    The one rule of maps, pictures and lesion scores: points outside by more than `SLIP` are told of, and a file with a
+    larger share of them than `MOST_OUTSIDE` is refused. What lies outside counts nowhere. `name` is that of the file.
     """
     points = np.concatenate([ring for each in outlines for ring in each.rings] or [np.empty((0, 2))])
     if not len(points):
         return (f"{name} has no outline",)
-    slack = 0.01 * max(size_l0)
+    slack = SLIP * max(size_l0)
     share = float(((points < -slack) | (points > np.asarray(size_l0) + slack)).any(axis=1).mean())
     if share > MOST_OUTSIDE:
         raise AnnotationError(

@@ -1,8 +1,9 @@
 """From what an aggregator says of tiles to the numbers of a map; pure.
 
-In come one `TileScores` per seed and the slide's verdict, out comes a `SlideMap`. Seeds are combined by the mean of
-their attention, of their instance probabilities, of the products of the two, and of their effects. One of these columns
-is put on a scale from 0 to 1 (s the scores of a slide's tiles, z their z-scores by the population's deviation):
+In come one `TileScores` per seed (`score_by_seeds`) and the slide's verdict (`make_verdict`), out comes a `SlideMap`.
+Seeds are combined by the mean of their attention, of their instance probabilities, of the products of the two, and of
+their effects. One of these columns is put on a scale from 0 to 1 (s the scores of a slide's tiles, z their z-scores by
+the population's deviation):
 
     winsor          z cut off at -limit and +limit, then from the least to the most of what is left
     zero-outliers   what lies above +limit is 0, the rest from its least to its most: the paper's rule to the letter,
@@ -17,7 +18,7 @@ N tiles, C classes, S seeds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,8 +28,12 @@ from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.localize.maps import Floats, Frame, SlideMap, Verdict
 from selfvitmil.settings import LocalizeSettings
 
-if TYPE_CHECKING:  # it loads torch, and who draws maps needs none
-    from selfvitmil.aggregate.scoring import TileScores
+if TYPE_CHECKING:  # these load torch, and who draws maps needs none
+    from selfvitmil.aggregate import Aggregator
+    from selfvitmil.aggregate.scoring import BagScore, TileScores
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.bags import Bag
+    from selfvitmil.evaluate.choices import Choice
 
 Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
 
@@ -115,6 +120,48 @@ def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> 
             "Leave it out, or train with train.positive",
         )
     return classes[1]
+
+
+def score_by_seeds(modules: Iterable[Aggregator], bag: Bag, kind: str, store: BagStore) -> list[TileScores]:
+    """What the model of every seed says of a bag; each tile is left out once only where a map of `kind` needs it:
+    `effect` is wanted, or `auto` finds nothing else. BagError where the bag does not fit the models."""
+    from selfvitmil.aggregate.scoring import score_tiles
+
+    modules = list(modules)
+    scores = [next(score_tiles(module, [bag], store=store, effect=kind == "effect")) for module in modules]
+    silent = all(each.attention_NC is None and each.instance_NC is None for each in scores)
+    if kind == "auto" and silent:
+        return [next(score_tiles(module, [bag], store=store, effect=True)) for module in modules]
+    return scores
+
+
+def make_verdict(
+    scores: Sequence[BagScore],
+    choice: Choice,
+    classes: Sequence[str],
+    of_class: str | None,
+    *,
+    split: str,
+    part: str,
+    seeds: Sequence[int],
+) -> Verdict:
+    """The very numbers of the evaluation: the mean of the seeds' `scores`, decided by the ensemble's own threshold."""
+    probability = mean_probabilities([each.probabilities for each in scores])
+    assert probability is not None
+    decision = int(choice.decide(np.array([probability]))[0])
+    return Verdict(
+        probability=probability,
+        max_probability=mean_probabilities([each.max_probabilities for each in scores]),
+        bag_probability=mean_probabilities([each.bag_probabilities for each in scores]),
+        decision=classes[decision],
+        threshold=choice.threshold,
+        threshold_from=choice.threshold_from,
+        classes=tuple(classes),
+        shown=shown_class(classes, decision, of_class),
+        split=split,
+        part=part,
+        seeds=tuple(seeds),
+    )
 
 
 def combine(tile_scores: Sequence[TileScores], column: int) -> dict[str, Floats]:

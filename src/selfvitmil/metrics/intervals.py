@@ -177,6 +177,14 @@ def _weights(labels: Labels, groups: Labels, resamples: int, seed: int) -> Itera
         yield drawn[:, groups]
 
 
+def bootstrap_p_value(differences_R: Floats) -> float:
+    """Two-sided p-value of a difference from its resamples: twice the share on the rarer side of 0, those counted in
+    which it is defined, and itself."""
+    defined = differences_R[np.isfinite(differences_R)]
+    rarer_side = min(int((defined <= 0).sum()), int((defined >= 0).sum()))
+    return min(1.0, 2 * (rarer_side + 1) / (len(defined) + 1))
+
+
 def percentile_interval(value: float, values_R: Floats, level: float) -> Interval:
     low, high = np.quantile(values_R, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high), f"bootstrap percentiles, {len(values_R)} resamples", level)

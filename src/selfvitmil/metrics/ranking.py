@@ -27,6 +27,7 @@ from selfvitmil.metrics.intervals import (
     Interval,
     Labels,
     bootstrap,
+    bootstrap_p_value,
     check_binary,
     check_groups,
     check_labels,
@@ -88,7 +89,7 @@ def auc_interval(
     group = check_groups(groups, len(label))
     value = _auc(label, score)
     low, high, method = _limits(label, score, group, level)
-    other = percentile_interval(value, bootstrap(_resampled_auc(label, score), label, group, resamples, seed), level)
+    other = percentile_interval(value, bootstrap(resampled_auc(label, score), label, group, resamples, seed), level)
     gap = max(abs(low - other.low), abs(high - other.high)) / (high - low)
     agree = bool(gap <= AGREE)
     name = method.split(" ")[0]
@@ -117,12 +118,10 @@ def paired_auc_test(
     value = value_a - value_b
     difference, p_value = _difference(label, a, b, group, level)
 
-    auc_of_a, auc_of_b = _resampled_auc(label, a), _resampled_auc(label, b)
+    auc_of_a, auc_of_b = resampled_auc(label, a), resampled_auc(label, b)
     values_R = bootstrap(lambda weights: auc_of_a(weights) - auc_of_b(weights), label, group, resamples, seed)
-    rarer_side = min(int((values_R <= 0).sum()), int((values_R >= 0).sum()))
-    bootstrap_p = min(1.0, 2 * (rarer_side + 1) / (resamples + 1))
     other = percentile_interval(value, values_R, level)
-    return PairedAuc(value_a, value_b, difference, p_value, other, bootstrap_p)
+    return PairedAuc(value_a, value_b, difference, p_value, other, bootstrap_p_value(values_R))
 
 
 def multiclass_auc(
@@ -157,7 +156,7 @@ def multiclass_auc(
         auc_interval(rest, scores[:, k], level=level, groups=group, resamples=resamples, seed=seed)
         for k, rest in enumerate(one_vs_rest)
     )
-    parts = [_resampled_auc(rest, scores[:, k]) for k, rest in enumerate(one_vs_rest)]
+    parts = [resampled_auc(rest, scores[:, k]) for k, rest in enumerate(one_vs_rest)]
     values_R = bootstrap(
         lambda weights: np.mean([part(weights) for part in parts], axis=0), label, group, resamples, seed
     )
@@ -262,7 +261,7 @@ def _difference(label: Labels, a: Floats, b: Floats, group: Labels, level: float
     return Interval(value, float(low), float(high), method, level), p_value
 
 
-def _resampled_auc(label: Labels, score: Floats) -> Callable[[Floats], Floats]:
+def resampled_auc(label: Labels, score: Floats) -> Callable[[Floats], Floats]:
     """A function from how often each sample was drawn, (R, N), to the AUCs of these resamples."""
     order = np.argsort(score, kind="stable")
     ties = first_of_ties(score[order])

@@ -6,12 +6,13 @@ In goes what package.json tells, out comes Markdown.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from selfvitmil.package.expected import Expected
 from selfvitmil.package.files import RESEARCH_ONLY
 from selfvitmil.settings import StudySettings
+from selfvitmil.words import markdown_list, markdown_table, value_and_limits
 
 FIGURES = (
     "auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "ppv", "npv", "f1", "macro_f1", "pr_auc",
@@ -64,7 +65,7 @@ def _data(about: Mapping[str, Any]) -> str:
     for part, name in names.items():
         own = about["data"][part]
         rows.append((name, *(str(own["slides"][label]) for label in classes), str(own["patients"])))
-    return _table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
+    return markdown_table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
 
 
 def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
@@ -86,7 +87,7 @@ def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettin
         f"distance of a slide's vectors from the training slides: median {expected.distance.median:.2f}, largest "
         f"{expected.distance.most:.2f} of {len(expected.distances)} training and validation slides"
     )
-    return _list(lines) + "\n\n`predict` warns of a slide that lies outside of this."
+    return markdown_list(lines) + "\n\n`predict` warns of a slide that lies outside of this."
 
 
 def _training(about: Mapping[str, Any]) -> str:
@@ -108,7 +109,7 @@ def _training(about: Mapping[str, Any]) -> str:
         f"recipe: `{json.dumps(recipe, ensure_ascii=False)}`",
         f"calibration: {choice['calibration_from']}",
     ]
-    return f"{decision}\n\n{_list(lines)}"
+    return f"{decision}\n\n{markdown_list(lines)}"
 
 
 def _evaluation(about: Mapping[str, Any]) -> str:
@@ -119,16 +120,16 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     for name in FIGURES:
         told = evaluation["figures"].get(name)
         if told is not None:
-            span = f"{told['low']:.3f} to {told['high']:.3f}" if told.get("low") is not None else ""
-            rows.append((name.replace("_", " "), f"{told['value']:.3f}", span))
-    return (
+            rows.append((name.replace("_", " "), *value_and_limits(told)))
+    words = (
         f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices; "
-        f"{evaluation['confidence']:.0%} intervals; threshold: {about['choice']['threshold_from']}.\n\n{_table(rows)}"
+        f"{evaluation['confidence']:.0%} intervals; threshold: {about['choice']['threshold_from']}."
     )
+    return f"{words}\n\n{markdown_table(rows)}"
 
 
 def _limits(expected: Expected) -> str:
-    return _list(
+    return markdown_list(
         [
             f"it knows {expected.num_train} training slides; other scanners, stains, organs and diseases were not seen",
             "probabilities are those of the training's mix of classes, and only calibrated where that is said above",
@@ -143,13 +144,3 @@ def _how() -> str:
         "```\nselfvitmil predict MODEL SLIDE... --out ANSWERS\n```\n\nMODEL is this folder. `predictions.json` and "
         "`predictions.csv` hold the answers, `maps/` the maps. No network is needed, and no file in here can run code."
     )
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    header, *body = rows
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -13,7 +13,6 @@ The folder travels between hospitals: it names no slide, no patient and no place
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
@@ -31,10 +30,12 @@ import safetensors.numpy
 
 from selfvitmil import __version__, artefact
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.evaluate.choices import Choice
 from selfvitmil.metrics import Platt, Temperature
 from selfvitmil.package.expected import Expected
 from selfvitmil.settings import StudySettings, parse, read_toml
+
+if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
+    from selfvitmil.evaluate.choices import Choice
 
 SCHEMA = "selfvitmil.package"
 FORMAT_VERSION = 1
@@ -102,6 +103,8 @@ class Package:
     @cached_property
     def choice(self) -> Choice:
         """Threshold and calibration of the ensemble."""
+        from selfvitmil.evaluate.choices import Choice
+
         told = dict(self.about["choice"])
         fitted: Mapping[str, float] | None = told.pop("calibration")
         calibration = None
@@ -213,18 +216,13 @@ def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
         **about,
         "research_only": RESEARCH_ONLY,
         "versions": {"selfvitmil": __version__, **versions},
-        "files": {path.relative_to(folder).as_posix(): _sha256(path) for path in files},
+        "files": {path.relative_to(folder).as_posix(): artefact.sha256(path) for path in files},
     }
     return _json({**told, "identity": artefact.hash_of(told)})
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------- opening
@@ -288,7 +286,7 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         try:
-            if not inside or _sha256(path) != digest:
+            if not inside or artefact.sha256(path) != digest:
                 altered.append(name)
         except OSError:
             missing.append(name)

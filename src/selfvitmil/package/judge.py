@@ -1,36 +1,35 @@
 """One new slide judged by a packaged model: its bag and its tile table come in, an `Answer` goes out.
 
-Scores come from `score_tiles`, the seeds' mean, the threshold and the calibration are those of the evaluation, so the
-numbers are the ones that `evaluate` gives the same slide. Answers become `predictions.json` and `predictions.csv` here.
+Scores and verdict come from `score_by_seeds` and `make_verdict`, as those of a study's maps do, so the numbers are the
+ones that `evaluate` gives the same slide. Answers become `predictions.json` and `predictions.csv` here.
 
 K columns of probabilities: one where there are two classes, else one per class.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from selfvitmil import __version__
-from selfvitmil.aggregate import Aggregator
-from selfvitmil.aggregate.scoring import BagScore, TileScores, score_tiles
-from selfvitmil.aggregate.train import BagStore, load_model
-from selfvitmil.artefact import Failure
+from selfvitmil.artefact import Failure, csv_text
 from selfvitmil.bags import Bag
-from selfvitmil.localize.lesions import Lesion, find_lesions
-from selfvitmil.localize.maps import SlideMap, Verdict
+from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first
+from selfvitmil.localize.maps import SlideMap
 from selfvitmil.localize.places import place_tiles
-from selfvitmil.localize.scores import make_map, mean_probabilities, shown_class
+from selfvitmil.localize.scores import make_map, make_verdict, score_by_seeds, shown_class
 from selfvitmil.package.expected import Measures, Outside
 from selfvitmil.package.files import RESEARCH_ONLY, Package
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.tiles import TileTable
+
+if TYPE_CHECKING:
+    from selfvitmil.aggregate import Aggregator
+    from selfvitmil.aggregate.scoring import TileScores
 
 FORMAT_VERSION = 1
 UNFITTED = "stains not fitted"
@@ -73,6 +72,8 @@ class Judge:
     """A packaged model in memory."""
 
     def __init__(self, package: Package, localize: LocalizeSettings, device: str = "auto"):
+        from selfvitmil.aggregate.train import BagStore, load_model
+
         self.package = package
         self._localize = localize
         self._models: list[Aggregator] = [load_model(folder)[0] for folder in package.model_folders]
@@ -83,11 +84,18 @@ class Judge:
         """The answer for a slide; BagError where its bag does not fit the model."""
         return self.answer(slide, file, bag, table, self.scores(bag))
 
+    def scores(self, bag: Bag) -> list[TileScores]:
+        """What every seed says of the bag."""
+        return score_by_seeds(self._models, bag, self._localize.score, self._store)
+
     def answer(self, slide: str, file: str, bag: Bag, table: TileTable, scores: Sequence[TileScores]) -> Answer:
         """From what every seed says of the bag."""
         package, expected = self.package, self.package.expected
         places = place_tiles(bag, table)
-        verdict, calibrated = self._verdict([each.bag for each in scores])
+        verdict = make_verdict(
+            [each.bag for each in scores], package.choice, package.classes, self._localize.of_class,
+            split=package.split, part="new", seeds=package.seeds,
+        )  # fmt: skip
         facts = Measures.of(table, self._store.moments(bag))
         slide_map = make_map(
             slide, package.name, package.method, places.frame, places.coords_l0, scores, verdict,
@@ -99,40 +107,13 @@ class Judge:
         # Told once, and there with what it means.
         told = [text for text in table.attributes.get("warnings", ()) if not (outside and text.startswith(UNFITTED))]
         return Answer(
-            slide, file, seeds, calibrated, slide_map, lesions, outside, expected.to_json(facts),
-            (*told, *slide_map.warnings),
+            slide, file, seeds, self._calibrated(verdict.probability), slide_map, lesions, outside,
+            expected.to_json(facts), (*told, *slide_map.warnings),
         )  # fmt: skip
 
-    def scores(self, bag: Bag) -> list[TileScores]:
-        """Of every seed; each tile is left out once only where a map needs it."""
-        wanted = self._localize.score
-        scores = [next(score_tiles(model, [bag], store=self._store)) for model in self._models]
-        silent = all(each.attention_NC is None and each.instance_NC is None for each in scores)
-        if wanted == "effect" or (wanted == "auto" and silent):
-            scores = [next(score_tiles(model, [bag], store=self._store, effect=True)) for model in self._models]
-        return scores
-
-    def _verdict(self, scores: Sequence[BagScore]) -> tuple[Verdict, Values | None]:
-        package, choice = self.package, self.package.choice
-        probability = mean_probabilities([each.probabilities for each in scores])
-        assert probability is not None
-        scores_1K = np.array([probability], dtype=np.float64)
-        decision = int(choice.decide(scores_1K)[0])
-        calibrated = choice.calibrate(scores_1K)
-        verdict = Verdict(
-            probability=probability,
-            max_probability=mean_probabilities([each.max_probabilities for each in scores]),
-            bag_probability=mean_probabilities([each.bag_probabilities for each in scores]),
-            decision=package.classes[decision],
-            threshold=choice.threshold,
-            threshold_from=choice.threshold_from,
-            classes=package.classes,
-            shown=shown_class(package.classes, decision, self._localize.of_class),
-            split=package.split,
-            part="new",
-            seeds=package.seeds,
-        )
-        return verdict, None if calibrated is None else tuple(calibrated[0].tolist())
+    def _calibrated(self, probability: Values) -> Values | None:
+        calibrated = self.package.choice.calibrate(np.array([probability]))
+        return None if calibrated is None else tuple(calibrated[0].tolist())
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -182,9 +163,7 @@ def _told(answer: Answer) -> dict[str, Any]:
 
 
 def _top_tiles(slide_map: SlideMap) -> list[dict[str, Any]]:
-    """The tiles that score highest, with their places in level-0 pixels; of equals those that come first."""
-    made_from = slide_map.columns[slide_map.kind]
-    order = np.lexsort((np.arange(len(slide_map)), -made_from, -slide_map.score))[:TOP_TILES]
+    """The tiles that score highest, with their places in level-0 pixels."""
     return [
         {
             "x_l0": int(slide_map.coords_l0[row, 0]),
@@ -193,7 +172,7 @@ def _top_tiles(slide_map: SlideMap) -> list[dict[str, Any]]:
             "score": float(slide_map.score[row]),
             **{name: float(values[row]) for name, values in slide_map.columns.items()},
         }
-        for row in order
+        for row in hottest_first(slide_map)[:TOP_TILES]
     ]
 
 
@@ -215,11 +194,9 @@ def answers_csv(package: Package, answers: Sequence[Answer]) -> str:
     binary = len(package.classes) == 2
     names = [""] if binary else [f"_{name}" for name in package.classes]
     streams = ("probability", "calibrated", "max", "bag")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     columns = [f"{stream}{name}" for stream in streams for name in names]
     tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "warnings", "classes", "model")
-    writer.writerow(["slide", "file", "decision", *columns, *tail])
+    rows: list[list[Any]] = [["slide", "file", "decision", *columns, *tail]]
     for answer in answers:
         verdict = answer.slide_map.verdict
         values = (verdict.probability, answer.calibrated, verdict.max_probability, verdict.bag_probability)
@@ -229,5 +206,5 @@ def answers_csv(package: Package, answers: Sequence[Answer]) -> str:
         told = (threshold, verdict.threshold_from, len(answer.slide_map), len(answer.lesions), about)
         classes = " ".join(package.classes)
         row = [answer.slide, answer.file, verdict.decision, *cells, *told, "; ".join(answer.notes), classes]
-        writer.writerow([*row, package.identity])
-    return text.getvalue()
+        rows.append([*row, package.identity])
+    return csv_text(rows)

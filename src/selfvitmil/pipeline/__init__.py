@@ -7,7 +7,7 @@ it with, so that one command starts its workers once.
     study.py      what all share: settings, cohort, lock, one stage over all slides
     slides.py     synth, check, tile
     encoders.py   pretrain, embed, export
-    learning.py   train, evaluate, compare
+    learning.py   train, evaluate, compare; lesions.py what `--lesions` adds to the last two
     localizing.py localize; products.py what its workers make from a map
     packaging.py  package
     predicting.py predict
@@ -25,6 +25,7 @@ from selfvitmil.pipeline.demo import demo, start_demo
 from selfvitmil.pipeline.encoders import embed, export, pretrain
 from selfvitmil.pipeline.examining import doctor, doctor_summary
 from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate, train
+from selfvitmil.pipeline.lesions import compare_lesions, evaluate_lesions
 from selfvitmil.pipeline.localizing import localize
 from selfvitmil.pipeline.outlook import Request
 from selfvitmil.pipeline.packaging import package
@@ -45,11 +46,13 @@ __all__ = [
     "Summary",
     "check",
     "compare",
+    "compare_lesions",
     "demo",
     "doctor",
     "doctor_summary",
     "embed",
     "evaluate",
+    "evaluate_lesions",
     "export",
     "export_view",
     "init",

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from selfvitmil import artefact
 from selfvitmil.engine import Engine
-from selfvitmil.pipeline.encoders import embed, pretrain
-from selfvitmil.pipeline.learning import FeatureChoice, compare
-from selfvitmil.pipeline.slides import check, synth, tile
+from selfvitmil.pipeline.outlook import Request
+from selfvitmil.pipeline.running import run
+from selfvitmil.pipeline.slides import synth
 from selfvitmil.pipeline.study import CohortSource, Summary
 from selfvitmil.settings import StudySettings, SynthSettings
+
+SLIDES = SynthSettings(slides=48, size_px=3072)
+"""A third of them is for testing."""
 
 
 def start_demo(study: Path) -> None:
@@ -24,13 +27,8 @@ def start_demo(study: Path) -> None:
 
 
 def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
-    """The whole way on made slides: yields a summary after each step."""
+    """The whole way on made slides, from making them to the report: yields a summary after each step."""
     slides = study / "slides"
     if not (slides / "cohort.csv").exists():
-        yield synth(slides, SynthSettings(), engine)
-    source = CohortSource(cohort=slides / "cohort.csv")
-    yield check(study, source, settings, engine)
-    yield tile(study, source, settings, engine)
-    yield pretrain(study, "demo", settings)
-    yield embed(study, ["demo"], settings, engine)
-    yield compare(study, CohortSource(), FeatureChoice("demo"), settings, engine)
+        yield synth(slides, SLIDES, engine)
+    yield from run(study, Request(CohortSource(cohort=slides / "cohort.csv"), name="demo"), settings, engine)

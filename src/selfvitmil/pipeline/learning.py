@@ -268,11 +268,9 @@ def _rows(
 
     def row(title: str, method: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial = seal(its_cases, splits, settings.evaluate)
-        # An option goes to the methods that have it; `_check_options` has seen that there is one.
-        options = {key: value for key, value in train.options.items() if key in settings_of(method)}
-        train = train.model_copy(update={"options": options})
+        own_train = options_for(method, train)
         fit = lambda: fit_method(  # noqa: E731
-            method, trial, train, title=title, folder=own.models / title, store=store, report=_epoch_lines(title)
+            method, trial, own_train, title=title, folder=own.models / title, store=store, report=_epoch_lines(title)
         )
         return Row(trial, fit)
 
@@ -299,6 +297,14 @@ def _rows(
         trial = seal(cases, splits, settings.evaluate)
         rows.append(Row(trial, lambda: _fit_supervised(study, settings, cases, trial, features, store)))
     return rows
+
+
+def options_for(method: str, train: TrainSettings) -> TrainSettings:
+    """Settings to train one of many methods: an option goes to those that have it."""
+    from selfvitmil.aggregate import settings_of
+
+    options = {key: value for key, value in train.options.items() if key in settings_of(method)}
+    return train.model_copy(update={"aggregator": method, "options": options})
 
 
 def _check_options(options: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:

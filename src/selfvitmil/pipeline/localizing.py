@@ -17,18 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine
 from selfvitmil.engine.progress import show_progress
-from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, Features, below, prepare, results_name
 from selfvitmil.pipeline.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
-from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study, write_csv
+from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 
 if TYPE_CHECKING:
@@ -178,23 +176,19 @@ class Mapper:
     def method(self) -> str:
         return self.settings.train.aggregator
 
-    @property
-    def seeds(self) -> range:
-        return range(self.settings.train.seed, self.settings.train.seed + self.settings.train.seeds)
-
     def map_all(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Mapped], list[Failure]]:
         """Write the maps that are not current; slides that have one in the end, and those that failed."""
         from selfvitmil.aggregate.train import BagStore
 
         store = BagStore.of(self.settings.train)
         splits = {each.split.name: each.split for each in wanted.values()}
-        origins = {name: self._check_models(split, store) for name, split in splits.items()}
+        models = self._check_models(splits.values())
         mapped: dict[str, Mapped] = {}
         failures: list[Failure] = []
         stale: dict[str, list[Prepared]] = {}
         for slide, each in wanted.items():
             try:
-                prepared = self._prepared(each, origins[each.split.name])
+                prepared = self._prepared(each, models[each.split.name])
             except (SelfVitMilError, OSError) as error:
                 failures.append(Failure.of(slide, "localize", error))
                 continue
@@ -225,32 +219,12 @@ class Mapper:
 
     # ------------------------------------------------------------------------------------------------ before scoring
 
-    def _place_of(self, split: TrialSplit, seed: int) -> Path:
-        from selfvitmil.evaluate.protocol import model_name
+    def _check_models(self, splits: Iterable[TrialSplit]) -> dict[str, str]:
+        """Split -> what its models were made from; ArtefactError unless all are there and current."""
+        from selfvitmil.evaluate import check_models
 
-        return self.features.models / self.method / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
-
-    def _check_models(self, split: TrialSplit, store: BagStore) -> str:
-        """What the models of a split were made from; ArtefactError unless all are there and current."""
-        from selfvitmil.evaluate.protocol import _Fitter, _stored
-
-        folder = self.features.models / self.method
-        fitter = _Fitter(self.method, self.trial, self.settings.train, folder, store, None)
-        origins = [fitter._made_from(split, self.trial.chosen_on(split), seed) for seed in self.seeds]
-        problems: dict[str, list[str]] = {}
-        for seed, origin in zip(self.seeds, origins, strict=True):
-            note = _stored(self._place_of(split, seed), origin)
-            if isinstance(note, str):
-                reason = note.removeprefix("made again: ") if note != "made" else "there is none"
-                problems.setdefault(reason, []).append(f"seed{seed}")
-        if problems:
-            told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
-            raise ArtefactError(
-                f"{self.method}: no current models of {split.name} ({told})",
-                "a map shows what trained models say, and none is trained here",
-                "Run `selfvitmil train` or `selfvitmil evaluate` with the same flags first",
-            )
-        return artefact.hash_of(origins)
+        trial = replace(self.trial, splits=tuple(splits))
+        return check_models(self.method, trial, self.settings.train, self.features.models / self.method)
 
     def _prepared(self, wanted: Wanted, models: str) -> Prepared:
         """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
@@ -285,28 +259,21 @@ class Mapper:
 
     def _judge(self, split: TrialSplit, store: BagStore) -> Judge:
         """The models of a split, and the choices that the evaluation makes after them."""
-        from selfvitmil.aggregate.train import load_model, score
-        from selfvitmil.evaluate import Run, conclude
+        from selfvitmil.evaluate import stored_models
 
-        modules = [load_model(self._place_of(split, seed))[0] for seed in self.seeds]
-        chosen_on = self.trial.chosen_on(split)
-        bags = [self.trial.bag(case) for case in chosen_on]
-        runs = []
-        for seed, module in zip(self.seeds, modules, strict=True):
-            scored = {each.slide: each for each in score(module, bags, store=store)}
-            runs.append(Run(split.name, seed, 0, "current", 0.0, (), scored, {}))
-        fitted = conclude(self.method, self.method, runs, replace(self.trial, splits=(split,)))
-        return Judge(modules, fitted.choices[split.name, None])
+        trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
+        stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
+        return Judge(stored.modules, stored.fitted.choices[split.name, None])
 
     def _write(self, prepared: Prepared, judge: Judge, store: BagStore) -> Failure | None:
         from selfvitmil.localize.maps import write_map
-        from selfvitmil.localize.scores import make_map
+        from selfvitmil.localize.scores import make_map, score_by_seeds
 
         slide, places = prepared.wanted.case.slide, prepared.places
         try:
             outlines, notes = self._outlines(slide, places)
             shares, doubts = _shares(places, prepared.table, outlines)
-            scores = judge.tile_scores(prepared.bag, store, self.settings.localize.score)
+            scores = score_by_seeds(judge.modules.values(), prepared.bag, self.settings.localize.score, store)
             slide_map = make_map(
                 slide, self.model, self.method, places.frame, places.coords_l0, scores,
                 self._verdict(prepared.wanted, judge, scores), self.settings.localize,
@@ -331,45 +298,21 @@ class Mapper:
         return outlines, check_outlines(outlines, places.frame.size_l0, file.name)
 
     def _verdict(self, wanted: Wanted, judge: Judge, scores: Sequence[TileScores]) -> Verdict:
-        """The very numbers of the evaluation: the seeds' mean, decided by the ensemble's own threshold."""
-        from selfvitmil.localize.maps import Verdict
-        from selfvitmil.localize.scores import mean_probabilities, shown_class
+        from selfvitmil.localize.scores import make_verdict
 
-        classes = self.trial.class_names
-        probability = mean_probabilities([each.bag.probabilities for each in scores])
-        assert probability is not None
-        decision = int(judge.choice.decide(np.array([probability]))[0])
-        return Verdict(
-            probability=probability,
-            max_probability=mean_probabilities([each.bag.max_probabilities for each in scores]),
-            bag_probability=mean_probabilities([each.bag.bag_probabilities for each in scores]),
-            decision=classes[decision],
-            threshold=judge.choice.threshold,
-            threshold_from=judge.choice.threshold_from,
-            classes=classes,
-            shown=shown_class(classes, decision, self.settings.localize.of_class),
-            split=wanted.split.name,
-            part=wanted.part,
-            seeds=tuple(self.seeds),
-        )
+        return make_verdict(
+            [each.bag for each in scores], judge.choice, self.trial.class_names, self.settings.localize.of_class,
+            split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in judge.modules],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """The models of one split, one per seed, and how their mean becomes a decision."""
+    """The models of one split and how their mean becomes a decision."""
 
-    modules: Sequence[Aggregator]
+    modules: Mapping[tuple[str, int], Aggregator]
+    """(split, seed) -> aggregator."""
     choice: Choice
-
-    def tile_scores(self, bag: Bag, store: BagStore, kind: str) -> list[TileScores]:
-        """What every seed says of a bag; effects where they are asked for, or where there is nothing else."""
-        from selfvitmil.aggregate.scoring import score_tiles
-
-        scores = [next(score_tiles(module, [bag], store=store, effect=kind == "effect")) for module in self.modules]
-        silent = scores[0].attention_NC is None and scores[0].instance_NC is None
-        if kind == "auto" and silent:
-            return [next(score_tiles(module, [bag], store=store, effect=True)) for module in self.modules]
-        return scores
 
 
 def _shares(places: Places, table: TileTable | None, outlines: tuple[Annotation, ...] | None) -> tuple[Any, Any]:
@@ -414,7 +357,8 @@ def write_tables(folder: Path, made: Mapping[str, Products], tried: Collection[s
     parts = (("lesions.csv", LESION_COLUMNS, "lesions"), ("points.csv", POINT_COLUMNS, "points"))
     for name, header, part in parts:
         rows = [[slide, *row] for slide, result in made.items() for row in getattr(result, part)]
-        write_csv(folder / name, header, sorted([*_kept(folder / name, header, tried), *rows], key=lambda row: row[0]))
+        rows = sorted([*_kept(folder / name, header, tried), *rows], key=lambda row: row[0])
+        artefact.write_csv(folder / name, [header, *rows])
 
 
 def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable[Sequence[str]]:

@@ -221,6 +221,44 @@ def measure_encoder(encoder: Any, settings: StudySettings) -> EncoderMeasures:
     return EncoderMeasures(rate, gflops, weights, encoder.dim, patch_px, **shape)
 
 
+def measure_training(encoder: Any, settings: StudySettings, numbers: Any, recipes: Any, num_tiles: int) -> float | None:
+    """Tiles a second of whole steps on noise: views, loss, gradients, update; None where memory does not hold them."""
+    import torch
+
+    from selfvitmil.pretrain.learner import Learner, compute_loss
+    from selfvitmil.pretrain.surroundings import choose_precision, synchronize
+    from selfvitmil.pretrain.views import make_views
+
+    own, size = settings.pretrain, settings.tile.size_px
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = choose_precision(own.precision, device)
+    learner = Learner(encoder, own, numbers, own.seed).to(device)
+    optimizer = torch.optim.AdamW(learner.student.parameters(), lr=1e-6)
+    tiles_B3HW = torch.randint(0, 256, (num_tiles, 3, size, size), dtype=torch.uint8, device=device)
+    ids_B = torch.arange(num_tiles, device=device)
+
+    def step(number: int) -> None:
+        views = make_views(tiles_B3HW, ids_B, number, recipes, (0.7,) * 3, (0.2,) * 3, dtype=dtype)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            outcome = compute_loss(learner, learner.student, views, own.teacher_temp, lambda phase: None)
+        outcome.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        means = [] if outcome.teacher_RK is None else [outcome.teacher_RK.mean(dim=0, dtype=torch.float32)]
+        learner.finish_step(0.99, means)
+        synchronize(device)
+
+    try:
+        step(0)  # not counted
+        rounds, begin = 0, time.perf_counter()
+        while not rounds or time.perf_counter() - begin < COMPUTE_S:
+            rounds += 1
+            step(rounds)
+    except torch.OutOfMemoryError:
+        return None
+    return rounds * num_tiles / (time.perf_counter() - begin)
+
+
 def measure_aggregators(
     methods: Sequence[str], dim: int, num_instances: int, settings: StudySettings
 ) -> dict[str, float]:

@@ -24,7 +24,7 @@ from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
 
-STAGES = ("check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "report")
+STAGES = ("check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report")
 """All stages of a run, in their order."""
 PRETRAIN = "pretrain"
 """As an encoder: the one that the study trains for itself."""
@@ -126,7 +126,7 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
         raise ConfigError(f"--name {request.name} was given", f"and {request.encoder} is trained already")
     cohort, lines = find_cohort(study, request.source)
     door.check_formats(study)
-    if {"compare", "evaluate", "localize"} & set(request.stages):
+    if set(request.stages) - set(STAGES[: STAGES.index("compare")]):
         door.check_labels(cohort, settings)
     if "pretrain" in request.stages:
         door.check_training_split(cohort, settings)
@@ -331,6 +331,14 @@ class _Ahead:
         there = sum(1 for _ in folder.glob("*.h5"))
         words = f"map the slides of the split {', '.join(self.settings.localize.parts)} with {method}"
         return StageOutlook("localize", words=words + (f"; {there} maps are there" if there else ""))
+
+    @property
+    def lesions(self) -> StageOutlook:
+        outlined = [row.slide for row in self.cohort.rows if row.annotation is not None and row.split in ("test", None)]
+        if not outlined:
+            return StageOutlook("lesions", words="nothing: no slide to test on has outlined lesions")
+        todo = dict.fromkeys(outlined, "outlined")
+        return StageOutlook("lesions", todo, words=f"judge the maps by the outlines of {len(outlined)} slides")
 
     @property
     def report(self) -> StageOutlook:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ def package(
 
     `results` is the folder of results that the model card's figures come from, where it has another name than usual.
     """
+    from selfvitmil.evaluate import seal, stored_models
     from selfvitmil.package import SECTIONS, Contents, check_target, model_card, write_package
 
     _check_asked(choice, settings)
@@ -52,21 +52,21 @@ def package(
     with open_study(study, "package"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "package")
         chosen = _choose_split(splits, split)
-        fitted, trial = _stored_models(cases, chosen, settings, features)
+        trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
+        fitted = stored_models(settings.train.aggregator, trial, settings.train, models).fitted
         tables = _tables(study, features, trial, settings)
         carried = _carried_settings(study, features, tables, settings)
         scales = _scales(study, choice, features, carried, tables)
         expected = _expected(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
         about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
-        folder = features.models / settings.train.aggregator / chosen.name
         contents = Contents(
             about,
             model_card(about, expected, carried),
             to_toml(carried, SECTIONS),
             expected,
             {scale.folder: scale.encoder for scale in scales},
-            {run.seed: folder / f"seed{run.seed}" for run in fitted.runs},
+            {run.seed: models / chosen.name / f"seed{run.seed}" for run in fitted.runs},
         )
         write_package(out, contents)
     if about["evaluation"] is None:
@@ -103,26 +103,6 @@ def _choose_split(splits: Sequence[Split], wanted: str | None) -> Split:
         if wanted in (None, split.name):
             return split
     raise ConfigError(f"--split {wanted}: there is no such split", how=f"There are {listing(names)}")
-
-
-def _stored_models(cases: Cases, split: Split, settings: StudySettings, features: Features) -> tuple[Fitted, Trial]:
-    """The current models of the split, with threshold and calibration; ConfigError where one is missing or stale."""
-    from selfvitmil.evaluate import SealedLabels, fit_method, seal
-
-    name = settings.train.aggregator
-
-    class NoTraining(SealedLabels):
-        @contextmanager
-        def training(self, what: str) -> Iterator[None]:
-            raise ConfigError(
-                f"{what}: no current model",
-                "it is missing, or was made from other settings, labels or vectors, and a package trains nothing",
-                f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
-            )
-            yield
-
-    trial = replace(seal(cases, [split], settings.evaluate), labels=NoTraining({}))
-    return fit_method(name, trial, settings.train, folder=features.models / name, score_test=False), trial
 
 
 # ---------------------------------------------------------------------------------------------------- made from

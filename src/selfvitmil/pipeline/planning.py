@@ -22,6 +22,7 @@ from selfvitmil.pipeline.measuring import (
     measure_aggregators,
     measure_encoder,
     measure_slides,
+    measure_training,
 )
 from selfvitmil.pipeline.outlook import Outlook, Request, StageOutlook, look_ahead
 from selfvitmil.pipeline.record import duration, read_record
@@ -31,14 +32,16 @@ from selfvitmil.settings import StudySettings
 
 TRAINING_EFFICIENCY = 0.85
 """Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""
+STEP_S = 2.0
+"""A step of training is tried where it should not take longer, with fewer tiles if need be."""
 WORKER_BYTES = 0.4e9
 """Usual memory of a process that cuts or reads tiles."""
-BYTES_PER_TILE = {"tile": 28, "pack": 25_000, "embed": 32, "localize": 400}
+BYTES_PER_TILE = {"tile": 28, "pack": 25_000, "embed": 32, "localize": 400, "map": 60}
 BYTES_PER_SLIDE = {"check": 200, "tile": 400_000, "embed": 20_000, "localize": 6_000_000}
 MODEL_BYTES, REPORT_BYTES = 3_000_000, 20_000_000
 """Usual sizes of files, beside those of vectors and weights."""
-EVALUATE_S, LOCALIZE_S, REPORT_S = 10.0, 3.0, 20.0
-"""Usual seconds to judge trained models, to map a slide and to write a report."""
+EVALUATE_S, LOCALIZE_S, LESIONS_S, REPORT_S = 10.0, 3.0, 0.5, 20.0
+"""Usual seconds to judge trained models, to map a slide with pictures, to judge its map, and to write a report."""
 CHECKED_TILES = 16
 """Tiles that `check` reads of a slide."""
 ACTIVATION_BYTES = 34
@@ -169,7 +172,7 @@ class _Reckoning:
     measures: Measures
 
     def of(self, stage: StageOutlook) -> Estimate:
-        idle = stage.stage in ("check", "tile", "pretrain", "embed") and not stage.todo
+        idle = stage.stage in ("check", "tile", "pretrain", "embed", "lesions") and not stage.todo
         return self._estimate(stage.stage) if idle else getattr(self, f"_{stage.stage}")(stage.todo)
 
     def _estimate(self, stage: str, *numbers: float, basis: str = "", on_gpu: bool = False) -> Estimate:
@@ -206,7 +209,7 @@ class _Reckoning:
     def _pretrain(self, todo: Any) -> Estimate:
         from selfvitmil.pretrain.checkpoint import read_metrics
         from selfvitmil.pretrain.feed import Order
-        from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of, recipes_of, settle_numbers
+        from selfvitmil.pretrain.learner import patch_px_of, recipes_of, settle_numbers
 
         own, encoder, cohort, gpu = (
             self.settings.pretrain,
@@ -224,14 +227,28 @@ class _Reckoning:
         steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
         network = _untrained(self.settings)
         recipes = recipes_of(own, self.settings.tile.size_px, patch_px_of(network.backbone))
-        rate = TRAINING_EFFICIENCY * encoder.gflops / gflop_per_tile(network, own, recipes, numbers.out_dim)
-        seconds = steps * own.batch / self._beside(rate)
+        rate, basis = self._training_rate(network, numbers, recipes, done)
+        seconds = steps * own.batch / rate
         # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
         weights = encoder.num_weights + 3 * own.head_width**2 + own.bottleneck * numbers.out_dim
         kept = own.batch / own.accumulate * encoder.activations([recipe.size_px for recipe in recipes])
         memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)
         disk = 4 * encoder.num_weights + 16 * weights
-        return self._estimate("pretrain", seconds, disk, memory, basis="reckoned", on_gpu=gpu)
+        return self._estimate("pretrain", seconds, disk, memory, basis=basis, on_gpu=gpu)
+
+    def _training_rate(self, network: Any, numbers: Any, recipes: Any, done: Sequence[Any]) -> tuple[float, str]:
+        """Tiles a second: of the run so far, of a step or two, or by the encoder's rate where those would take long."""
+        from selfvitmil.pretrain.learner import gflop_per_tile
+
+        own, encoder = self.settings.pretrain, self.measures.encoder
+        assert encoder is not None
+        if done:
+            return float(done[-1]["tiles_per_s"]), "measured"
+        reckoned = TRAINING_EFFICIENCY * encoder.gflops / gflop_per_tile(network, own, recipes, numbers.out_dim)
+        part = min(own.batch // own.accumulate, int(reckoned * STEP_S))
+        if part >= 2 and (rate := measure_training(network, self.settings, numbers, recipes, part)) is not None:
+            return self._beside(rate), "measured"
+        return self._beside(reckoned), "reckoned"
 
     def _embed(self, todo: Sequence[str]) -> Estimate:
         tiles, encoder, gpu = self._tiles(todo), self.measures.encoder, self.measures.gpu
@@ -276,6 +293,12 @@ class _Reckoning:
         disk = self._tiles(slides) * BYTES_PER_TILE["localize"] + len(slides) * BYTES_PER_SLIDE["localize"]
         seconds = len(slides) * LOCALIZE_S / self.measures.processes
         return self._estimate("localize", seconds, disk, self._workers_bytes, basis="usual")
+
+    def _lesions(self, todo: Sequence[str]) -> Estimate:
+        methods, rows = max(len(self.measures.steps_s), 1), self.outlook.cohort.rows
+        slides = [row.slide for row in rows if row.split in ("test", "val", None)]
+        disk = methods * self._tiles(slides) * BYTES_PER_TILE["map"]
+        return self._estimate("lesions", methods * len(slides) * LESIONS_S, disk, 1e9, basis="usual")
 
     def _report(self, todo: Any) -> Estimate:
         return self._estimate("report", REPORT_S, REPORT_BYTES, 1e9, basis="usual")

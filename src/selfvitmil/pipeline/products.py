@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import SelfVitMilError
@@ -221,12 +219,14 @@ def _lesion_row(lesion: Lesion) -> tuple[Any, ...]:
 
 
 def _cells(slide_map: SlideMap, lesions: Sequence[Lesion]) -> tuple[str, ...]:
+    from selfvitmil.localize.lesions import hottest_tile
+
     verdict = slide_map.verdict
     largest = max(lesions, key=lambda lesion: lesion.area_mm2, default=None)
     measured = "" if largest is None else f"{largest.area_mm2:.3g} mm2, {largest.diameter_um / 1000:.3g} mm across"
     hottest = ""
-    if slide_map.score.any():  # by what was scaled: many tiles may share the top of the scale
-        x, y = slide_map.coords_l0[int(np.argmax(slide_map.columns[slide_map.kind]))].tolist()
+    if slide_map.score.any():
+        x, y = slide_map.coords_l0[hottest_tile(slide_map)].tolist()
         hottest = f"at {x}, {y}"
     probability = f"{verdict.shown_probability:.3f} {verdict.shown}"
     return probability, verdict.decision, slide_map.kind, str(len(lesions)), measured, hottest

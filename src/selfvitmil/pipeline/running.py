@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import is_camelyon16_name
 from selfvitmil.engine import Engine
-from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, LockError, MetricError, SelfVitMilError
 from selfvitmil.pipeline.encoders import embed, pretrain
 from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate
 from selfvitmil.pipeline.outlook import Outlook, Request, look_ahead
@@ -133,12 +133,21 @@ def _functions(
 ) -> dict[str, Callable[[], Summary] | None]:
     """What each stage calls; None where nothing is to do."""
     own, choice = CohortSource(), FeatureChoice(outlook.encoder)
-    one_scale = not settings.tile.parent_mpp
 
     def localize_() -> Summary:
         from selfvitmil.pipeline.localizing import localize
 
         return localize(study, own, choice, settings, engine)
+
+    def lesions_() -> Summary:
+        from selfvitmil.pipeline.lesions import compare_lesions, evaluate_lesions
+
+        compared = any(each.stage == "compare" for each in outlook.stages)
+        judges = [compare_lesions, evaluate_lesions] if compared else [evaluate_lesions]
+        try:
+            return _joined([judge(study, own, choice, settings) for judge in judges])
+        except MetricError as error:  # the scores of slides, and the report, do not depend on it
+            return Summary((f"note: the maps are not judged by the outlines: {error}",))
 
     def report_() -> Summary:
         from selfvitmil.pipeline.reporting import report
@@ -153,13 +162,21 @@ def _functions(
         "compare": lambda: compare(study, own, choice, settings, device_engine),
         "evaluate": lambda: evaluate(study, own, choice, settings),
         "localize": localize_,
+        "lesions": lesions_,
         "report": report_,
     }
-    skipped = (
-        {"check", "pretrain"} | ({"tile"} if not settings.tile.pack else set()) | ({"embed"} if one_scale else set())
-    )
+    skipped = {"check", "pretrain", "lesions"}
+    skipped |= set() if settings.tile.pack else {"tile"}
+    skipped |= set() if settings.tile.parent_mpp else {"embed"}
     idle = {stage for stage in skipped if not outlook.of(stage).todo}
     return {stage: None if stage in idle else function for stage, function in all_stages.items()}
+
+
+def _joined(summaries: Sequence[Summary]) -> Summary:
+    """One summary, with the table of the first."""
+    lines = [line for summary in summaries for line in summary.lines]
+    failures = [failure for summary in summaries for failure in summary.failures]
+    return Summary(tuple(dict.fromkeys(lines)), tuple(dict.fromkeys(failures)), summaries[0].table)
 
 
 # ---------------------------------------------------------------------------------------------------- before
@@ -211,8 +228,16 @@ def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
     if not kept or (study / "study.toml").exists():
         return
     head = "# The settings that the first `selfvitmil run` of this study was given.\n"
-    artefact.write_text(study / "study.toml", head + to_toml(StudySettings.model_validate(kept), typed_only=True))
+    settings = StudySettings.model_validate(_absolute(kept))
+    artefact.write_text(study / "study.toml", head + to_toml(settings, typed_only=True))
     yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
+
+
+def _absolute(value: Any) -> Any:
+    """Settings whose paths mean the same wherever a later command is typed."""
+    if isinstance(value, Mapping):
+        return {key: _absolute(each) for key, each in value.items()}
+    return value.absolute() if isinstance(value, Path) else value
 
 
 def _device() -> str:

@@ -24,7 +24,6 @@ from selfvitmil.pipeline.study import (
     num_tiles,
     open_study,
     study_cohort,
-    write_csv,
 )
 from selfvitmil.settings import StudySettings, SynthSettings, tiling_name, to_toml
 
@@ -76,7 +75,7 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
         rows = _with_twins(list(done.values()))
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
         cells = [[cell(asdict(row)[name]) for name in header] for row in rows]
-        write_csv(study / "check.csv", header, cells)
+        artefact.write_csv(study / "check.csv", [header, *cells])
     lines += few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
     lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
     shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
@@ -108,7 +107,7 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
         if done:
             artefact.write_text(folder / name / "settings.toml", to_toml(settings, SECTIONS))
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
-            write_csv(folder / name / "tiles.csv", TILES_HEADER, rows)
+            artefact.write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)
         if settings.tile.pack:
             packed, unpacked = _pack(study, [cohort[slide] for slide in done], settings, engine)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,14 +124,6 @@ def map_slides(
     finally:
         artefact.record_failures(study, stage, [*done, *(failure.slide for failure in failures)], failures)
     return {name: done[name] for name in jobs if name in done}, failures
-
-
-def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    artefact.write_text(path, text.getvalue())
 
 
 def changes(done: Mapping[str, Any]) -> list[str]:

@@ -127,6 +127,8 @@ def _stages(study: Path, slides: frozenset[str] | None, failures: Iterable[Failu
         files_ = [path for path in (folder / "metrics.json", folder / "table.csv") if path.exists()]
         stage = "compare" if (folder / "table.csv").exists() else "evaluate"
         yield Progress(stage, _place(study, folder), int(bool(files_)), 1, failed[stage], _newest(files_), _auc(folder))
+        if (judged := folder / "lesions.json").exists():
+            yield Progress("lesions", _place(study, folder), 1, 1, failed["lesions"], _newest([judged]))
     for folder in _folders(study, "maps/*"):
         maps = list(folder.glob("*.h5"))
         yield Progress("localize", _place(study, folder), len(maps), None, failed["localize"], _newest(maps))

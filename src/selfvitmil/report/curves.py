@@ -28,7 +28,7 @@ PANELS = (
 Lines = Sequence[Mapping[str, Any]]
 
 
-@figures._styled
+@figures.styled
 def draw_pretraining(lines: Lines, title: str = "Pretraining") -> Figure:
     """A panel for each number, over steps."""
     shown = [(key, name) for key, name in PANELS if any(_is_number(line.get(key)) for line in lines)]
@@ -51,12 +51,10 @@ def draw_pretraining(lines: Lines, title: str = "Pretraining") -> Figure:
     caption = [f"{len(lines)} measurements over {int(lines[-1].get('step', 0)) + 1} steps."]
     if any(key == "teacher_entropy" for key, _ in shown):
         caption.append("Collapse shows as a rank near 1, or as an entropy near 0 or near its largest possible value.")
-    return figures._finish(figure, 1.35 * (len(panels) // 2), title, caption, {}, "honest")
+    return figures.finish(figure, 1.35 * (len(panels) // 2), title, caption, {}, "honest")
 
 
-def pretraining_figure(lines: Lines, title: str = "Pretraining") -> str:
-    """SVG text of it."""
-    return figures.to_svg(draw_pretraining(lines, title))
+pretraining_figure = figures.as_svg(draw_pretraining)
 
 
 def _is_number(value: Any) -> bool:

@@ -10,6 +10,7 @@ from selfvitmil.names import Names
 from selfvitmil.report.contents import MAIN_METHOD, Contents, Record, Results
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import figure
+from selfvitmil.words import percent, value_and_limits
 
 HEADLINES = {
     "auc": "AUC",
@@ -169,15 +170,13 @@ def _sentence(text: str) -> str:
 
 def _level_of(whole: Mapping[str, Any]) -> str:
     levels = [float(told["level"]) for told in whole.values() if isinstance(told, Mapping) and told.get("level")]
-    return f"{100 * levels[0]:g} %" if levels else ""
+    return percent(levels[0]) if levels else ""
 
 
 def _interval_words(told: Any) -> tuple[str, str]:
     if not isinstance(told, Mapping) or not isinstance(told.get("value"), int | float):
         return "", ""
-    low, high = told.get("low"), told.get("high")
-    limits = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    return f"{told['value']:.3f}", limits
+    return value_and_limits(told)
 
 
 def _spread_words(told: Any) -> str:

@@ -18,6 +18,7 @@ from selfvitmil.report.judged import counted, is_optimistic
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import figure, picture_file
 from selfvitmil.settings import StudySettings
+from selfvitmil.words import duration
 
 RESEARCH = "For research use only. Not a medical device."
 RESEARCH_MORE = (
@@ -274,7 +275,7 @@ def timings(study: Contents, names: Names) -> Markup:
     """What artefacts tell of the time they took."""
     del names
     rows = [
-        (f"pretraining of {encoder.name}", f"about {seconds_words(seconds)}")
+        (f"pretraining of {encoder.name}", f"about {duration(seconds)}")
         for encoder in study.encoders
         if (seconds := pretraining_seconds(encoder)) is not None
     ]
@@ -282,7 +283,7 @@ def timings(study: Contents, names: Names) -> Markup:
         for record in results.records:
             if _is_float(record.get("training_seconds")):
                 what = f"{results.name}: {record.get('display_name', '')}, {record.get('num_seeds', '?')} trainings"
-                rows.append((what, seconds_words(float(record["training_seconds"]))))
+                rows.append((what, duration(float(record["training_seconds"]))))
     if not rows:
         return section(
             "timings", "Timings", tag("p", "Nothing in this study tells how long it took.", class_="missing")
@@ -302,12 +303,6 @@ def pretraining_seconds(encoder: EncoderFolder) -> float | None:
         *(line["step"] - before["step"] for before, line in itertools.pairwise(lines)),
     ]
     return sum(number * batch / line["tiles_per_s"] for number, line in zip(steps, lines, strict=True))
-
-
-def seconds_words(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def versions(study: Contents, names: Names) -> Markup:

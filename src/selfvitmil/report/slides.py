@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from PIL import Image
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.judge import hottest_tile
+from selfvitmil.localize.lesions import find_lesions, hottest_first, hottest_tile
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.names import Names
 from selfvitmil.report.contents import Contents, Finding, Maps, Record
@@ -305,7 +304,6 @@ def _agreement(row: Record) -> str:
 
 def _draw(maps: Maps, slide: str, row: SlideRow | None, opened: Slide, title: str) -> Image.Image | None:
     """The overlay under another title; None where the slide does not read."""
-    from selfvitmil.localize.lesions import find_lesions
     from selfvitmil.localize.overlay import draw_overlay
 
     slide_map, how = maps.read(slide), _localize_settings(maps)
@@ -340,7 +338,7 @@ def _tiles(slide_map: SlideMap, opened: Slide | None, problem: str, names: Names
     if opened is None:
         words = f"Tiles are not shown, since the slide's file cannot be used: {names.text(problem)}."
         return tag("p", words, class_="missing")
-    highest, lowest = ends(slide_map.score, NUM_TILES, slide_map.columns.get(slide_map.kind))
+    highest, lowest = ends(slide_map, NUM_TILES)
     annotated = slide_map.annotated is not None and bool((slide_map.annotated[[*highest, *lowest]] > 0).any())
     return join(
         (
@@ -351,14 +349,9 @@ def _tiles(slide_map: SlideMap, opened: Slide | None, problem: str, names: Names
     )
 
 
-def ends(
-    scores: NDArray[Any], most: int, behind: NDArray[Any] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of the highest scores, highest first, and of the lowest, lowest first; none is in both.
-
-    Of equal scores, as those that were cut off at a limit, what they were made from (`behind`) decides.
-    """
-    order = np.lexsort((-(scores if behind is None else behind), -scores))
+def ends(slide_map: SlideMap, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of the highest scores, highest first, and of the lowest, lowest first; none is in both."""
+    order = hottest_first(slide_map)
     high = min(most, -(-len(order) // 2))
     low = min(most, len(order) - high)
     return order[:high], order[::-1][:low]

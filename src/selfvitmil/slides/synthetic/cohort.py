@@ -15,13 +15,12 @@ Slide k of a seed is the same however many there are: its label, patient, split 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -30,7 +29,7 @@ import numpy as np
 from PIL import Image
 
 from selfvitmil.annotations import Annotation, write_annotations
-from selfvitmil.artefact import write_bytes, write_text
+from selfvitmil.artefact import write_bytes, write_csv, write_text
 from selfvitmil.errors import ConfigError
 from selfvitmil.slides.synthetic.pyramid import FORMS, Layout
 from selfvitmil.slides.synthetic.slide import SlideTruth, make_hostile, make_slide
@@ -216,15 +215,15 @@ def finish_cohort(folder: Path, truths: Sequence[PlannedTruth]) -> None:
     plain = [truth.plan for truth in truths if truth.plan.cohort_layout == "plain"]
     if plain:
         rows = [(plan.name, plan.patient, plan.label, plan.split) for plan in plain]
-        _write_table(folder / "labels.csv", [("slide", "patient", "label", "split"), *rows])
+        write_csv(folder / "labels.csv", [("slide", "patient", "label", "split"), *rows])
         table: list[tuple[object, ...]] = [("slide", "path", "label", "patient", "split", "mpp", "annotation")]
         for plan in plain:
             annotation = plan.annotations[0] if plan.annotations else ""
             table.append((plan.name, plan.path, plan.label, plan.patient, plan.split, "", annotation))
-        _write_table(folder / "cohort.csv", table)
+        write_csv(folder / "cohort.csv", table)
     tests = [truth for truth in truths if truth.plan.cohort_layout == "camelyon16" and truth.plan.split == "test"]
     if tests:
-        _write_table(folder / "testing" / "reference.csv", [_reference_row(truth) for truth in tests])
+        write_csv(folder / "testing" / "reference.csv", [_reference_row(truth) for truth in tests])
 
 
 def _reference_row(truth: SlideTruth) -> tuple[str, str, str, str]:
@@ -232,12 +231,6 @@ def _reference_row(truth: SlideTruth) -> tuple[str, str, str, str]:
         return truth.name, "Normal", "None", "None"
     largest = max(float(np.ptp(outline, axis=0).max()) * truth.mpp for outline in truth.lesions)
     return truth.name, "Tumor", "IDC", "Macro" if largest >= MACRO_UM else "Micro"
-
-
-def _write_table(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def make_cohort(

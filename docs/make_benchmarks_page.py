@@ -1,0 +1,147 @@
+"""Writes docs/reference/benchmarks.md from benchmarks/results/; `make docs` calls it, a test holds it current."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+HEAD = """# Benchmarks
+
+One script per claim in `benchmarks/`; each lets its contenders take turns in one run, checks that they compute the
+same, and ends in one JSON line. `python benchmarks/all.py` runs all that fit a machine and writes
+`benchmarks/results/`, from which `make docs` makes this page; edit neither.
+
+*Limit* is what must be reached, *aim* what is hoped for. Ratios hold from machine to machine; seconds do not. *Busy*:
+other work ran on the machine at the same time, so the figure is worse than it should be. *Log*: there is no result in
+`results/`; the figure was measured earlier and is written down in the project's `LOG.md`.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim."""
+
+    what: str
+    result: str
+    """File in results/, without suffix."""
+    key: str
+    """Where the figure stands in its result; dots lead inside."""
+    unit: str = ""
+    beside: str = ""
+    """The reference that it is measured against."""
+    sense: Literal[">=", "<"] = ">="
+    limit: float | None = None
+    aim: float | None = None
+    log: float | None = None
+    """The figure of LOG.md, shown where there is no result."""
+
+
+SECTIONS: dict[str, list[Row]] = {
+    "Slides to tiles": [
+        Row("reading, a 40x slide without a 20x level", "reading", "ratio_no20x", "x", "openslide-python and an area "
+            "resize; bare decoding is 10.9x", ">=", 5, 10.9, 7.5),
+        Row("reading, a 40x slide with a 20x level", "reading", "ratio_with20x", "x", "the same; bare decoding is 4.4x",
+            ">=", 3, 4.4, 4.0),
+        Row("slide to tile table", "tiling", "seconds_table", "s", "TRIDENT's Otsu: 0.76 s for 704 tiles", "<", 0.076,
+            log=0.013),
+        Row("memory, a slide of 100,000 x 100,000", "tiling", "peak_mb_100k", "MB", log=441),
+        Row("stain, one map per slide", "stain", "ratio", "x", "torchstain on every tile", log=16),
+        Row("stain, every tile for itself", "stain", "ratio_own_tile", "x", "torchstain on every tile"),
+    ],
+    "Encoders, one H200": [
+        Row("DINO, ViT-B/16, 2 x 224 + 8 x 96, end to end", "pretrain_cuda", "tiles_per_s", "tiles/s",
+            "DINO's main_dino.py: 350", ">=", 800, 1000, 852),
+        Row("embedding, ViT-B/16, compute alone", "embed_cuda", "tiles_per_s_compute", "tiles/s", "eager: 9,000", ">=",
+            11000, 14000, 11551),
+        Row("embedding, share of time without tiles", "embed_cuda", "data_wait_share", "", "", "<", 0.1, log=0.52),
+    ],
+    "Encoders, CPU": [
+        Row("embedding, share of a large product's rate", "embed", "fraction_of_sgemm", "", "sgemm, one thread", ">=",
+            0.9, log=0.87),
+        Row("slide file to answer, ViT-S/16, a small slide", "predict", "cpu.slide_s", "s"),
+    ],
+    "Learning from labels": [
+        Row("DSMIL step, 4,576 x 3,840", "aggregate", "ratio_dense", "x", "the dense form; the byte limit is 60x",
+            ">=", 20, 60),
+        Row("the same, as time", "aggregate", "ms_step", "ms", "copying the same bytes: see `ms_copy`"),
+        Row("memory of a bag of 200,000 x 3,840", "aggregate_cuda", "peak_mb_beyond_features", "MB", "", "<", 4000),
+        Row("50 epochs over 270 bags, one H200", "mil_epoch_cuda", "seconds", "s", "the paper: 22.5 hours on a V100",
+            "<", 60, 10),
+        Row("one epoch over 270 bags, CPU", "mil_epoch", "seconds_per_epoch", "s", "the paper: 27 minutes on a V100"),
+    ],
+    "Maps": [
+        Row("a map of 200,000 tiles", "localize", "map.seconds_all", "s", "", "<", 10),
+        Row("its memory", "localize", "map.peak_mb", "MB", "", "<", 1000),
+        Row("GeoJSON of it, memory", "localize", "geojson.grew_mb", "MB", "", "<", 200),
+    ],
+    "Viewer, 50 clients on 20 slides": [
+        Row("95 of 100 tiles within, first time", "view", "cold_p95_s", "s", "", "<", 0.5),
+        Row("95 of 100 tiles within, again", "view", "cached_p95_s", "s", "", "<", 0.1),
+        Row("growth of memory", "view", "growth_mb", "MB", "", "<", 300),
+        Row("first picture of 100,000 x 100,000", "view", "first_picture_s", "s", "", "<", 1),
+    ],
+}  # fmt: skip
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The page from the results in `folder`."""
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    text = HEAD
+    for title, rows in SECTIONS.items():
+        text += f"\n## {title}\n\n| what | measured | limit | aim | beside | script |\n|---|---|---|---|---|---|\n"
+        text += "".join(line(row, results.get(row.result)) for row in rows)
+    return text + machines(results)
+
+
+def line(row: Row, record: Mapping[str, Any] | None) -> str:
+    sense = "at least " if row.sense == ">=" else "under "
+    limit = "" if row.limit is None else f"{sense}{number(row.limit, row.unit)}"
+    aim = "" if row.aim is None else number(row.aim, row.unit)
+    script = f"`{row.result.removesuffix('_cuda')}.py`"
+    return f"| {row.what} | {measured(row, record)} | {limit} | {aim} | {row.beside} | {script} |\n"
+
+
+def measured(row: Row, record: Mapping[str, Any] | None) -> str:
+    """The figure, whether it reaches its limit, and what to think of it."""
+    value: Any = record["result"] if record else None
+    for part in row.key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    notes = ["busy"] if record is not None and value is not None and record["busy"] else []
+    if value is None and row.log is not None:
+        value, notes = row.log, ["log"]
+    if value is None:
+        return "not measured"
+    if row.limit is not None and not (value >= row.limit if row.sense == ">=" else value < row.limit):
+        notes.append("**limit not reached**")
+    return number(value, row.unit) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def number(value: float, unit: str) -> str:
+    words = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{words}{unit}" if unit == "x" else f"{words} {unit}".strip()
+
+
+def machines(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where and with what each result was measured."""
+    if not results:
+        return "\nThere are no results yet: `python benchmarks/all.py`.\n"
+    text = (
+        "\n## Where\n\n| result | command | machine | others took | torch | selfvitmil |\n|---|---|---|---|---|---|\n"
+    )
+    for name, record in results.items():
+        machine, versions = record["machine"], record["versions"]
+        where = ", ".join([f"{machine['cores']} cores of {machine['cpu']}", *machine["gpus"]])
+        others = record.get("others_share")
+        took = "not known" if others is None else f"{others:.0%}"
+        cells = (name, f"`{record['command']}`", where, took, versions["torch"], versions["selfvitmil"])
+        text += f"| {' | '.join(cells)} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "reference" / "benchmarks.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""Maps judged by annotations: what `evaluate --lesions` and `compare --lesions` add to the results of slides.
+
+Test and validation slides are mapped first (by models that never saw them), then the labels are opened, then outlined
+lesions and normal slides are compared with the maps. Thresholds come from validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
+from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.pipeline.learning import TWO_SCALES, FeatureChoice, below, options_for, prepare, results_name
+from selfvitmil.pipeline.localizing import Mapper, choose_slides
+from selfvitmil.pipeline.study import CohortSource, Summary, open_study
+from selfvitmil.settings import StudySettings
+
+if TYPE_CHECKING:
+    from selfvitmil.cohort import Cohort
+    from selfvitmil.localize.judge import LesionCase
+
+PARTS = ("test", "val")
+Judged = dict[str, list["LesionCase"]]
+"""Part -> its cases."""
+
+
+def evaluate_lesions(
+    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
+) -> Summary:
+    """Judge the maps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
+    from selfvitmil.localize.figures import write_lesion_scores
+    from selfvitmil.localize.judge import judge_lesions
+
+    with open_study(study, "evaluate"):
+        judged, encoder, failures, lines = _judged(
+            study, source, choice, settings, [settings.train.aggregator], "evaluate"
+        )
+        (own,) = judged.values()
+        scores = judge_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
+        folder = study / "results" / results_name(name or f"{encoder}_{settings.train.aggregator}", settings)
+        undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
+    lines += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
+    lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {below(study, folder)}")
+    table = [("lesions", "value", f"{settings.evaluate.confidence:.0%} interval"), *_score_rows(scores.to_json())]
+    return Summary(tuple(lines), tuple(failures), tuple(table))
+
+
+def compare_lesions(
+    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
+) -> Summary:
+    """Judge the maps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
+    from selfvitmil.aggregate import NAMES
+    from selfvitmil.localize.figures import write_lesion_table
+    from selfvitmil.localize.judge import judge_lesions
+    from selfvitmil.localize.methods import common_cases
+    from selfvitmil.localize.methods import compare_lesions as side_by_side
+
+    methods = [method for method in settings.compare.methods or NAMES if method != TWO_SCALES]
+    if settings.compare.baseline not in methods:
+        raise ConfigError(f"compare.baseline {settings.compare.baseline!r} is not among the methods that have maps")
+    with open_study(study, "compare"):
+        judged, _, failures, lines = _judged(study, source, choice, settings, methods, "compare")
+        common, warned = common_cases({method: own["test"] for method, own in judged.items()})
+        scores = {
+            method: judge_lesions(common[method], judged[method]["val"], settings.localize, settings.evaluate)
+            for method in common
+        }
+        table = side_by_side(scores, settings.compare.baseline)
+        folder = study / "results" / results_name(name or "compare", settings)
+        undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
+    lines += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
+    lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {below(study, folder)}")
+    return Summary(tuple(lines), tuple(failures), tuple(tuple(row) for row in table.cells()))
+
+
+# ---------------------------------------------------------------------------------------------------- both
+
+
+def _judged(
+    study: Path,
+    source: CohortSource,
+    choice: FeatureChoice,
+    settings: StudySettings,
+    methods: Sequence[str],
+    stage: str,
+) -> tuple[dict[str, Judged], str, list[Failure], list[str]]:
+    """Method -> its maps beside annotations; the encoder; slides that failed; lines to print."""
+    from selfvitmil.evaluate import FINAL_SCORING, seal
+
+    lines, cases, splits, features = prepare(study, source, choice, settings, stage)
+    trial = seal(cases, splits, settings.evaluate)
+    wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
+    failures: list[Failure] = [*cases.failures]
+    mappers: dict[str, Mapper] = {}
+    for method in methods:
+        own = settings.model_copy(update={"train": options_for(method, settings.train)})
+        model = results_name(f"{features.encoder}_{method}", settings)
+        mappers[method] = Mapper(study, own, trial, cases.cohort, features, model)
+        failures += mappers[method].map_all(wanted)[1]
+    if not trial.optimistic:
+        trial.labels.open(FINAL_SCORING)
+    judged: dict[str, Judged] = {}
+    for method, mapper in mappers.items():
+        judged[method], unjudged = _cases_of(mapper.folder, cases.cohort, list(wanted))
+        failures += unjudged
+    failures = list(dict.fromkeys(failures))
+    artefact.record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
+    return judged, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
+
+
+def _cases_of(folder: Path, cohort: Cohort, slides: Sequence[str]) -> tuple[Judged, list[Failure]]:
+    """The maps of a model beside the slides' annotations, by part."""
+    from selfvitmil.localize.judge import lesion_case
+
+    found: Judged = {part: [] for part in PARTS}
+    failures: list[Failure] = []
+    for slide in slides:
+        path = folder / f"{slide}.h5"
+        if not path.exists():  # it failed, and is among the failures already
+            continue
+        try:
+            case = lesion_case(cohort[slide], path)
+        except SelfVitMilError as error:
+            failures.append(Failure.of(slide, "lesions", error))
+            continue
+        found[case.slide_map.verdict.part].append(case)
+    return found, failures
+
+
+def _score_rows(told: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Scores with their limits, for the terminal."""
+    scores = told["scores"]
+    assert isinstance(scores, Mapping)
+    rows: list[tuple[str, str, str]] = []
+    for score in scores.values():
+        if score is None or score.get("value") is None:
+            continue
+        limits = "" if score.get("low") is None else f"{score['low']:.3f} to {score['high']:.3f}"
+        rows.append((str(score["words"]), f"{score['value']:.3f}", limits))
+    return rows

@@ -1,0 +1,71 @@
+"""Numbers, tables and lists as people read them: in terminals, Markdown, figures and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from selfvitmil.metrics import Interval
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """With so many decimals; a dash where there is none."""
+    return "-" if value is None or np.isnan(value) else f"{value:.{digits}f}"
+
+
+def with_limits(interval: Interval | None) -> str:
+    """For instance `0.912 [0.850, 0.961]`; a dash where there is none."""
+    if interval is None or np.isnan(interval.value):
+        return "-"
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def value_and_limits(told: Mapping[str, Any]) -> tuple[str, str]:
+    """Value and limits of an interval as JSON tells it; limits are empty where it has none."""
+    low, high = told.get("low"), told.get("high")
+    return f"{told['value']:.3f}", "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def p_value(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def duration(seconds: float | None) -> str:
+    """In seconds, minutes or hours; a dash where it is not known."""
+    if seconds is None:
+        return "-"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def shorten(text: str, most: int) -> str:
+    """The text, cut where it has more than so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# ---------------------------------------------------------------------------------------------------- Markdown
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, the header first."""
+    header, *body = lines
+    rule = ["---"] * len(header)
+    return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in (header, rule, *body))
+
+
+def _escaped(cell: str) -> str:
+    """A cell must not end its column, nor its line."""
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def markdown_list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
