@@ -63,7 +63,7 @@ LesionsOption = Annotated[
 ]
 ENCODER_HELP = (
     "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
-    "several may be given."
+    "repeat the flag for several."
 )
 StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report"]
 JsonOption = Annotated[bool, Parameter(help="For programs, as JSON.", negative="")]

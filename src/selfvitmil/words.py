@@ -39,12 +39,14 @@ def p_value(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """In seconds, minutes or hours; a dash where it is not known."""
+    """In words that fit: `3.2 s`, `12 min`, `4.5 h`; a dash where it is not known."""
     if seconds is None:
         return "-"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def shorten(text: str, most: int) -> str:

@@ -8,7 +8,6 @@ and puts them into one table. Models that are current are used again, so each co
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil import artefact
+from selfvitmil import artefact, words
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, MetricError
@@ -502,16 +501,11 @@ def _score_row(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str]
     told = whole.get(name)
     value, limits = "-", ""
     if isinstance(told, Mapping):
-        value = f"{told['value']:.3f}"
-        limits = f"{told['low']:.3f} to {told['high']:.3f}" if told.get("low") is not None else ""
+        value, limits = words.value_and_limits(told)
     elif isinstance(told, int | float):
         value = f"{told:.3f}"
     spread = (level.get("over_seeds") or {}).get(name) or {}
     mean, sd = spread.get("mean"), spread.get("sd")
     if value == "-" and mean is None:
         return None
-    return value, limits, _number(mean), _number(sd)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
+    return value, limits, words.number(mean), words.number(sd)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfvitmil import artefact
+from selfvitmil import artefact, words
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import TWO_SCALES, FeatureChoice, below, options_for, prepare, results_name
@@ -138,6 +138,5 @@ def _score_rows(told: Mapping[str, object]) -> list[tuple[str, str, str]]:
     for score in scores.values():
         if score is None or score.get("value") is None:
             continue
-        limits = "" if score.get("low") is None else f"{score['low']:.3f} to {score['high']:.3f}"
-        rows.append((str(score["words"]), f"{score['value']:.3f}", limits))
+        rows.append((str(score["words"]), *words.value_and_limits(score)))
     return rows

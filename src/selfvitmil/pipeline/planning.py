@@ -25,10 +25,11 @@ from selfvitmil.pipeline.measuring import (
     measure_training,
 )
 from selfvitmil.pipeline.outlook import Outlook, Request, StageOutlook, look_ahead
-from selfvitmil.pipeline.record import duration, read_record
+from selfvitmil.pipeline.record import read_record
 from selfvitmil.pipeline.running import as_before, device_lines
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import StudySettings
+from selfvitmil.words import duration
 
 TRAINING_EFFICIENCY = 0.85
 """Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""

@@ -81,12 +81,3 @@ def process_exists(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def duration(seconds: float) -> str:
-    """In words that fit: `3.2 s`, `12 min`, `4.5 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

@@ -24,10 +24,11 @@ from selfvitmil.errors import ArtefactError, ConfigError, LockError, MetricError
 from selfvitmil.pipeline.encoders import embed, pretrain
 from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate
 from selfvitmil.pipeline.outlook import Outlook, Request, look_ahead
-from selfvitmil.pipeline.record import RunRecord, duration, new_record, read_record, write_record
+from selfvitmil.pipeline.record import RunRecord, new_record, read_record, write_record
 from selfvitmil.pipeline.slides import check, tile
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.words import duration
 
 PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
 """Tiles and slides of Camelyon16 as the paper counts them."""

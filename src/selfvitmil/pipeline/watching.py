@@ -19,8 +19,9 @@ from typing import Any
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.pipeline.record import RunRecord, duration, process_exists, read_record
+from selfvitmil.pipeline.record import RunRecord, process_exists, read_record
 from selfvitmil.pipeline.study import CohortSource, Summary, find_cohort
+from selfvitmil.words import duration
 
 
 @dataclass(frozen=True)
