@@ -134,3 +134,12 @@ def test_default_learning_rates_go_with_the_dimension_unless_given(name):
 def test_contradictions_are_refused(name, settings, words):
     with pytest.raises(ConfigError, match=words):
         recipe_of(name, TrainSettings.model_validate(settings))
+
+
+def test_options_of_one_method_are_not_those_of_others():
+    settings = TrainSettings(options={"standardize": False, "transmil": {"hidden": 64}})
+    assert recipe_of("transmil", settings).options["hidden"] == 64
+    assert "hidden" not in recipe_of("dsmil", settings).options
+    assert not recipe_of("dsmil", settings).standardize
+    with pytest.raises(ConfigError, match="transmill"):
+        recipe_of("dsmil", TrainSettings(options={"transmill": {"hidden": 64}}))

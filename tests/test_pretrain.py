@@ -28,6 +28,7 @@ from selfvitmil.pretrain.feed import Feed, Order, measure_colours, requests_of
 from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -621,3 +622,19 @@ def test_metrics_are_json_lines(images: Path, tmp_path: Path):
     lines = [json.loads(line) for line in text.splitlines()]
     wanted = {"step", "loss", "lr", "weight_decay", "momentum", "teacher_temp", "teacher_entropy", "kl", *TIMES}
     assert wanted | {"feature_rank", "feature_std"} <= set(lines[0])
+
+
+@pytest.mark.parametrize(
+    ("tile_px", "view_px", "scale", "made_for"),
+    [
+        (224, 224, (0.4, 1.0), 224),
+        (224, 112, (0.4, 1.0), 112),  # the whole tile at half its resolution
+        (64, 48, (0.5, 0.65), 64),  # three quarters of its edge, not zoomed
+        (64, 48, (0.9, 1.0), 48),
+        (64, 24, (0.12, 0.17), 64),
+    ],
+)
+def test_views_at_the_tiles_own_scale_leave_the_encoder_its_resolution(
+    tile_px: int, view_px: int, scale: tuple[float, float], made_for: int
+):
+    assert learning.made_for_px(ViewRecipe(size_px=view_px, scale=scale), tile_px) == made_for

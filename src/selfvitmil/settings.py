@@ -302,6 +302,10 @@ class EmbedSettings(Settings):
     """Threads (for a GPU: processes) that read ahead of the encoder; none means one per core of a worker's share."""
 
 
+Option = int | float | bool | str
+"""Value of a setting that a method has for itself."""
+
+
 class TrainSettings(Settings):
     """How an aggregator learns from slide labels. None everywhere means: what the recipe of the method says."""
 
@@ -309,8 +313,8 @@ class TrainSettings(Settings):
     """The method; `compare` trains several (compare.methods)."""
     recipe: Literal["default", "published"] = "default"
     """`default`: steady on cohorts of any size; `published`: that of the method's own paper or code."""
-    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
-    """Settings of the aggregator itself, for instance `top = 3`; they overrule those of the recipe."""
+    options: dict[str, Option | dict[str, Option]] = Field(default_factory=dict)
+    """Settings of the aggregator itself, for instance `top = 3`, over those of the recipe; in a file also by method."""
     positive: str | None = None
     """Of two classes the one that scores speak for; none means the later one in class order."""
     split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"

@@ -269,7 +269,7 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     settings_of(name)  # the method exists
     recipe = _recipe(name, settings)
     given = {key: value for key in _OVERRULED if (value := getattr(settings, key)) is not None}
-    options = {**recipe.options, **settings.options}
+    options = {**recipe.options, **options_of(name, settings)}
     given.setdefault("standardize", bool(options.pop("standardize", recipe.standardize)))
     if "lr" in given:
         given.setdefault("min_lr", given["lr"] * recipe.min_lr / recipe.lr)
@@ -285,6 +285,16 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     return recipe
 
 
+def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
+    """The options that are meant for a method: those for all, over them those under its own name."""
+    shared = {key: value for key, value in settings.options.items() if not isinstance(value, dict)}
+    own = settings.options.get(name, {})
+    for method, options in settings.options.items():
+        if isinstance(options, dict):
+            settings_of(method)  # it exists
+    return {**shared, **(own if isinstance(own, dict) else {})}
+
+
 _NOT_OVERRULED = ("options", "source", "lr_dim")
 _OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT_OVERRULED)
 
@@ -293,6 +303,6 @@ def _recipe(name: str, settings: TrainSettings) -> Recipe:
     if settings.recipe == "default":
         return replace(_BASE, **_DEFAULTS[name])
     for (method, option, value), changes in _PUBLISHED_FORMS.items():
-        if method == name and settings.options.get(option) == value:
+        if method == name and options_of(name, settings).get(option) == value:
             return replace(_AS_PRINTED, **changes)
     return replace(_AS_PRINTED, **_PUBLISHED[name])

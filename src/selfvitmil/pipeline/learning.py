@@ -302,13 +302,16 @@ def options_for(method: str, train: TrainSettings) -> TrainSettings:
     """Settings to train one of many methods: an option goes to those that have it."""
     from selfvitmil.aggregate import settings_of
 
-    options = {key: value for key, value in train.options.items() if key in settings_of(method)}
+    known = settings_of(method)
+    options = {key: value for key, value in train.options.items() if key in known or isinstance(value, dict)}
     return train.model_copy(update={"aggregator": method, "options": options})
 
 
 def _check_options(options: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:
     """ConfigError for an option that no method of the comparison has."""
-    for key in options:
+    for key, value in options.items():
+        if isinstance(value, dict):  # of one method, whose recipe checks them
+            continue
         if not any(key in settings for settings in known.values()):
             names = sorted({name for settings in known.values() for name in settings})
             raise ConfigError(f"train.options: no method has {key!r}", how=f"There are {', '.join(names)}")

@@ -6,6 +6,7 @@ centre). It knows nothing of tiles, files or processes. `Numbers` are the settin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = {"dino": "vit_small_patch16_224", "simclr": "resnet18_instancenorm"}
+OWN_SCALE = 0.15
+"""By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -138,6 +141,16 @@ def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -
         replace(base, blur=second, solarize=settings.solarize),
         *[replace(base, size_px=small, scale=settings.local_scale, blur=third)] * settings.num_local,
     )
+
+
+def made_for_px(recipe: ViewRecipe, tile_px: int) -> int:
+    """Edge of the tiles that an encoder of these large views is for.
+
+    Views that show the whole tile smaller make an encoder for tiles of their own size, at a coarser resolution. Views
+    that are cut out of the tile at about its own scale (by the middle of their range) leave it as it is.
+    """
+    zoom = tile_px * math.sqrt(sum(recipe.scale) / 2) / recipe.size_px
+    return tile_px if abs(zoom - 1) < OWN_SCALE else recipe.size_px
 
 
 # ---------------------------------------------------------------------------------------------------- networks

@@ -246,10 +246,11 @@ class _Run:
             )
         patch_px = learning.patch_px_of(self.encoder.backbone)
         self.recipes = learning.recipes_of(settings, self.source.size_px, patch_px)
-        if self.recipes[0].size_px != self.source.size_px and self.source.mpp is not None:
+        self.made_for_px = learning.made_for_px(self.recipes[0], self.source.size_px)
+        if self.made_for_px != self.source.size_px and self.source.mpp is not None:
             self.warnings.append(
-                f"large views have {self.recipes[0].size_px} px and tiles {self.source.size_px}: the encoder is for "
-                f"tiles of {self.recipes[0].size_px} px at {self._view_mpp():g} microns per pixel"
+                f"large views have {self.made_for_px} px and tiles {self.source.size_px}: the encoder is for "
+                f"tiles of {self.made_for_px} px at {self._made_for_mpp():g} microns per pixel"
             )
         self._prepare_probes()
         self.mean, self.std = self._colours(state)
@@ -304,7 +305,7 @@ class _Run:
             self.waiting_group: Any = dist.new_group(backend="gloo", timeout=WAIT_FOR_PROBE)
         if self.place.rank == 0:
             self.probe_table = table = read_probe_table(settings.probe_table)
-            size = self.recipes[0].size_px
+            size = self.made_for_px
             if table.shape_px != (size, size):
                 raise ConfigError(
                     f"{settings.probe_table.name}: its tiles have {table.shape_px[1]} x {table.shape_px[0]} px",
@@ -605,9 +606,9 @@ class _Run:
             write_state(self.out, self._state())
         self.pace.saved = time.monotonic()
 
-    def _view_mpp(self) -> float | None:
-        """Microns per pixel of a large view that shows the whole tile: what the encoder is made for."""
-        return None if self.source.mpp is None else self.source.mpp * self.source.size_px / self.recipes[0].size_px
+    def _made_for_mpp(self) -> float | None:
+        """Microns per pixel of the tiles that the encoder is for."""
+        return None if self.source.mpp is None else self.source.mpp * self.source.size_px / self.made_for_px
 
     def save_encoder(self) -> None:
         """Write the encoder's folder: the weights worth keeping and what they were made from."""
@@ -633,8 +634,8 @@ class _Run:
             update={
                 "mean": self.mean,
                 "std": self.std,
-                "mpp": self._view_mpp(),
-                "size_px": self.recipes[0].size_px,
+                "mpp": self._made_for_mpp(),
+                "size_px": self.made_for_px,
                 "stain": self.source.stain_method,
                 "trained_on": self.origin.trained_on,
                 "provenance": provenance or {},
