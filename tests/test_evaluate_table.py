@@ -241,7 +241,7 @@ def test_cells_round_and_keep_published_numbers_apart():
         "spec.": "0.780",
         "p": "0.012",
         "p\nHolm": "0.049",
-        "training": "61.2 s",
+        "training": "1.0 min",
         "published\nAUC": "0.8944",
         "published\nacc.": "0.8682",
         "notes": "1 3",
@@ -255,7 +255,7 @@ def test_cells_round_and_keep_published_numbers_apart():
     assert (named[1]["published\nAUC"], named[1]["published\nacc."]) == ("-", "-")
     assert (named[2]["p"], named[2]["p\nHolm"], named[2]["training"]) == ("<0.001", "1.000", "2.0 h")
     assert (named[2]["published\nAUC"], named[2]["published\nacc."]) == ("0.8990", "-")
-    assert (named[3]["sens."], named[3]["training"]) == ("-", "10.0 min")
+    assert (named[3]["sens."], named[3]["training"]) == ("-", "10 min")
 
 
 def test_cells_fit_160_columns():

@@ -112,6 +112,7 @@ def map_of(study: MadeStudy, slide: str = "node_01", model: str = "vit_dsmil") -
 
 def choose_model(page: Any, name: str = "vit_dsmil") -> None:
     page.get_by_label("Model", exact=True).select_option(label=name)
+    page.wait_for_selector("html[data-slide]")  # until then keys go by the map of the other model
 
 
 def picture(page: Any, pane: str = "#pane-first") -> NDArray[np.int16]:

@@ -230,6 +230,7 @@ class Viewer {
   async #openMaps(turn) {
     const slide = this.slide;
     if (!slide) return;
+    delete document.documentElement.dataset.slide; // until its maps are there
     if (this.state.beside !== null) await this.#openPanes(this.panes[0].view());
     this.panel.explain(this.#whyNoMap());
     const { model, beside } = this.state;
