@@ -156,7 +156,7 @@ def main() -> None:
         encoder = build_encoder(arguments.architecture, img_size=arguments.tile_px)
         make_package(folder / "model", slide, encoder, settings_for(arguments, arguments.devices[-1]), arguments.seeds)
         found = {device: run(folder / "model", slide, arguments, device, folder) for device in arguments.devices}
-        tiles = len(read_tiles(next(folder.glob(f"{arguments.devices[0]}0/work/tiles/*/slide.h5"))))
+        tiles = len(read_tiles(next((folder / f"{arguments.devices[0]}0" / "work" / "tiles").glob("*/slide.h5"))))
     told = {
         "benchmark": "predict",
         "architecture": arguments.architecture,
