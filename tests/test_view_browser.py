@@ -111,14 +111,25 @@ def map_of(study: MadeStudy, slide: str = "node_01", model: str = "vit_dsmil") -
 
 
 def choose_model(page: Any, name: str = "vit_dsmil") -> None:
-    page.get_by_label("Model", exact=True).select_option(label=name)
-    page.wait_for_selector("html[data-slide]")  # until then keys go by the map of the other model
+    """Choose it, and wait until its map is there: until then keys and link go by the other model."""
+    field = page.get_by_label("Model", exact=True)
+    field.select_option(label=name)
+    wait(page, lambda: hash_of(page).get("model") == field.input_value())
+    page.wait_for_selector("html[data-slide]")
 
 
 def picture(page: Any, pane: str = "#pane-first") -> NDArray[np.int16]:
+    """What a viewer shows once it has come to rest: tiles arrive and views glide."""
     page.wait_for_selector(f"{pane}[data-tiles=loaded]")
-    shot = page.locator(pane).screenshot()
-    return np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(np.int16)
+    end, last = time.monotonic() + WAIT_MS / 1000, None
+    while True:
+        shot = page.locator(pane).screenshot()
+        pixels = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(np.int16)
+        if last is not None and np.array_equal(pixels, last):
+            return pixels
+        assert time.monotonic() < end, "the picture does not come to rest"
+        last = pixels
+        page.wait_for_timeout(100)
 
 
 def look(page: Any, **changes: str) -> None:
@@ -126,6 +137,7 @@ def look(page: Any, **changes: str) -> None:
     words = {**hash_of(page), **changes}
     page.goto("about:blank")
     open_page(page, page_address(page, words))
+    page.wait_for_selector("html[data-slide]")
 
 
 def page_address(page: Any, words: dict[str, str]) -> str:
