@@ -7,16 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from made_maps import VERDICT, made_map
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.artefact import Failure, record_failures
 from selfvitmil.cohort import read_cohort
+from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.maps import write_map
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.view.app import make_app
-from selfvitmil.view.files import StaticFile
+from selfvitmil.view.files import StaticFile, static_files
 from selfvitmil.view.guard import names_for
 from selfvitmil.view.study import Names, ViewedStudy
 
@@ -35,6 +37,14 @@ STATIC = {
     "main.js": StaticFile(b"export const x = 1;", "text/javascript; charset=utf-8"),
     "vendor/openseadragon.min.js": StaticFile(b"/* zoom */", "text/javascript; charset=utf-8"),
 }
+
+
+def packaged_files() -> dict[str, StaticFile]:
+    """The viewer's real files; skips where OpenSeadragon is missing: built without a network."""
+    try:
+        return static_files()
+    except SelfVitMilError as error:
+        pytest.skip(str(error))
 
 
 def make_slide_file(path: Path) -> Path:

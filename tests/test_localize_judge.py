@@ -304,8 +304,8 @@ def slow_detections(lesion: LesionCase, settings: LocalizeSettings, pixel_um: fl
 def monai_froc(monkeypatch):
     """MONAI's FROC file alone: the whole of MONAI takes longer to import than all else here takes to run."""
     found = importlib.util.find_spec("monai")
-    if found is None or found.origin is None:
-        pytest.skip("no MONAI")
+    assert found is not None
+    assert found.origin is not None
     config = types.ModuleType("monai.config")
     config.NdarrayOrTensor = object  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "monai", types.ModuleType("monai"))

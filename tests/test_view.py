@@ -26,7 +26,7 @@ from openslide.deepzoom import DeepZoomGenerator
 from PIL import Image
 from starlette.testclient import TestClient
 
-from made_view import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, viewed
+from made_view import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil import cli, open_slide
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.lesions import find_lesions
@@ -62,10 +62,7 @@ def client(study: Path) -> Iterator[TestClient]:
 
 @pytest.fixture
 def packaged() -> dict[str, files.StaticFile]:
-    try:
-        return files.static_files()
-    except SelfVitMilError as error:
-        pytest.skip(str(error))
+    return packaged_files()
 
 
 def ids(client: TestClient) -> dict[str, str]:

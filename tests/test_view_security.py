@@ -21,13 +21,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from made_view import STATIC, app_of, make_slide_file, make_study, viewed
+from made_view import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil.cohort import read_cohort
-from selfvitmil.errors import SelfVitMilError
 from selfvitmil.names import names_of
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.view import app as app_module
-from selfvitmil.view import export, files, guard, index, server, tiles
+from selfvitmil.view import export, guard, index, server, tiles
 
 SECRET = b"nobody may read this"
 
@@ -520,10 +519,7 @@ def test_pseudonyms_hide_every_name(study: Path, tmp_path: Path) -> None:
 
 
 def test_pseudonyms_hide_every_name_in_an_exported_folder(study: Path, tmp_path: Path) -> None:
-    try:
-        files.static_files()
-    except SelfVitMilError as error:
-        pytest.skip(str(error))
+    packaged_files()
     out = tmp_path / "out"
     names = names_of(study, read_cohort(study / "cohort.csv"), pseudonyms=True)
     chosen = ["Meier_01", "other", "unlabelled"]
@@ -536,10 +532,7 @@ def test_pseudonyms_hide_every_name_in_an_exported_folder(study: Path, tmp_path:
 
 
 def test_our_page_asks_nobody_else_and_runs_nothing_inline() -> None:
-    try:
-        packaged = files.static_files()
-    except SelfVitMilError as error:
-        pytest.skip(str(error))
+    packaged = packaged_files()
     page = packaged["index.html"].content.decode()
     assert not re.search(r"<script(?![^>]*\bsrc=)", page)
     assert not re.search(r"<[^!>]*\s(?:on\w+|style)\s*=", page)
