@@ -129,6 +129,28 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Later:
+    """Numbers on the device, on their way to Python.
+
+    Asked for in the usual way they would come after all that was given to the device meanwhile, and whoever looks at
+    the last step while the next one runs would wait for both.
+    """
+
+    def __init__(self, numbers: torch.Tensor):
+        self._numbers, self._there = numbers, None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def values(self) -> list[float]:
+        """Waits until they are there, and for nothing else."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._numbers.tolist()
+
+
 class Stopwatch:
     """Seconds of the phases of a step, by events on the device, read later, so that nothing waits."""
 

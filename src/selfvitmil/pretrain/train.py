@@ -36,6 +36,7 @@ from selfvitmil.pretrain.optim import clip_each_gradient, parameter_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.sources import TileSource
 from selfvitmil.pretrain.surroundings import (
+    Later,
     Place,
     Stopwatch,
     arithmetic,
@@ -271,7 +272,6 @@ class _Run:
             self.student = DistributedDataParallel(self.learner.student, device_ids=on, gradient_as_bucket_view=True)
         self._compile()
         self.watch = Stopwatch(device)
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         out_dim = self.numbers.out_dim
         self.gflop = learning.gflop_per_tile(self.encoder, settings, self.recipes, out_dim)
         self.peak = peak_tflops(device, self.dtype)
@@ -372,7 +372,7 @@ class _Run:
         )
         self.pace = _Pace(self.step)
         self.unfitted = 0
-        pending: torch.Tensor | None = None
+        pending: Later | None = None
         asked = False
         with feed, self.metrics or nullcontext():
             for batch in feed:
@@ -400,7 +400,7 @@ class _Run:
             self.warnings.append(f"the stains of {self.unfitted} tiles could not be found: they kept their colours")
         return self.step == total
 
-    def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, torch.Tensor]:
+    def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
         try:
             return self._do_step(batch, numbers)
         except torch.OutOfMemoryError:
@@ -415,8 +415,8 @@ class _Run:
             return self._do_step(batch, numbers)
         raise self._out_of_memory(batch, numbers)
 
-    def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, torch.Tensor]:
-        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop] on the device."""
+    def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
+        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop], to be looked at later."""
         settings, mark = self.settings, self.watch
         self.unfitted += batch.unfitted
         mark.start()
@@ -442,7 +442,7 @@ class _Run:
         if self.place.world > 1:
             dist.all_reduce(checked)
             checked /= self.place.world
-        return outcome, checked
+        return outcome, Later(checked)
 
     def _forward_backward(self, batch: Batch, part: slice, numbers: dict[str, float], parts: int) -> Outcome:
         device, mark = self.place.device, self.watch
@@ -455,31 +455,20 @@ class _Run:
         return outcome
 
     def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
-        """Views of normalized tiles on the device.
-
-        On a GPU in a stream of its own: the training runs ahead of the device, so the views of a step are made beside
-        the step before it and fill the gaps of its kernels. What waits there for a copy does not hold up the others.
-        """
+        """Views of normalized tiles on the device."""
         device = self.place.device
-        with torch.cuda.stream(self.side):  # does nothing without a GPU
-            views = make_views(
-                batch.tiles_B3HW[part].to(device, non_blocking=True),
-                batch.ids_B[part].to(device, non_blocking=True),
-                self.step,
-                self.recipes,
-                self.mean,
-                self.std,
-                seed=self.settings.seed,
-                maps_B33=None if batch.maps_B33 is None else batch.maps_B33[part],
-                dtype=self.dtype,
-                render=self.render,
-            )
-        if self.side is not None:
-            main = torch.cuda.current_stream(device)
-            main.wait_stream(self.side)
-            for view_VB3SS in views:
-                view_VB3SS.record_stream(main)  # or its memory would be given away too early
-        return views
+        return make_views(
+            batch.tiles_B3HW[part].to(device, non_blocking=True),
+            batch.ids_B[part].to(device, non_blocking=True),
+            self.step,
+            self.recipes,
+            self.mean,
+            self.std,
+            seed=self.settings.seed,
+            maps_B33=None if batch.maps_B33 is None else batch.maps_B33[part],
+            dtype=self.dtype,
+            render=self.render,
+        )
 
     def _move(self, numbers: dict[str, float], means: list[torch.Tensor]) -> None:
         """The optimizer's step with this step's numbers, then teacher and centre."""
@@ -494,11 +483,11 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.learner.finish_step(numbers["momentum"], means)
 
-    def _check(self, checked: torch.Tensor | None, step: int) -> bool:
+    def _check(self, checked: Later | None, step: int) -> bool:
         """Raise when the loss of a step was no number; else whether any process was asked to stop by then."""
         if checked is None:
             return False
-        value, stop = checked.tolist()
+        value, stop = checked.values()
         if not math.isfinite(value):
             kept = read_state(self.out) if self.place.rank == 0 else None
             good = f"state.pt of step {kept['step']} is kept" if kept else "no checkpoint was written yet"
@@ -544,7 +533,7 @@ class _Run:
         self,
         outcome: Outcome,
         numbers: dict[str, float],
-        checked: torch.Tensor,
+        checked: Later,
         feed: Feed,
         report: Callable[[dict[str, Any]], None],
         probed: dict[str, float],
@@ -553,7 +542,7 @@ class _Run:
             return
         pace = self.pace.lap(self.step, feed.waited_s, self.settings.batch)
         line: dict[str, Any] = {"step": self.step - 1, "epoch": (self.step - 1) // self.numbers.steps_per_epoch}
-        line |= {"loss": float(checked[0]), **numbers}
+        line |= {"loss": checked.values()[0], **numbers}
         line |= learning.diagnose(self.learner, outcome)
         line["tiles_per_s"] = round(pace.tiles_per_s, 2)
         line["data_wait_share"] = round(pace.data_wait_share, 4)

@@ -9,7 +9,8 @@ these numbers into uniforms with integer arithmetic. So a tile's views depend ne
 nor on order, process or device, and there is no generator state to save.
 
 What is unusual: nothing loops over tiles and nothing is decided in Python, so a batch costs the same few kernels
-whatever was drawn, and the whole can be compiled. A resized crop is two matrix products, rows and columns, with weights
+whatever was drawn, and the whole can be compiled. Views that are made alike are made together, since starting a kernel
+takes longer than most of them run. A resized crop is two matrix products, rows and columns, with weights
 made for every tile (Pillow's antialiased filters); flips only reverse their rows. A blur is two more products. The four
 colour steps come in 24 orders; they run as three blends, one turn of the hue, three blends, where each tile uses three
 of the six blends: the ones that its order puts before the hue, and after it.
@@ -21,7 +22,7 @@ Axes in names: V views, B tiles, 3 is RGB, H and W height and width, S edge of a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -37,7 +38,7 @@ BLUR_REACH = 4.0
 """Standard deviations of the strongest blur that its kernel covers."""
 SOLARIZE_FROM = 0.5
 """Brightness from which solarizing inverts: halfway between grey levels 127 and 128 of 255."""
-_BLOCK = {True: 2**20, False: 2**26}
+_BLOCK = {True: 2**20, False: 2**28}
 """Numbers of an image block: on a CPU (True) what stays in its caches, elsewhere what bounds the memory."""
 _GREY = (0.299, 0.587, 0.114)
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
@@ -145,17 +146,36 @@ def make_views(
     with torch.autocast(device.type, enabled=False):
         for size, numbered in groupby(enumerate(recipes), key=lambda pair: pair[1].size_px):
             same_size = list(numbered)
+            first = same_size[0][0]
             out_VB3SS = torch.empty((len(same_size), len(tiles_BH3W), 3, size, size), dtype=dtype, device=device)
-            block = max(_BLOCK[device.type == "cpu"] // (3 * size * size), 1)
-            for out_B3SS, (view, recipe) in zip(out_VB3SS, same_size, strict=True):
-                draws = draw_view(uniforms_VBU[view], recipe, height, width)
-                for start in range(0, len(tiles_BH3W), block):
-                    part = slice(start, start + block)
-                    drawn = Draws(*[values[part] for values in draws])
-                    image = (render or render_view)(tiles_BH3W[part], drawn, recipe, basis, tuple(mean), tuple(std))
-                    out_B3SS[part] = image
+            for recipe, alike in groupby(same_size, key=lambda pair: pair[1]):
+                numbers = [view for view, _ in alike]
+                u_VBU = uniforms_VBU[numbers[0] : numbers[-1] + 1]
+                draws = draw_view(u_VBU.flatten(0, 1), recipe, height, width)
+                draws_VB = Draws(*[values.unflatten(0, u_VBU.shape[:2]) for values in draws])
+                out = out_VB3SS[numbers[0] - first : numbers[-1] + 1 - first]
+                for some_views, some_tiles in _blocks(len(u_VBU), len(tiles_BH3W), size, (height, width), device):
+                    drawn = Draws(*[values[some_views, some_tiles].flatten(0, 1) for values in draws_VB])
+                    target_VB3SS = out[some_views, some_tiles]
+                    part = tiles_BH3W[some_tiles]
+                    part = part if len(target_VB3SS) == 1 else part.repeat(len(target_VB3SS), 1, 1, 1)
+                    image = (render or render_view)(part, drawn, recipe, basis, tuple(mean), tuple(std))
+                    target_VB3SS[:] = image.view(target_VB3SS.shape)
             views.append(out_VB3SS)
     return views
+
+
+def _blocks(
+    views: int, tiles: int, size: int, tile_shape: tuple[int, int], device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """Parts in which views are made, all of the same size: as many whole views as fit, or else parts of one view."""
+    most = _BLOCK[device.type == "cpu"] // 3
+    tiles_together = max(most // size**2, 1)
+    fitting = most // (tiles * max(size**2, math.prod(tile_shape)))  # each view has a copy of the tiles
+    views_together = max((n for n in range(1, fitting + 1) if views % n == 0), default=1)
+    for view in range(0, views, views_together):
+        for tile in range(0, tiles, tiles_together):
+            yield slice(view, view + views_together), slice(tile, tile + tiles_together)
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
