@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -175,6 +176,22 @@ def test_a_run_says_first_what_it_will_do_and_last_what_it_did(place: Path):
     assert record is not None
     assert record.ended == "finished"
     assert tuple(record.seconds) == STAGES
+
+
+def test_a_run_ends_with_the_comparison_and_where_to_look(place: Path):
+    text = (place / "said.txt").read_text()
+    last = text[text.index("all of it took") :]
+    with (place / "finished" / "results" / "compare" / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    with (place / "finished" / "results" / "compare" / "lesions.csv").open(newline="") as file:
+        hits = {row["maps_of"]: row["hit_rate"] for row in csv.DictReader(file)}
+    for row in rows:
+        name = row["display_name"]
+        auc = f"{float(row['auc']):.3f} [{float(row['auc_low']):.3f}, {float(row['auc_high']):.3f}]"
+        hit = f"{float(hits[name]):.2f}" if hits.get(name) else "-"
+        assert re.search(rf"(?m)^{re.escape(name)} +{re.escape(auc)} .* {hit} *$", last), name
+    assert re.search(r"AUC of self-vit-mil: [\d.]+ \[", last)
+    assert last.index("AUC of self-vit-mil") < last.index("index.html") < last.index("viewer: selfvitmil view")
 
 
 def test_a_second_run_redoes_nothing(study: Path):

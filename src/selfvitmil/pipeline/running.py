@@ -23,6 +23,7 @@ from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, MetricError, SelfVitMilError
 from selfvitmil.pipeline.encoders import embed, pretrain
 from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate
+from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
 from selfvitmil.pipeline.outlook import Outlook, Request, look_ahead
 from selfvitmil.pipeline.record import RunRecord, new_record, read_record, write_record
 from selfvitmil.pipeline.slides import check, tile
@@ -63,6 +64,8 @@ def run(
             if course.over:
                 break
     yield course.closing()
+    if not course.over:
+        yield course.outcome()
 
 
 # ---------------------------------------------------------------------------------------------------- the course
@@ -123,10 +126,19 @@ class _Course:
         lines = camelyon16_lines(self.study, self.outlook.cohort, self.settings)
         if slides := sorted({failure.slide for failure in self.failures}):
             lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
-        if not self.over and (self.study / "report" / "index.html").exists() and "report" in self.did:
-            lines += [f"report: {self.study / 'report' / 'index.html'}", f"to look at it: selfvitmil view {self.study}"]
         lines.append(f"all of it took {duration(sum(taken.values()))}")
         return Summary(tuple(lines), table=(("stage", "what was done", "time"), *rows))
+
+    def outcome(self) -> Summary:
+        """What it came to, and where to look."""
+        table: tuple[tuple[str, ...], ...] = ()
+        lines: list[str] = []
+        if "compare" in self.did:
+            table = outcome_table(self.study)
+            lines += outcome_lines(self.study, self.settings.train.aggregator)
+        if "report" in self.did and (self.study / "report" / "index.html").exists():
+            lines += [f"report: {self.study / 'report' / 'index.html'}", f"viewer: selfvitmil view {self.study}"]
+        return Summary(tuple(lines), table=table)
 
 
 def _functions(

@@ -416,7 +416,7 @@ class _Run:
         raise self._out_of_memory(batch, numbers)
 
     def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
-        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop], to be looked at later."""
+        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop] for later."""
         settings, mark = self.settings, self.watch
         self.unfitted += batch.unfitted
         mark.start()

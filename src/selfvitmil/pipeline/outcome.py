@@ -1,0 +1,62 @@
+"""What a run came to, for its last lines: how well each method tells slides apart, and whether its maps show why.
+
+Reads what `compare` wrote (`table.csv`) and what the judgement of its maps wrote (`lesions.csv`); computes nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+Row = Mapping[str, str]
+
+HEADER = ("method", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
+
+
+def outcome_table(study: Path) -> tuple[tuple[str, ...], ...]:
+    """A line for each row of the comparison, header first; empty where there is none."""
+    rows = _read(study / "results" / "compare" / "table.csv")
+    if not rows:
+        return ()
+    hits = {row["maps_of"]: row for row in _read(study / "results" / "compare" / "lesions.csv")}
+    return (HEADER, *(_cells(row, hits.get(row["display_name"], {})) for row in rows))
+
+
+def outcome_lines(study: Path, method: str) -> list[str]:
+    """The AUC of the study's own method in words; nothing where it was not compared."""
+    rows = _read(study / "results" / "compare" / "table.csv")
+    return [
+        f"AUC of {method}: {_interval(row, 'auc')} on {row['test_slides'].replace(';', ', ')} "
+        f"({row['test']}), mean of {row['num_seeds']} trainings"
+        for row in rows
+        if row["display_name"] == method
+    ]
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _cells(row: Row, hits: Row) -> tuple[str, ...]:
+    seeds = f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}"
+    return (
+        row["display_name"],
+        _interval(row, "auc"),
+        seeds,
+        _number(row, "sensitivity"),
+        _number(row, "specificity"),
+        _number(hits, "hit_rate", digits=2),
+    )
+
+
+def _interval(row: Row, name: str) -> str:
+    return f"{_number(row, name)} [{_number(row, f'{name}_low')}, {_number(row, f'{name}_high')}]"
+
+
+def _number(row: Row, name: str, digits: int = 3) -> str:
+    text = row.get(name) or ""
+    return f"{float(text):.{digits}f}" if text else "-"
