@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation from made slides; `make docs` calls it."""
+"""Makes the picture of tiles for the documentation from a made slide; `make docs` calls it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from selfvitmil.annotations import Annotation, read_annotations, write_annotations
-from selfvitmil.localize.lesions import find_lesions
-from selfvitmil.localize.maps import Frame, SlideMap, Verdict
-from selfvitmil.localize.overlay import draw_overlay
+from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import Slide, open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -38,7 +35,6 @@ def main() -> None:
                 tiles_of(slide, table, False),
                 tiles_of(slide, table, True),
             ]
-            write_map_picture(slide, table, folder / "s.xml")
     sheet = Image.new("RGB", (sum(part.width + GAP for part in row) - GAP, EDGE // 2), "white")
     left = 0
     for part in row:
@@ -59,41 +55,6 @@ def tiles_of(slide: Slide, table: TileTable, lesion: bool) -> Image.Image:
         pixels = slide.read_tile(x, y, table.size_px, table.mpp)
         sheet.paste(Image.fromarray(pixels).resize((edge, edge)), (0, k * (edge + GAP)))
     return sheet
-
-
-def write_map_picture(slide: Slide, table: TileTable, annotation: Path) -> None:
-    """A map beside its tissue; the scores are made as well, from the annotation, so the caption says so."""
-    assert table.annotated is not None
-    rng = np.random.default_rng(5)
-    score = np.clip(0.95 * table.annotated + 0.35 * rng.beta(1, 4, len(table)), 0, 1).astype(np.float32)
-    slide_map = SlideMap(
-        slide="A made slide with made scores: how to read a map",
-        model="none",
-        method="none",
-        kind="attention",
-        scale="winsor",
-        gated=False,
-        frame=Frame(slide.mpp, slide.size_l0, table.extent_l0, table.extent_l0, table.mpp, table.size_px),
-        verdict=Verdict(
-            (0.93,), None, None, "tumor", 0.41, "made up", ("normal", "tumor"), "tumor", "", "new", seeds=(0,)
-        ),
-        coords_l0=table.coords_l0,
-        score=score,
-        detection=score,
-        columns={"attention": score},
-    )
-    mpp = slide.size_l0[0] * slide.mpp / (EDGE // 2)
-    page = draw_overlay(
-        slide_map,
-        slide.thumbnail(mpp),
-        mpp,
-        outlines=read_annotations(annotation),
-        lesions=find_lesions(slide_map, 0.5),
-        beside=True,
-    )
-    # A palette that keeps the rare colours of the lines: a third of the bytes.
-    few = page.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
-    few.save(PICTURES / "map.png", optimize=True)
 
 
 if __name__ == "__main__":

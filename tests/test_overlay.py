@@ -26,7 +26,15 @@ from selfvitmil.errors import SlideError
 from selfvitmil.localize import overlay, pyramid
 from selfvitmil.localize.lesions import find_lesions
 from selfvitmil.localize.maps import Frame, SlideMap
-from selfvitmil.localize.overlay import draw_overlay, scale_bar, shortened, wrapped, write_overlays, zoom_box
+from selfvitmil.localize.overlay import (
+    draw_overlay,
+    draw_panel,
+    scale_bar,
+    shortened,
+    wrapped,
+    write_overlays,
+    zoom_box,
+)
 from selfvitmil.localize.raster import NO_TILE, Colors, Raster, color_table, paint_tiles
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.slides import open_slide
@@ -181,6 +189,21 @@ def test_the_page_holds_the_tinted_slide_to_the_pixel(box_l0: tuple[int, int, in
     x, y = ((slide_map.centres_l0[row] - (x0, y0)) / 28).astype(int)
     wanted = expected_color(float(slide_map.score[row]), under[y, x], "viridis")
     np.testing.assert_allclose(panel[y, x], wanted, atol=1)
+
+
+def test_a_panel_alone_is_the_one_of_the_page() -> None:
+    under = picture(192, 144)
+    corners = np.array([(1500.0, 1300.0), (3000.0, 1300.0), (3000.0, 2500.0), (1500.0, 2500.0)])
+    outlines = [Annotation("a", "Tumor", corners)]
+    page = draw_overlay(made_map(), under, 7.0, colors="inferno", outlines=outlines)
+    alone = np.asarray(draw_panel(made_map(), under, 7.0, colors="inferno", outlines=outlines))
+    assert alone.shape == under.shape
+    # Lines are as wide as the words of a page ask for; away from them all pixels are the same.
+    panel, _ = panel_of(page, (192, 144))
+    far = np.ones(under.shape[:2], bool)
+    far[42:93, 49:112] = False
+    np.testing.assert_array_equal(alone[far], panel[far])
+    assert (alone == (0x00, 0xE5, 0xFF)).all(axis=2).sum() > 150
 
 
 def test_beside_it_stands_the_tissue_alone() -> None:

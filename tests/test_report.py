@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -359,6 +360,18 @@ def test_overlays_are_drawn_anew_under_pseudonyms(study: Path, tmp_path: Path, m
     assert titles == [key[NASTY]]
     assert [alt for _, _, alt in made.pictures if alt.startswith("map of")] == [f"map of {key[NASTY]} by {MODEL}"]
     assert made.text.count("No picture of this map: the stored one shows the slide's name") == 2
+
+
+def test_maps_of_further_models_are_small_and_show_no_name(study: Path, tmp_path: Path):
+    """The first model's map has its page with words; others lie below it as pictures of the tissue alone."""
+    copied = Path(shutil.copytree(study, tmp_path / "study"))
+    shutil.copytree(copied / "maps" / MODEL, copied / "maps" / "vit_dsmil")
+    for pseudonyms in (False, True):
+        page = Page(write_report(copied, StudySettings(), pseudonyms=pseudonyms).path.read_text(encoding="utf-8"))
+        shown = names.give_pseudonyms(copied, [], [])["slide"][NASTY] if pseudonyms else NASTY
+        found = [content for _, content, alt in page.pictures if alt == f"map of {shown} by vit_dsmil"]
+        assert len(found) == 1
+        assert max(Image.open(io.BytesIO(found[0])).size) <= slides.OTHER_PX
 
 
 def test_pseudonyms_are_kept_and_new_names_get_new_ones(tmp_path: Path):

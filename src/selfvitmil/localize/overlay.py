@@ -241,6 +241,21 @@ def draw_overlay(
     return _page(shown, head, blocks, foot, page_width, size)
 
 
+def draw_panel(
+    slide_map: SlideMap,
+    thumbnail: Pixels,
+    thumbnail_mpp: float,
+    *,
+    colors: Colors = "red",
+    outlines: Sequence[Annotation] = (),
+    lesions: Sequence[Lesion] = (),
+) -> Image.Image:
+    """The tinted slide and its lines without any word, for pictures that are too small to hold some."""
+    view = _View((0.0, 0.0), thumbnail_mpp, slide_map.frame.slide_mpp)
+    panel = paint_tiles(slide_map, thumbnail, thumbnail_mpp, colors, view.origin_l0)
+    return _marked(Image.fromarray(panel), _marks(outlines, lesions, None), view, 1)
+
+
 def _head(slide_map: SlideMap, title: str, width: int, size: int) -> list[_Line]:
     name = _Line(printable(title), _font(round(size * 1.3), bold=True))
     short = _Line(shortened(name.text, width, name.font.getlength), name.font)

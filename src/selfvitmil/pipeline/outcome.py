@@ -27,8 +27,8 @@ def outcome_lines(study: Path, method: str) -> list[str]:
     """The AUC of the study's own method in words; nothing where it was not compared."""
     rows = _read(study / "results" / "compare" / "table.csv")
     return [
-        f"AUC of {method}: {_interval(row, 'auc')} on {row['test_slides'].replace(';', ', ')} "
-        f"({row['test']}), mean of {row['num_seeds']} trainings"
+        f"AUC of {method}: {_interval(row, 'auc')}, by the mean probability of {row['num_seeds']} trainings, on "
+        f"{_counts(row['test_slides'])} slides ({row['test']})"
         for row in rows
         if row["display_name"] == method
     ]
@@ -39,6 +39,11 @@ def _read(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def _counts(text: str) -> str:
+    """`normal=7;tumor=5` as `7 normal and 5 tumor`."""
+    return " and ".join(" ".join(reversed(part.split("="))) for part in text.split(";"))
 
 
 def _cells(row: Row, hits: Row) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from PIL import Image
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.lesions import find_lesions, hottest_first, hottest_tile
+from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first, hottest_tile
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.names import Names
 from selfvitmil.report.contents import Contents, Finding, Maps, Record
@@ -31,7 +31,9 @@ NUM_TILES = 10
 """Most and least suspicious tiles shown of a slide."""
 TILE_PX = 224
 """Largest edge of a tile on the page; smaller ones stay as the encoder saw them."""
-OVERLAY_PX = 1000
+OVERLAY_PX = 860
+OTHER_PX = 280
+"""Of the maps of all models but the first."""
 """Longer edge of an overlay on the page, where a slide has one."""
 MOST_LESIONS = 12
 LESION_WORDS = {
@@ -155,9 +157,8 @@ def _slide(
     first = own[0].read(slide)
     opened, problem = _open(row, first, settings)
     try:
-        overlays = [
-            _overlay(maps, slide, row, opened, names, len(own), study.lesion_row(maps.model, slide)) for maps in own
-        ]
+        overlay = _overlay(own[0], slide, row, opened, names, study.lesion_row(own[0].model, slide))
+        others = _other_overlays(study, own[1:], slide, row, opened, names)
         tiles = _tiles(first, opened, problem, names)
     finally:
         if opened is not None:
@@ -167,15 +168,16 @@ def _slide(
         tag("h3", names.slide(slide), " ", _badge(finding)),
         tag(
             "div",
-            tag("div", *overlays, class_="overlays" if len(own) > 1 else "overlay"),
+            tag("div", overlay, class_="overlay"),
             tag(
                 "div",
                 _verdict(first, finding, row, names),
                 _lesions(own[0].lesions.get(slide), bool(own[0].lesions)),
                 bullets((names.text(text) for text in first.warnings), "warnings"),
             ),
-            class_="beside" if len(own) == 1 else "below",
+            class_="beside",
         ),
+        others,
         tiles,
         id=anchor,
         class_="slide",
@@ -274,20 +276,45 @@ def _rounded(text: str) -> str:
 
 
 def _overlay(
-    maps: Maps, slide: str, row: SlideRow | None, opened: Slide | None, names: Names, number: int, agreement: Record
-) -> Markup:  # fmt: skip
+    maps: Maps, slide: str, row: SlideRow | None, opened: Slide | None, names: Names, agreement: Record
+) -> Markup:
     """The map on the slide: the picture that is there, or a new one where that shows a name or is missing."""
     alt = f"map of {names.slide(slide)} by {maps.model}"
-    edge = round(OVERLAY_PX / number**0.5)  # as many bytes for a slide, however many models
     stored, shown = maps.overlay(slide), None
     if stored is not None and not names.hidden:
-        shown = picture_file(stored, alt, edge_px=edge)
+        shown = picture_file(stored, alt, edge_px=OVERLAY_PX)
     if shown is None and opened is not None:
         drawn = _draw(maps, slide, row, opened, names.slide(slide))
-        shown = picture(drawn, alt, edge_px=edge) if drawn is not None else None
+        shown = picture(drawn, alt, edge_px=OVERLAY_PX) if drawn is not None else None
     if shown is None:
         why = "the stored one shows the slide's name" if stored and names.hidden else "none is stored"
         shown = tag("p", f"No picture of this map: {why}, and the slide's file cannot be used.", class_="missing")
+    return _captioned(shown, maps, agreement)
+
+
+def _other_overlays(
+    study: Contents, others: Sequence[Maps], slide: str, row: SlideRow | None, opened: Slide | None, names: Names
+) -> Markup:
+    """Small pictures of the same slide's maps by other models, without words, so that many fit."""
+    from selfvitmil.localize.overlay import draw_panel
+
+    if not others or opened is None:
+        return Markup()
+    mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OTHER_PX)
+    try:
+        thumbnail = opened.thumbnail(mpp)
+    except SelfVitMilError:
+        return Markup()
+    outlines, figures = _outlines(row), []
+    for maps in others:
+        slide_map = maps.read(slide)
+        drawn = draw_panel(slide_map, thumbnail, mpp, outlines=outlines, lesions=_lesions_of(maps, slide_map))
+        shown = picture(drawn, f"map of {names.slide(slide)} by {maps.model}", edge_px=OTHER_PX)
+        figures.append(_captioned(shown, maps, study.lesion_row(maps.model, slide)))
+    return tag("div", *figures, class_="overlays")
+
+
+def _captioned(shown: Markup, maps: Maps, agreement: Record) -> Markup:
     return tag("figure", shown, tag("figcaption", tag("strong", maps.model), tag("br"), _agreement(agreement)))
 
 
@@ -306,14 +333,20 @@ def _draw(maps: Maps, slide: str, row: SlideRow | None, opened: Slide, title: st
     """The overlay under another title; None where the slide does not read."""
     from selfvitmil.localize.overlay import draw_overlay
 
-    slide_map, how = maps.read(slide), _localize_settings(maps)
+    slide_map = maps.read(slide)
     mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OVERLAY_PX)
-    lesions = find_lesions(slide_map, how.lesion_threshold, how.min_lesion_mm2)
     try:
         thumbnail = opened.thumbnail(mpp)
     except SelfVitMilError:
         return None
+    lesions = _lesions_of(maps, slide_map)
     return draw_overlay(slide_map, thumbnail, mpp, outlines=_outlines(row), lesions=lesions, title=title)
+
+
+def _lesions_of(maps: Maps, slide_map: SlideMap) -> Sequence[Lesion]:
+    """The regions of a map, found as they were when it was made."""
+    how = _localize_settings(maps)
+    return find_lesions(slide_map, how.lesion_threshold, how.min_lesion_mm2)
 
 
 def _localize_settings(maps: Maps) -> LocalizeSettings:
