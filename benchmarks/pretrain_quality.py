@@ -1,7 +1,8 @@
 """What DINO pretraining is worth after so many minutes: accuracy of nearest neighbours and of a linear probe.
 
-    python benchmarks/pretrain_quality.py --tiles FOLDER --minutes 7 [--architecture vit_small_patch16_224]
-        [--batch 256] [--seed 0] [--tile-px 224] [--set lr=1e-3 --set out_dim=4096 ...] [--out ENCODER]
+    python benchmarks/pretrain_quality.py --tiles FOLDER --minutes 7 [--preset quick]
+        [--architecture vit_small_patch16_224] [--batch 256] [--seed 0] [--tile-px 224]
+        [--set lr=1e-3 --set out_dim=4096 ...] [--out ENCODER]
 
 FOLDER/{train,test}/<class>/*.{jpg,png}. Self-supervision sees the tiles of `train` and no label; the linear classifier
 and the neighbours learn from the labels of `train`, both accuracies are those on `test`, for the teacher's vectors in
@@ -50,7 +51,7 @@ from selfvitmil.pretrain.probe import embed_tiles, knn_accuracy, linear_accuracy
 from selfvitmil.pretrain.sources import IMAGE_SUFFIXES, TensorTiles
 from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.train import Origin, pretrain
-from selfvitmil.settings import PretrainSettings, parse
+from selfvitmil.settings import PretrainSettings, parse, resolve_settings
 
 RESERVE = 0.02
 BLOCKS = 20
@@ -201,10 +202,13 @@ def train_for(
 
 
 def settings_from(arguments: argparse.Namespace, device: str, steps: int) -> PretrainSettings:
-    """The settings of both runs: those of the benchmark, `--set` on top, and the number of steps."""
-    values: dict[str, Any] = {name: getattr(arguments, name) for name in ("architecture", "batch", "seed")}
+    """The settings of both runs: those of the preset, of the benchmark, of `--set`, and the number of steps."""
+    values = resolve_settings(flags={"preset": arguments.preset}).pretrain.model_dump(exclude_unset=True)
+    told = {name: getattr(arguments, name) for name in ("architecture", "batch", "seed")}
+    values |= {name: value for name, value in told.items() if value is not None}
     values |= {
         "workers": 0,
+        "log_steps": 50,
         "checkpoint_minutes": 600.0,
         "compile": "on" if device == "cuda" else "off",
     }
@@ -224,8 +228,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=7.0)
-    parser.add_argument("--architecture", default="vit_small_patch16_224")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--preset", default="quick", choices=["quick", "default", "paper", "authors-code"])
+    parser.add_argument("--architecture", help="instead of the preset's")
+    parser.add_argument("--batch", type=int, help="instead of the preset's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tile-px", type=int, default=224)
     parser.add_argument("--pace-seconds", type=float, default=20.0, help="length of the throw-away run")

@@ -560,6 +560,17 @@ def test_presets_hold_the_published_training(preset: str):
     assert settings.mean == (0.6223, 0.4763, 0.6009)
 
 
+def test_the_quick_preset_leaves_tiles_at_their_scale():
+    """So that its encoder is for the tiles of the study, and not for smaller ones."""
+    settings = resolve_settings(flags={"preset": "quick"}).pretrain
+    recipes = learning.recipes_of(settings, 224, 16)
+    assert [recipe.size_px for recipe in recipes] == [112] * 2 + [48] * 4
+    assert learning.made_for_px(recipes[0], 224) == 224
+    for recipe in recipes:
+        shown_px = 224 * sum(edge**0.5 for edge in recipe.scale) / 2
+        assert shown_px == pytest.approx(recipe.size_px, rel=0.1)
+
+
 @pytest.mark.parametrize(
     "args",
     [{}, {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1, "qk_norm": True, "qkv_bias": False}],

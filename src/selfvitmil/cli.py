@@ -25,6 +25,7 @@ from selfvitmil.settings import (
     EngineSettings,
     EvaluateSettings,
     LocalizeSettings,
+    Preset,
     PretrainSettings,
     SlideSettings,
     StainSettings,
@@ -69,8 +70,10 @@ StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate",
 JsonOption = Annotated[bool, Parameter(help="For programs, as JSON.", negative="")]
 STUDY_FOLDER_HELP = "Also look at the place where this study lies, or will."
 PresetOption = Annotated[
-    Literal["default", "paper", "authors-code"] | None,
-    Parameter(help="`paper` follows the text of Self-ViT-MIL, `authors-code` its released code."),
+    Preset | None,
+    Parameter(
+        help="`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code."
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
@@ -531,11 +531,14 @@ class EngineSettings(Settings):
     """A batch system to start workers on."""
 
 
+Preset = Literal["default", "quick", "paper", "authors-code"]
+
+
 class StudySettings(Settings):
     """All settings of a study."""
 
-    preset: Literal["default", "paper", "authors-code"] = "default"
-    """`paper` follows the text of Self-ViT-MIL, `authors-code` its released code."""
+    preset: Preset = "default"
+    """`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code."""
     slide: SlideSettings = SlideSettings()
     tissue: TissueSettings = TissueSettings()
     stain: StainSettings = StainSettings()
@@ -595,7 +598,7 @@ def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | N
     typed = dict(flags or {})
     preset = typed.get("preset", from_file.get("preset", "default"))
     merged: dict[str, Any] = {}
-    if preset in ("paper", "authors-code"):
+    if preset in get_args(Preset) and preset != "default":
         merged = _overlay(merged, read_toml(Path(str(resources.files("selfvitmil") / "presets" / f"{preset}.toml"))))
     merged = _overlay(_overlay(merged, from_file), typed)
     return parse(merged, source=str(toml_file) if toml_file is not None else "the command line")

@@ -304,7 +304,9 @@ def _device_engine(settings: StudySettings, engine: Engine) -> Any:
 
 def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> list[str]:
     """How many tiles there are beside the paper's, for Camelyon16 under a preset that cuts as the paper does."""
-    if settings.preset == "default" or not all(is_camelyon16_name(f"{slide}.tif") for slide in cohort.slides):
+    if settings.preset not in ("paper", "authors-code") or not all(
+        is_camelyon16_name(f"{slide}.tif") for slide in cohort.slides
+    ):
         return []
     lines: list[str] = []
     for split, (tiles, slides) in PAPER_TILES.items():
