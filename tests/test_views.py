@@ -403,7 +403,7 @@ def test_views_equal_a_chain_of_torchvisions_steps(tiles):
 
 
 def test_a_tiles_views_depend_neither_on_batch_nor_on_order(small, monkeypatch):
-    recipes = dino_recipes(1, 48, base=ViewRecipe(size_px=64))
+    recipes = dino_recipes(4, 48, base=ViewRecipe(size_px=64))  # four small ones, made together
     ids = torch.tensor([11, -5, 2**50, 7])
     together = make_views(small, ids, 3, recipes, MEAN, STD)
     order = [2, 0, 3, 1]

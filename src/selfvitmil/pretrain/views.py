@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -148,31 +149,37 @@ def make_views(
             same_size = list(numbered)
             first = same_size[0][0]
             out_VB3SS = torch.empty((len(same_size), len(tiles_BH3W), 3, size, size), dtype=dtype, device=device)
-            for recipe, alike in groupby(same_size, key=lambda pair: pair[1]):
-                numbers = [view for view, _ in alike]
-                u_VBU = uniforms_VBU[numbers[0] : numbers[-1] + 1]
+            for recipe, grouped in groupby(same_size, key=lambda pair: pair[1]):
+                alike = [number for number, _ in grouped]
+                u_VBU = uniforms_VBU[alike[0] : alike[-1] + 1]
+                part_VB3SS = out_VB3SS[alike[0] - first : alike[-1] + 1 - first]
                 draws = draw_view(u_VBU.flatten(0, 1), recipe, height, width)
-                draws_VB = Draws(*[values.unflatten(0, u_VBU.shape[:2]) for values in draws])
-                out = out_VB3SS[numbers[0] - first : numbers[-1] + 1 - first]
-                for some_views, some_tiles in _blocks(len(u_VBU), len(tiles_BH3W), size, (height, width), device):
-                    drawn = Draws(*[values[some_views, some_tiles].flatten(0, 1) for values in draws_VB])
-                    target_VB3SS = out[some_views, some_tiles]
-                    part = tiles_BH3W[some_tiles]
-                    part = part if len(target_VB3SS) == 1 else part.repeat(len(target_VB3SS), 1, 1, 1)
-                    image = (render or render_view)(part, drawn, recipe, basis, tuple(mean), tuple(std))
-                    target_VB3SS[:] = image.view(target_VB3SS.shape)
+                make = partial(render or render_view, recipe=recipe, basis=basis, mean=tuple(mean), std=tuple(std))
+                _fill(part_VB3SS, tiles_BH3W, draws, make)
             views.append(out_VB3SS)
     return views
 
 
-def _blocks(
-    views: int, tiles: int, size: int, tile_shape: tuple[int, int], device: torch.device
-) -> Iterator[tuple[slice, slice]]:
-    """Parts in which views are made, all of the same size: as many whole views as fit, or else parts of one view."""
-    most = _BLOCK[device.type == "cpu"] // 3
-    tiles_together = max(most // size**2, 1)
-    fitting = most // (tiles * max(size**2, math.prod(tile_shape)))  # each view has a copy of the tiles
-    views_together = max((n for n in range(1, fitting + 1) if views % n == 0), default=1)
+def _fill(
+    out_VB3SS: torch.Tensor, tiles_BH3W: torch.Tensor, draws: Draws, make: Callable[[torch.Tensor, Draws], torch.Tensor]
+) -> None:
+    """Make views that are all made alike, several of them together where that fits; `draws` are grouped by view."""
+    draws_VB = Draws(*[values.unflatten(0, out_VB3SS.shape[:2]) for values in draws])
+    for some_views, some_tiles in _blocks(out_VB3SS, tiles_BH3W):
+        target_VB3SS, part = out_VB3SS[some_views, some_tiles], tiles_BH3W[some_tiles]
+        drawn = Draws(*[values[some_views, some_tiles].flatten(0, 1) for values in draws_VB])
+        part = part if len(target_VB3SS) == 1 else part.repeat(len(target_VB3SS), 1, 1, 1)
+        target_VB3SS[:] = make(part, drawn).view(target_VB3SS.shape)
+
+
+def _blocks(out_VB3SS: torch.Tensor, tiles_BH3W: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Parts of equal size, (views, tiles): as many whole views as fit, or else parts of one view."""
+    views, tiles = out_VB3SS.shape[:2]
+    of_view, of_tile = out_VB3SS[0, 0].numel(), tiles_BH3W[0].numel()
+    most = _BLOCK[out_VB3SS.device.type == "cpu"]
+    tiles_together = max(most // of_view, 1)
+    fitting = most // (tiles * max(of_view, of_tile))  # each view has a copy of the tiles
+    views_together = max((n for n in range(1, min(fitting, views) + 1) if views % n == 0), default=1)
     for view in range(0, views, views_together):
         for tile in range(0, tiles, tiles_together):
             yield slice(view, view + views_together), slice(tile, tile + tiles_together)
