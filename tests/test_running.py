@@ -331,15 +331,16 @@ def set_format(table: Path, version: int) -> None:
         file.attrs["format_version"] = version
 
 
-def test_an_older_format_is_made_again_and_said_so(study: Path):
-    table = study / "tiles" / TILING / f"{cohort_of(study)[0]['slide']}.h5"
+@pytest.mark.parametrize(("folder", "stage"), [(f"tiles/{TILING}", "tile"), (f"bags/{TILING}/features_dino", "embed")])
+def test_an_older_format_is_made_again_and_said_so(study: Path, folder: str, stage: str):
+    table = study / folder / f"{cohort_of(study)[0]['slide']}.h5"
     before = snapshot(study)
     set_format(table, 0)
-    done = run(study, "--until", "tile")
+    done = run(study, "--until", stage)
     assert done.returncode == 0, done.stderr
     assert f"1 again: written in format 0, now 1 ({table.stem}); 9 current and left alone" in said(done)
     after = snapshot(study)
-    assert after[f"tiles/{TILING}/{table.name}"][1] == before[f"tiles/{TILING}/{table.name}"][1]
+    assert after[f"{folder}/{table.name}"][1] == before[f"{folder}/{table.name}"][1]
     untouched = [name for name in before if name.endswith(".h5") and table.stem not in name]
     assert {name: after[name] for name in untouched} == {name: before[name] for name in untouched}
 

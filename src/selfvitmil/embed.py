@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from selfvitmil import stain
-from selfvitmil.bags import read_bag, write_bag
+from selfvitmil.bags import FORMAT_VERSION, read_bag, write_bag
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import BagError, ConfigError, EncoderError
@@ -98,9 +98,12 @@ def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:
     if not bag.exists():
         return "made"
     try:
-        before = json.loads(read_bag(bag).attributes.get("made_from", "{}"))
+        attributes = read_bag(bag).attributes
+        before, version = json.loads(attributes.get("made_from", "{}")), attributes.get("format_version")
     except BagError:
         return "made again: the feature file is damaged"
+    if version != FORMAT_VERSION:
+        return f"made again: written in format {version}, now {FORMAT_VERSION}"
     changed = [key for key in made_from if before.get(key) != made_from[key]]
     return f"made again: another {' and '.join(changed)} than before" if changed else None
 
