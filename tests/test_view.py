@@ -232,6 +232,13 @@ def test_a_study_without_maps_labels_or_failures(tmp_path: Path, slide_file: Pat
         assert client.get(row["thumbnail"]).status_code == 200
 
 
+def test_the_main_method_comes_first(study: Path) -> None:
+    shutil.copytree(study / "maps/vit_dsmil", study / "maps/vit_self-vit-mil")
+    with TestClient(app_of(study)[0], base_url="http://127.0.0.1") as client:
+        data = client.get("/api/study.json").json()
+        assert [model["name"] for model in data["models"]] == ["vit_self-vit-mil", *MODELS]
+
+
 def test_a_damaged_map_or_table_hides_nothing_else(study: Path) -> None:
     broken = study / "maps/vit_dsmil/other.h5"
     broken.write_bytes(broken.read_bytes()[:900])

@@ -28,6 +28,8 @@ from selfvitmil.tiles import boxes_l0
 
 SCHEMA = "selfvitmil.map"
 FORMAT_VERSION = 1
+MAIN_METHOD = "self-vit-mil"
+"""Stands first, and for the study, where there are maps or results of several methods."""
 COLUMNS = ("attention", "instance", "product", "effect")
 """What a map may be made from: weight in the bag, probability of the tile alone, their product, and what the slide's
 probability loses when the tile is taken out."""
@@ -149,6 +151,11 @@ class SlideMap:
         picture = np.full((rows, columns), np.nan, np.float32)
         picture[self.grid[:, 1], self.grid[:, 0]] = self.score if values is None else values
         return picture
+
+
+def main_first(model: str) -> tuple[bool, str]:
+    """Sorts names of models: those of the main method, then the others, by the alphabet."""
+    return MAIN_METHOD not in model, model
 
 
 # ---------------------------------------------------------------------------------------------------- files

@@ -14,15 +14,13 @@ from selfvitmil.artefact import Failure, read_failures
 from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
-from selfvitmil.localize.maps import SlideMap, Verdict, read_map
+from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
 from selfvitmil.pretrain.checkpoint import read_metrics
 
 T = TypeVar("T")
 Record = dict[str, str]
 PARTS = ("study.toml", "cohort.csv", "check.csv", "tiles", "encoders", "bags", "models", "results", "maps")
 """By one of these a folder is known as a study."""
-MAIN_METHOD = "self-vit-mil"
-"""Whose decisions stand for the study where there are those of several methods."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,9 @@ def read_contents(study: Path, only: Sequence[str] = ()) -> Contents:
         bags=_count_bags(study),
         models=sum(1 for _ in study.glob("models/**/model.safetensors")),
         results=[one for one in results if not only or one.name in only],
-        maps=sorted((_maps(reader, folder) for folder in _folders(study / "maps")), key=_main_first),
+        maps=sorted(
+            (_maps(reader, folder) for folder in _folders(study / "maps")), key=lambda maps: main_first(maps.model)
+        ),
         failures=reader.attempt(study / "failures.csv", lambda path: read_failures(path.parent), []),
         settings={where: reader.attempt(path, _toml, {}) for where, path in _settings_files(study)},
         problems=list(dict.fromkeys(reader.problems)),
@@ -318,10 +318,6 @@ def _maps(reader: _Reader, folder: Path) -> Maps:
     for row in reader.records(folder / "lesions.csv"):
         lesions.setdefault(row.get("slide", ""), []).append(row)
     return Maps(folder.name, files, verdicts, lesions, reader.attempt(folder / "settings.toml", _toml, {}))
-
-
-def _main_first(maps: Maps) -> tuple[bool, str]:
-    return MAIN_METHOD not in maps.model, maps.model
 
 
 def _count_bags(study: Path) -> dict[str, int]:

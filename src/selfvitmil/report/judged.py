@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from selfvitmil.localize.maps import MAIN_METHOD
 from selfvitmil.names import Names
-from selfvitmil.report.contents import MAIN_METHOD, Contents, Record, Results
+from selfvitmil.report.contents import Contents, Record, Results
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import figure
 from selfvitmil.words import percent, value_and_limits

@@ -22,7 +22,7 @@ import h5py
 
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.localize.maps import SCHEMA, Verdict
+from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
 from selfvitmil.settings import LocalizeSettings, resolve_settings
 
 REFRESH_S = 2.0
@@ -82,7 +82,9 @@ class MapIndex:
         """What there is now, or was a moment ago."""
         with self._lock:
             if time.monotonic() - self._looked >= REFRESH_S:
-                models = [self._model(folder) for folder in sorted(self._folders())]
+                models = [
+                    self._model(folder) for folder in sorted(self._folders(), key=lambda path: main_first(path.name))
+                ]
                 self._found = Found({model.id: model for model in models if model.maps}, self._failures())
                 self._looked = time.monotonic()
             return self._found
