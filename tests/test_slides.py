@@ -508,6 +508,21 @@ def test_bytes_too_many_in_a_tile_do_no_harm(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tile, simplejpeg.decode_jpeg(sound))
 
 
+def test_a_drive_that_brings_bytes_in_parts_is_no_truncated_file(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_slide(plain, reader="jpegtiff") as slide:
+        whole = slide.read_tile(30, 20, 150, 0.25)
+    pread, asked = os.pread, []
+
+    def in_parts(descriptor: int, count: int, offset: int) -> bytes:
+        asked.append(count)
+        return pread(descriptor, min(count, 100), offset)
+
+    monkeypatch.setattr(jpegtiff.os, "pread", in_parts)
+    with open_slide(plain, reader="jpegtiff") as slide:
+        np.testing.assert_array_equal(slide.read_tile(30, 20, 150, 0.25), whole)
+    assert max(asked) > 300
+
+
 def bad_files(folder: Path) -> dict[str, Path]:
     folder.mkdir()
     whole = write_tiff(folder / "whole.tif", plain_pages()).read_bytes()

@@ -167,7 +167,7 @@ def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
     stored = np.flatnonzero(counts)
     subsampling = "444"
     if len(stored):
-        tile = os.pread(descriptor, int(counts[stored[0]]), int(offsets[stored[0]]))
+        tile = _read_at(descriptor, int(counts[stored[0]]), int(offsets[stored[0]]))
         subsampling = _check_tile(head, tile, (page.tilewidth, page.tilelength))
     size, tile_size = (page.imagewidth, page.imagelength), (page.tilewidth, page.tilelength)
     return TiledLevel(size, tile_size, num_across, num_down, offsets, counts, head, subsampling)
@@ -399,10 +399,18 @@ def _decode(descriptor: int, level: TiledLevel, number: int, shrink: int) -> Pix
     return _decode_jpeg(stream, level.tile_size, shrink)
 
 
+def _read_at(descriptor: int, count: int, offset: int) -> bytes:
+    """So many bytes from there, fewer at the end of the file. A network drive may bring them in parts."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def _stream(descriptor: int, level: TiledLevel, number: int) -> bytes:
     """A tile as a JPEG file of its own."""
     count = int(level.counts[number])
-    data = os.pread(descriptor, count, int(level.offsets[number]))
+    data = _read_at(descriptor, count, int(level.offsets[number]))
     if len(data) != count:
         raise ValueError(f"the file ends {count - len(data)} bytes before this tile does")
     return level.head + data[_after_marks(data) :]
