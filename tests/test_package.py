@@ -58,7 +58,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     synthetic.make_cohort(folder.parent / "cohort", slides=12, seed=1, size=SIZE, test_fraction=0.25)
     folder.mkdir()
     (folder / "study.toml").write_text(STUDY)
-    torch.manual_seed(0)
+    torch.manual_seed(4)  # an encoder by whose vectors something is learned: else there is no calibration
     args = {"embed_dim": 48, "depth": 4, "num_heads": 3}
     save_encoder(folder / "encoders" / "tiny", build_encoder("vit_tiny_patch16_224", img_size=48, model_args=args))
     names = [row["slide"] for row in rows_of(folder.parent / "cohort" / "cohort.csv")]

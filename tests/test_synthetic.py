@@ -147,7 +147,7 @@ def test_lesions_lie_in_the_tissue_and_have_the_size_asked_for(positives: Made):
             longest = np.linalg.norm(corners[:, None] - corners[None], axis=-1).max() * truth.mpp
             assert 80 < longest <= 301
             inside = shapely.contains_xy(shape, (columns + 0.5) * scale, (rows + 0.5) * scale)
-            assert truth.tissue_mask[inside].mean() > 0.9  # the lumina of glands are no tissue
+            assert truth.tissue_mask[inside].mean() > 0.75  # the lumina of glands are no tissue
 
 
 def test_stains_are_those_of_the_truth(positives: Made):
@@ -201,7 +201,7 @@ def logistic_scores(
 
 @pytest.fixture(scope="module")
 def tiles(positives: Made) -> dict[str, NDArray[np.float64]]:
-    """Mean colour and a measure of structure of tiles of 112 um, of lesions and of normal tissue."""
+    """Mean and spread of colour and a measure of structure of tiles of 112 um, of lesions and of normal tissue."""
     rows = []
     for number, (pixels, truth) in enumerate(positives):
         edge = round(112 / truth.mpp)
@@ -214,9 +214,16 @@ def tiles(positives: Made) -> dict[str, NDArray[np.float64]]:
             if truth.tissue_mask[i, j].mean() < 0.5 or 0 < share < 0.5:
                 continue
             tile = pixels[y : y + edge, x : x + edge]
-            rows.append([number, share > 0, *tile.mean((0, 1)), coarseness(tile, truth.mpp)])
+            rows.append([number, share > 0, *tile.mean((0, 1)), *spread(tile), coarseness(tile, truth.mpp)])
     table = np.array(rows, dtype=np.float64)
-    return {"slide": table[:, 0], "label": table[:, 1], "colour": table[:, 2:5], "coarseness": table[:, 5]}
+    names = {"slide": 0, "label": 1, "colour": slice(2, 5), "spread": slice(5, 8), "coarseness": 8}
+    return {name: table[:, columns] for name, columns in names.items()}
+
+
+def spread(tile: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Standard deviation of each channel at four times the pixel's size, about 1 um."""
+    edge = len(tile) // 4
+    return tile[: edge * 4, : edge * 4].reshape(edge, 4, edge, 4, 3).mean((1, 3)).std((0, 1))
 
 
 def coarseness(tile: NDArray[np.uint8], mpp: float) -> float:
@@ -237,6 +244,15 @@ def test_mean_colour_does_not_tell_lesions(tiles: dict[str, NDArray[np.float64]]
         for channel in features.T:
             assert auc(labels, channel) < 0.7
         assert auc(labels, logistic_scores(features, labels, tiles["slide"])) < 0.7
+
+
+def test_spread_of_colour_does_not_tell_lesions(tiles: dict[str, NDArray[np.float64]]):
+    """Nuclei that are paler or darker than lymphocytes would: no network is needed to see contrast."""
+    labels, spreads = tiles["label"].astype(np.int64), tiles["spread"]
+    for channel in spreads.T:
+        assert auc(labels, channel) < 0.75
+    both = np.column_stack([tiles["colour"], spreads])
+    assert auc(labels, logistic_scores(both, labels, tiles["slide"])) < 0.8
 
 
 def test_structure_tells_lesions(tiles: dict[str, NDArray[np.float64]]):

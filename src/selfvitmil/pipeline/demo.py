@@ -14,7 +14,7 @@ from selfvitmil.pipeline.slides import synth
 from selfvitmil.pipeline.study import CohortSource, Summary
 from selfvitmil.settings import StudySettings, SynthSettings
 
-SLIDES = SynthSettings(slides=40)
+SLIDES = SynthSettings(slides=64, size_px=2560)
 """A third of them is for testing."""
 
 

@@ -4,9 +4,9 @@
     make_cohort(Path("made"), slides=12, seed=1)                # slides, annotations, tables, truth
 
 They serve the tests, the demo and the documentation, so they look like tissue: a capsule, sinuses, follicles, packed
-lymphocytes, uneven staining, folds, dust; and lesions are told from normal tissue by the structure of their cells, not
-by their colour, whose mean is by construction that of the tissue that they replace. Nothing learnt from them holds for
-patients.
+lymphocytes, uneven staining, folds, dust; and lesions are told from normal tissue by their structure, large nuclei and
+glands, not by their colour: its mean is by construction that of the tissue that they replace, its spread within a tile
+about the same. Nothing learnt from them holds for patients.
 
 `anatomy` decides (on a coarse `grid`) where everything lies, `painter` turns any window of that into concentrations of
 the two stains with the pictures of `cells`, `colour` turns these into pixels, `pyramid` writes slide files, `slide` and

@@ -303,7 +303,7 @@ def _place_lesions(
 
 
 NUM_CORNERS = 120
-ROOM = 0.2
+ROOM = 0.3
 """Free depth about the centre of a lesion in diameters; less than a radius, since it may spread along the capsule."""
 
 
@@ -349,10 +349,10 @@ def _lesion_map(grid: Grid, lesions: tuple[Points, ...]) -> Map:
 
 def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
     """Open spaces of tumour glands."""
-    xy = scatter(rng, grid, 75.0, jitter=0.4)
-    keep = (sample(grid, inside, xy) > 25) & (rng.random(len(xy)) < 0.35)
+    xy = scatter(rng, grid, 46.0, jitter=0.2)
+    keep = (sample(grid, inside, xy) > 16) & (rng.random(len(xy)) < 0.85)
     xy, count = xy[keep], int(keep.sum())
-    return Cavities(xy, rng.uniform(5, 13, count), np.full(count, LUMEN, np.int8), rng.uniform(0, 2 * np.pi, count))
+    return Cavities(xy, rng.uniform(5, 12, count), np.full(count, LUMEN, np.int8), rng.uniform(0, 2 * np.pi, count))
 
 
 # ---------------------------------------------------------------------------------------------------- cells
@@ -420,10 +420,10 @@ def _tumour_cells(
     rng: np.random.Generator, grid: Grid, inside: Map, septum: Map, across: Map, lumina: Cavities
 ) -> Cells:
     """Tumour cells crowded between septa and lumina; spindle cells and strays of lymphocytes in the septa."""
-    xy = scatter(rng, grid, 14.5, jitter=0.25)
-    xy = xy[sample(grid, inside, xy) > 7]
+    xy = scatter(rng, grid, 18.5, jitter=0.25)
+    xy = xy[sample(grid, inside, xy) > 9]
     in_septum = sample(grid, septum, xy)
-    xy = loosen(_outside(xy[in_septum < 0.75], lumina, 1.0, 4.0), 13.0, rounds=2)
+    xy = loosen(_outside(xy[in_septum < 0.75], lumina, 1.0, 4.0), 16.6, rounds=2)
     small = scatter(rng, grid, 9.0, jitter=0.3)
     small = small[sample(grid, inside, small) > 2]
     in_septum, draw = sample(grid, septum, small), rng.random(len(small))

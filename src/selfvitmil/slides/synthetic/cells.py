@@ -197,28 +197,32 @@ def _red_cell(rng: np.random.Generator, mpp: float) -> Stamp:
 
 def _tumour_body(rng: np.random.Generator, mpp: float) -> Stamp:
     """Plenty of granular cytoplasm, which takes some haematoxylin too."""
-    disc = _Disc.of(13.5, mpp)
-    inside = disc.inside(rng, rng.uniform(9.0, 11.2), rng.uniform(1.0, 1.35), 0.2, rng.uniform(0, np.pi))
+    disc = _Disc.of(17.0, mpp)
+    inside = disc.inside(rng, rng.uniform(11.5, 14.2), rng.uniform(1.0, 1.35), 0.2, rng.uniform(0, np.pi))
     grain, mesh = disc.noise(rng, "grain"), disc.noise(rng, "mesh")
     border = np.exp(-(((inside - 0.6) / 0.7) ** 2))
-    eosin = rng.uniform(0.50, 0.66) + 0.06 * mesh + 0.05 * grain + 0.07 * border
-    haematoxylin = rng.uniform(0.24, 0.40) + 0.06 * mesh + 0.04 * grain + 0.04 * border
+    eosin = rng.uniform(0.42, 0.60) + 0.06 * mesh + 0.05 * grain + 0.07 * border
+    haematoxylin = rng.uniform(0.20, 0.34) + 0.06 * mesh + 0.04 * grain + 0.04 * border
     return Stamp(to_bytes(haematoxylin, H_UNIT), to_bytes(eosin, E_UNIT), inside > 0)
 
 
 def _tumour_nucleus(rng: np.random.Generator, mpp: float) -> Stamp:
-    """A vesicular nucleus of 12 to 18 um: rim, clumped chromatin, one to three nucleoli; few are dark, few divide."""
-    disc = _Disc.of(12.0, mpp)
-    angle, radius = rng.uniform(0, np.pi), rng.uniform(5.6, 7.4) * (1.2 if rng.random() < 0.12 else 1.0)
+    """A vesicular nucleus of 14 to 22 um: rim, clumped chromatin, one to three nucleoli; few are dark, few divide.
+
+    It is darker against its cytoplasm than that of many tumours, so that tiles of lesions are, lumina and all, as rich
+    in contrast as tiles of lymphocytes: else the spread of colours would tell them.
+    """
+    disc = _Disc.of(15.0, mpp)
+    angle, radius = rng.uniform(0, np.pi), rng.uniform(7.0, 9.4) * (1.2 if rng.random() < 0.12 else 1.0)
     inside = disc.inside(rng, radius, rng.uniform(1.0, 1.5), 0.15, angle)
     grain, mesh = disc.noise(rng, "grain"), disc.noise(rng, "mesh")
     if rng.random() < 0.03:
         plate = disc.inside(rng, 3.2, 3.5, 0.3, angle)
         haematoxylin = 0.25 + 0.05 * mesh + 1.9 * soft(plate, 0.9) * (1 + 0.2 * grain)
         return Stamp(to_bytes(haematoxylin, H_UNIT), to_bytes(0.42 + 0.05 * mesh, E_UNIT), inside > 0.2)
-    dark = rng.uniform(1.1, 1.5) if rng.random() < 0.10 else rng.uniform(0.52, 0.92)
+    dark = rng.uniform(1.1, 1.5) if rng.random() < 0.10 else rng.uniform(0.56, 0.98)
     haematoxylin = dark * (1 + 0.27 * grain + 0.24 * mesh + 0.45 * np.exp(-(((inside - 0.5) / 0.5) ** 2)))
-    eosin = 0.34 + 0.03 * mesh
+    eosin = 0.46 + 0.03 * mesh
     for _ in range(rng.integers(1, 4)):
         x, y = rng.uniform(-0.42, 0.42, 2) * radius
         spot = np.exp(-((disc.x - x) ** 2 + (disc.y - y) ** 2) / rng.uniform(0.6, 1.5))

@@ -181,7 +181,7 @@ def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float])
     layout, mpp = scanner[0], mpp or scanner[1]
     short_um = min(plan.size) * mpp
     largest = min(400.0, 0.5 * short_um)
-    lesion_um = (min(150.0, 0.7 * largest), largest)
+    lesion_um = (min(200.0, 0.7 * largest), largest)
     lesion_rng = np.random.default_rng(plan.seed)
     lesions = int(lesion_rng.integers(1, 4 if short_um > 700 else 2)) if plan.label == "tumor" else 0
     return dataclasses.replace(plan, layout=layout, mpp=mpp, lesions=lesions, lesion_um=lesion_um)

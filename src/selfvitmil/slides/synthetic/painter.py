@@ -210,7 +210,7 @@ def _drop_cells(
     view: View, h_map: Bytes, e_map: Bytes, cells: Cells, there: NDArray[np.bool_] | np.bool_ = np.True_
 ) -> None:
     """Drop the pictures of the cells that are `there` into the maps."""
-    w, reach = view.window, int(14 / view.anatomy.mpp) + 1
+    w, reach = view.window, int(17 / view.anatomy.mpp) + 1
     x, y = cells.xy_px[:, 0] - w.x0, cells.xy_px[:, 1] - w.y0
     near = (x > -reach) & (x < w.width + reach) & (y > -reach) & (y < w.height + reach)
     chosen = np.flatnonzero(near & there)
@@ -294,11 +294,11 @@ def _lesion(view: View, h_map: Bytes, e_map: Bytes, inside: Map, grain: Map, mes
     anatomy = view.anatomy
     cover = view.lesion_cover(inside)
     septum = soft(view.upsample(anatomy.septum) - 0.72 + 0.10 * mesh, 0.25)
-    eosin = 0.52 + 0.05 * mesh + 0.04 * grain
+    eosin = 0.44 + 0.05 * mesh + 0.04 * grain
     eosin += septum * (0.85 * _collagen(view, mesh, wave) - eosin)
     gap = soft(mesh + 0.6 * wave - 1.55, 0.5)
     eosin *= 1 - 0.8 * gap
-    haematoxylin = (0.30 + 0.04 * mesh + 0.04 * grain - 0.12 * septum) * (1 - 0.8 * gap)
+    haematoxylin = (0.26 + 0.04 * mesh + 0.04 * grain - 0.07 * septum) * (1 - 0.8 * gap)
     h_map[...] = to_bytes(h_map + cover * (haematoxylin * H_UNIT - h_map), 1.0)
     e_map[...] = to_bytes(e_map + cover * (eosin * E_UNIT - e_map), 1.0)
     _drop_cells(view, h_map, e_map, anatomy.tumour_cells)
