@@ -404,7 +404,7 @@ class CompareSettings(Settings):
     random_encoder: bool = False
     """Also embed with an untrained network of the encoder's kind, for the worth of its training."""
     mean_color: bool = False
-    """Also classify by the mean colour of every tile, for the worth of any network."""
+    """Also classify by mean and spread of each tile's colours (row `mean colour`), for the worth of any network."""
     supervised: Literal["none", "probe", "resnet18"] = "none"
     """Also learn from annotated tiles: a linear probe on the encoder's vectors, or a ResNet-18 on their pixels."""
 
