@@ -427,6 +427,7 @@ print(sorted({"dask", "distributed", "rich", "torch", "openslide"} & set(sys.mod
 
 
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 from selfvitmil.engine import Engine
@@ -434,6 +435,7 @@ from selfvitmil.settings import EngineSettings
 from test_engine import write_slowly
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
     try:
         with Engine(EngineSettings(workers=2)) as engine:
             items = {name: Path(sys.argv[1]) / name for name in "abcd"}
