@@ -11,8 +11,6 @@ from pathlib import Path
 
 Row = Mapping[str, str]
 
-HEADER = ("method", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
-
 
 def outcome_table(study: Path) -> tuple[tuple[str, ...], ...]:
     """A line for each row of the comparison, header first; empty where there is none."""
@@ -20,7 +18,9 @@ def outcome_table(study: Path) -> tuple[tuple[str, ...], ...]:
     if not rows:
         return ()
     hits = {row["maps_of"]: row for row in _read(study / "results" / "compare" / "lesions.csv")}
-    return (HEADER, *(_cells(row, hits.get(row["display_name"], {})) for row in rows))
+    level = rows[0]["auc_limits"].partition(",")[0]  # `95 %, DeLong ...`
+    header = ("method", f"AUC [{level}]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
+    return (header, *(_cells(row, hits.get(row["display_name"], {})) for row in rows))
 
 
 def outcome_lines(study: Path, method: str) -> list[str]:
