@@ -25,6 +25,7 @@ from distributed import KilledWorker
 
 from selfvitmil.artefact import Failure, atomic_path
 from selfvitmil.engine import Engine, Outcome, batch, foreign, may_pass, run, work
+from selfvitmil.engine.engine import _open_workers
 from selfvitmil.engine.progress import Progress
 from selfvitmil.engine.run import Run
 from selfvitmil.engine.workers import Workers
@@ -389,6 +390,22 @@ def test_which_failures_may_pass() -> None:
     assert not any(may_pass(error) or may_pass(raised_from(error)) for error in lasting)
 
 
+def test_a_hiccup_that_our_error_hides_from_the_reader_may_still_pass() -> None:
+    def read(error: OSError) -> None:
+        try:
+            raise error
+        except OSError:
+            raise SlideError("a.svs: cannot be read") from None
+
+    for number, passing in ((errno.EIO, True), (errno.ENOENT, False)):
+        with pytest.raises(SlideError) as caught:
+            read(OSError(number, ""))
+        assert may_pass(caught.value) is passing
+    circle, other = ValueError(), KeyError()
+    circle.__cause__, other.__context__ = other, circle
+    assert not may_pass(circle)
+
+
 # ------------------------------------------------------------------------------- good manners
 
 
@@ -562,7 +579,7 @@ def test_the_job_script(kind: Any, lines: list[str], tmp_path: Path) -> None:
     settings = ClusterSettings(
         kind=kind, queue="long", account="lab", directives=("--gres=x",), prologue=("module load p",)
     )
-    cluster = batch._batch_cluster(settings, tmp_path, [])
+    cluster = batch._batch_cluster(settings, tmp_path, batch.Answers())
     try:
         script = cluster.job_script().splitlines()
     finally:
@@ -619,6 +636,39 @@ def test_a_job_that_is_refused_is_an_error_in_slurms_own_words(slurm: Path) -> N
     settings = EngineSettings(batch=ClusterSettings(kind="slurm", queue="lnog"))
     with Engine(settings) as engine, pytest.raises(EngineError, match=r"refuses the job.*invalid partition.*lnog"):
         list(engine.map(square, {"a": 1}, stage="tile"))
+
+
+def test_a_refused_job_is_submitted_again_and_counts_no_more_once_it_is_taken(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_AGAIN_S", 0.1)
+    recovered = tmp_path / "recovered"
+    refusal = "{ echo 'sbatch: error: Socket timed out' >&2; exit 1; }"
+    put_command(slurm / "sbatch", f"[ -e {recovered} ] || {refusal}; echo Submitted batch job 7")
+    put_command(slurm / "scancel", "true")
+    settings = EngineSettings(batch=ClusterSettings(kind="slurm", jobs=2))
+    with _open_workers(settings) as workers:
+        assert isinstance(workers, batch._BatchWorkers)
+        workers.ask_for(2)
+        answers = workers._answers
+        wait_for(lambda: len(answers.refused) == 2)
+        with pytest.raises(EngineError, match="Socket timed out"):
+            workers.check_patience(0)  # nothing was ever taken: wrong settings, most likely
+        recovered.touch()
+        wait_for(lambda: not answers.refused)
+        assert answers.accepted == 2
+        workers.check_patience(10_000)  # they are in the queue, for hours perhaps
+
+
+def test_jobs_that_are_all_refused_at_once_late_in_a_run_end_it_only_after_a_while(tmp_path: Path) -> None:
+    answers = batch.Answers(accepted=9, refused={"job 1": "Socket timed out", "job 2": "Socket timed out"})
+    workers = batch._BatchWorkers(None, None, ClusterSettings(kind="slurm"), answers, tmp_path)  # pyright: ignore[reportArgumentType]
+    workers._number = 3
+    workers.check_patience(10_000)
+    workers._number = 2
+    workers.check_patience(60)
+    with pytest.raises(EngineError, match="Socket timed out"):
+        workers.check_patience(1000)
 
 
 def test_what_a_batch_system_needs_is_named(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

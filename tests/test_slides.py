@@ -5,8 +5,10 @@ The slides are tiny and written here, with a TIFF writer of our own, so that eve
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
+import json
 import os
 import pickle
 import struct
@@ -26,8 +28,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from selfvitmil import geometry
+from selfvitmil.engine import Engine, may_pass, work
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
+from selfvitmil.settings import EngineSettings
 from selfvitmil.slides import SlideCache, contract, fingerprint, jpegtiff, open_slide
+from selfvitmil.slides.check import CheckJob, check_slide
 from selfvitmil.slides.mpp import find_mpp
 from selfvitmil.slides.resample import Grid, _weighted, resample
 
@@ -523,6 +528,63 @@ def test_a_drive_that_brings_bytes_in_parts_is_no_truncated_file(plain: Path, mo
     assert max(asked) > 300
 
 
+def halved(path: Path) -> list[int]:
+    """Pixels of a tile for which the reader first finds out how well the decoder shrinks."""
+    with open_slide(path, reader="jpegtiff") as slide:
+        return slide.read_tile(0, 0, 64, 0.5).ravel().tolist()
+
+
+def test_a_drive_that_fails_once_at_any_moment_costs_a_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiff(tmp_path / "a.tif", [plain_pages(encode=lambda block: ycbcr_jpeg(block, "420"))[0]])
+    monkeypatch.setattr(work, "_FIRST_PAUSE_S", 0.0)
+    pread, calls, failing = os.pread, 0, -1
+
+    def hiccup(descriptor: int, count: int, offset: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(descriptor, count, offset)
+
+    def tried(retries: int) -> Any:
+        nonlocal calls
+        calls = 0
+        monkeypatch.setattr(jpegtiff, "_known_faithful", {})
+        [outcome] = Engine(EngineSettings(workers=0, retries=retries)).map(halved, {"a": path}, stage="tile")
+        return outcome
+
+    monkeypatch.setattr(jpegtiff.os, "pread", hiccup)
+    sound = tried(retries=0).value
+    places = range(1, calls + 1)
+    assert len(places) > 20  # opening, judging, reading
+    for failing in places:  # noqa: B007
+        assert tried(retries=1).value == sound
+        assert "nput/output error" in tried(retries=0).failure.reason
+
+
+def test_what_openslide_says_of_a_failing_drive_may_pass(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slide = open_slide(plain, reader="openslide")
+
+    def broken(reason: str) -> SlideError:
+        def read_region(*arguments: Any) -> None:
+            raise openslide.OpenSlideError(reason)
+
+        monkeypatch.setattr(openslide.OpenSlide, "read_region", read_region)
+        with pytest.raises(SlideError) as caught:
+            slide.read_tile(0, 0, 8, 0.25)
+        monkeypatch.undo()
+        return caught.value
+
+    hiccup = broken(f"I/O error reading file {plain}")
+    assert hiccup.why == f"i/O error reading file {plain.name}"
+    assert may_pass(hiccup)
+    assert may_pass(broken(f"Couldn't open {plain}: Stale file handle"))
+    assert not may_pass(broken("JPEG decoder: not a JPEG file"))
+    assert slide.read_tile(0, 0, 8, 0.25).shape == (8, 8, 3)
+
+
 def bad_files(folder: Path) -> dict[str, Path]:
     folder.mkdir()
     whole = write_tiff(folder / "whole.tif", plain_pages()).read_bytes()
@@ -658,6 +720,17 @@ def test_doubtful_mpp_comes_with_a_warning() -> None:
     assert find_mpp(stated, "aperio").warnings == ()
     assert find_mpp(stated, "aperio", override=0.25).warnings == ()
     assert "0.5 was given, the file says 0.25" in find_mpp(stated, "aperio", override=0.5).warnings[0]
+
+
+def test_an_mpp_for_slides_without_one_leaves_the_others_alone() -> None:
+    stated = {"openslide.mpp-x": "0.5", "openslide.mpp-y": "0.5"}
+    kept = find_mpp(stated, "aperio", otherwise=0.25)
+    assert (kept.value, kept.source) == (0.5, "openslide.mpp-x")
+    assert "which is used, not the 0.25 that was given" in kept.warnings[0]
+    assert find_mpp(stated, "aperio", otherwise=0.5).warnings == ()
+    assert find_mpp(stated, "aperio", override=0.3, otherwise=0.25).value == 0.3
+    for vague in ({}, {"openslide.objective-power": "20"}, {"openslide.mpp-x": "25", "openslide.mpp-y": "25"}):
+        assert find_mpp(vague, "aperio", otherwise=0.25).value == 0.25
 
 
 @pytest.mark.parametrize("reader", ["jpegtiff", "openslide"])
@@ -900,6 +973,40 @@ def test_a_slide_of_several_files_is_known_by_all_of_them(tmp_path: Path) -> Non
     assert fingerprint(folder / "0.dcm") == before[1]
     (folder / "1.dcm").write_bytes(b"changed")
     assert fingerprint(folder / "0.dcm") != before[1]
+
+
+@pytest.mark.parametrize("suffix", [".vms", ".VMU"])
+def test_a_hamamatsu_slide_is_known_by_the_files_it_names(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{suffix}"
+    names = ["a.jpg", "a (1,0).jpg", "mäp.jpg", "a.opt"]
+    keys = ["ImageFile", "ImageFile(1,0)", "MapFile", "OptimisationFile"]
+    lines = [f"{key}={name}" for key, name in zip(keys, names, strict=True)]
+    head = "[Virtual Microscope Specimen]"
+    path.write_bytes("\r\n".join([head, *lines, "MapFile(9)=gone.jpg", "MacroImage=macro.jpg", ""]).encode())
+    for name in [*names, "macro.jpg", "b.jpg"]:
+        (tmp_path / name).write_bytes(b"x")
+    before = fingerprint(path)
+    (tmp_path / "macro.jpg").write_bytes(b"a label with a name on it")
+    (tmp_path / "b.jpg").write_bytes(b"another slide's")
+    assert fingerprint(path) == before
+    for name in names:
+        (tmp_path / name).write_bytes(b"changed")
+        assert fingerprint(path) != before
+        (tmp_path / name).write_bytes(b"x")
+    assert fingerprint(path) == before
+
+
+def test_check_tells_of_outlines_that_enclose_nothing(plain: Path) -> None:
+    bow_tie, line = [[0, 0], [9, 9], [9, 0], [0, 9], [0, 0]], [[0, 0], [9, 9], [0, 0], [0, 0]]
+    features = [
+        {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [points]}, "properties": {}}
+        for points in (bow_tie, line)
+    ]
+    outlines = plain.with_name("a.geojson")
+    outlines.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+    told = check_slide(CheckJob("a", plain, "auto", None, outlines)).warnings
+    words = "outlines in a.geojson that cross themselves or enclose nothing are repaired when read"
+    assert told == (f"{words}: 3 regions",)  # both halves of the bow tie, and the line
 
 
 # ---------------------------------------------------------------------------------------------------- real slides

@@ -12,14 +12,18 @@ import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
 import socket
+import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +150,18 @@ def fingerprint(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str
 # ---------------------------------------------------------------------------------------------------- lock
 
 
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+"""What file systems without locks answer: Lustre without its option `flock`, some network drives."""
+
+
 @contextmanager
 def study_lock(study: Path, command: str) -> Iterator[None]:
     """Hold the study for this process; raise LockError, naming host and pid, when another one has it.
 
-    The operating system drops the lock when its holder dies, however it dies, so a killed run blocks nobody.
+    The operating system drops the lock when its holder dies, however it dies, so on one machine a killed run blocks
+    nobody. Between machines, and on a file system without locks, there is only the line that the holder writes into the
+    file and removes at its end. A run that was killed leaves it; nobody can tell it from one that still runs, so the
+    study stays closed until its user removes the file.
     """
     path = study / ".lock"
     try:
@@ -159,19 +170,11 @@ def study_lock(study: Path, command: str) -> Iterator[None]:
     except OSError as error:
         raise _explained(path, error) from error
     with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LockError(
-                f"{study.name}: another process works on this study ({_holder(file)})",
-                "two at once could undo each other's work",
-                "Wait until it has finished, or stop it",
-            ) from None
+        locked = _flock(file, study)
         holder = _holder(file)
-        if holder and f"host {socket.gethostname()}," not in holder:
-            # Some network drives do not share locks between machines: then the name in the file is all we have.
+        if holder and (not locked or f"host {socket.gethostname()}," not in holder):
             raise LockError(
-                f"{study.name}: another machine's process works on this study, or was killed there ({holder})",
+                f"{study.name}: another process works on this study, or was killed while it did ({holder})",
                 "this file system may not tell the two apart",
                 "When that process is gone, remove the file .lock in the study and run the same command again",
             )
@@ -186,9 +189,78 @@ def study_lock(study: Path, command: str) -> Iterator[None]:
             file.truncate()
 
 
+def _flock(file: io.TextIOBase, study: Path) -> bool:
+    """Lock the file; False where the file system has no locks, LockError where another process has this one."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LockError(
+            f"{study.name}: another process works on this study ({_holder(file)})",
+            "two at once could undo each other's work",
+            "Wait until it has finished, or stop it",
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise _explained(study / ".lock", error) from error
+        return False
+    return True
+
+
 def _holder(file: io.TextIOBase) -> str:
     file.seek(0)
     return file.read().strip()
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+_WORD = r"""(?:[^\s"'/<>]|(?<=\w)'(?=\w))+"""
+"""Part of a folder's name without blanks; with the apostrophe of O'Brien, not with quotes around a path."""
+_FILE = r"[^\s/]*\.(?:svs|svslide|tiff?|ndpi|scn|mrxs|bif|czi|dcm|vm[su]|h5|pt|png|jpe?g|json|geojson|csv|xml|toml)"
+"""Where a path ends, though blanks and slashes may follow."""
+_PAIRS = r"\d/\d(?= of )|(?:and|either)/or|[uµ]m/px|input/output|i/o|n/a|w/o|(?:tiles|slides|steps|[kmg]b)/s"
+"""Words with a slash that are no path."""
+_FOLDER = rf"(?:(?!{_FILE},? ){_WORD}(?<![;:]) +(?!(?:{_PAIRS})\b(?!\.\w|/))){{0,5}}{_WORD}"
+"""A folder's name, which may have a few blanks: to cut too much does less harm than to tell whose home it is."""
+_START = r"(?<![\w./~)\]}<>%*])"
+"""Before the slash that an absolute path begins with: not in tiles/a.h5, ~/x, </p>, f(x)/2."""
+_ROOTS = re.compile(rf"{_START}/(?:home|Users|root|tmp|mnt|media|data|var|srv|scratch)(?![\w-]|\.\w)/*")
+"""What may stand for a whole path of one folder."""
+
+
+def without_folders(text: str, known: Iterable[str | Path] = ()) -> str:
+    """A text of whatever origin with absolute paths cut down to the name of the file, fit to be mailed.
+
+    Where a path with blanks begins and ends cannot always be told, so folders that are `known` are cut exactly, and
+    vanish where they stand by themselves. Addresses (https://...), relative paths and words such as and/or stay.
+    """
+    text = _paths(tuple(map(str, known))).sub(lambda found: found["address"] or "", text)
+    return _ROOTS.sub("", text)
+
+
+def _spellings(folder: str) -> Iterator[str]:
+    """Of an absolute folder other than the root; macOS takes accents apart."""
+    folder = folder.rstrip("/")
+    if folder.startswith("/"):
+        yield from (folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD")))
+
+
+@lru_cache(maxsize=32)
+def _paths(known: tuple[str, ...]) -> re.Pattern[str]:
+    """Addresses, which stay, and the folders of absolute paths, which do not."""
+    spelt = sorted({form for folder in known for form in _spellings(folder)}, key=len, reverse=True)
+    one_of_known = rf"(?:\bfile://|{_START})(?=/)(?:{'|'.join(map(re.escape, spelt))})" if spelt else r"(?!)"
+    name = r"""(?=[^\s"'/\\])"""  # of the file, which stays
+    forms = (
+        r"""(?P<address>\b(?!file:)[a-z][\w+.-]*://[^\s"'<>,;]*)""",
+        rf"""(?<=")/[^"\n]*/{name}""",  # between quotes: all up to the last slash
+        rf"""(?<=')/(?:[^'\n]|'(?=\w))*/{name}""",
+        rf"{one_of_known}/+(?:{_FOLDER}/+)*{name}",
+        # By itself, and whole: neither /data/slides2 nor "/data/slides old/x" means /data/slides.
+        rf"{one_of_known}/*(?![\w/-]|\.\w|(?: +{_WORD}){{1,5}}/)",
+        rf"(?:\bfile:/+|{_START}(?<!:)/+|(?<=:)/(?!/))(?:{_FOLDER}/+)+{name}",
+        rf"""(?:\b[a-z]:|(?<!\S)\\)\\(?:[^\\/:*?"'<>|\n]+\\)+{name}""",  # from Windows
+    )
+    return re.compile("|".join(forms), re.IGNORECASE)
 
 
 # ---------------------------------------------------------------------------------------------------- failures
@@ -209,8 +281,8 @@ class Failure:
 
         Files are named without their folders, since a `failures.csv` may be mailed.
         """
-        if isinstance(error, SelfVitMilError):
-            return cls(slide, stage, error.reason, error.how)
+        if isinstance(error, SelfVitMilError):  # of which many hold a library's words
+            return cls(slide, stage, _one_line(error.reason), _one_line(error.how))
         if isinstance(error, OSError):
             remedy = _REMEDIES_ANY.get(
                 error.errno or 0, "Check the file and its drive, then run the same command again"
@@ -231,15 +303,19 @@ _REMEDIES_ANY = {
 def _reason_of_os_error(error: OSError) -> str:
     if not error.strerror:  # a library's own words
         return _unexpected(error)
-    words = without_folders(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
+    words = _one_line(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
     if isinstance(error.filename, str | bytes):
         return f"{Path(os.fsdecode(error.filename)).name}: {words}"
     return f"{words}{_place(error)}"
 
 
 def _unexpected(error: BaseException) -> str:
-    text = without_folders(str(error))
+    text = _one_line(str(error))
     return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(without_folders(text).split())
 
 
 def _place(error: BaseException) -> str:
@@ -253,34 +329,64 @@ def _place(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-_FOLDERS = re.compile(r"""(?<=["'])/[^"'\n]*/|(?<![\w.:/])/(?:[^\s"'/]+/)+""")
-"""The folders of an absolute path: all up to the last slash between quotes, or up to a blank outside of them."""
-
-
-def without_folders(text: str) -> str:
-    """In one line, with absolute paths cut down to the name of the file."""
-    return " ".join(_FOLDERS.sub("", text).split())
-
-
 FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do")
 
 
 def read_failures(study: Path) -> list[Failure]:
-    """The rows of `failures.csv`; none when there is no such file."""
+    """The rows of `failures.csv`, none when there is no such file; ArtefactError where it is no such table.
+
+    A spreadsheet may have saved it again: with semicolons or tabs, blank rows, empty cells at the end.
+    """
     path = study / "failures.csv"
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
+        reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=header.count))
+        rows = [_fitted(row) for row in reader if any(row)]
+        if rows and rows[0] != FAILURE_COLUMNS:
+            raise ValueError(f"its columns are {', '.join(filter(None, rows[0]))}")
+    except (OSError, ValueError, csv.Error) as error:
+        why = (error.strerror or "") if isinstance(error, OSError) else str(error)
+        how = "Move it away: the next command writes it anew"
+        raise ArtefactError("failures.csv: not a readable table of failures", why, how) from None
     return [Failure(*row) for row in rows[1:]]
 
 
+def _fitted(row: list[str]) -> tuple[str, ...]:
+    """As many cells as there are columns."""
+    width = len(FAILURE_COLUMNS)
+    if any(row[width:]):
+        raise ValueError(f"a row has {len(row)} cells under {width} columns")
+    return (*row[:width], *[""] * (width - len(row)))
+
+
 def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Iterable[Failure]) -> None:
-    """Bring `failures.csv` up to date for the slides that `stage` has just tried; other rows stay."""
+    """Bring `failures.csv` up to date for the slides that `stage` has just tried; other rows stay.
+
+    One that cannot be read, since somebody edited it, is put aside and a line on stderr says so: the work is done by
+    now, and nothing of it may be lost.
+    """
     tried = set(tried)
-    kept = [row for row in read_failures(study) if row.stage != stage or row.slide not in tried]
-    rows = sorted({*kept, *failures})
     path = study / "failures.csv"
+    try:
+        before = read_failures(study)
+    except ArtefactError as error:
+        before = []
+        _put_aside(path, error)
+    kept = [row for row in before if row.stage != stage or row.slide not in tried]
+    rows = sorted({*kept, *failures})
     if not rows and not path.exists():
         return
     write_csv(path, [FAILURE_COLUMNS, *map(astuple, rows)])
+
+
+def _put_aside(path: Path, error: ArtefactError) -> None:
+    places = (path.with_name(f"{path.stem}-unreadable-{k}{path.suffix}") for k in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
+    try:
+        path.rename(aside)
+    except OSError as trouble:
+        raise _explained(path, trouble) from trouble
+    print(f"{error.reason}. It is now {aside.name}, and a new one is written", file=sys.stderr)

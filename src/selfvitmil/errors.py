@@ -13,6 +13,8 @@ class SelfVitMilError(Exception):
 
     exit_status = 3
     """What the command line ends with: something that was asked for does not exist."""
+    transient = False
+    """Whether trying again may help. To be set where the cause does not tell: pickling loses it, OpenSlide has none."""
 
     def __init__(self, what: str, why: str = "", how: str = ""):
         super().__init__(what, why, how)

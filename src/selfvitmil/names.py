@@ -14,6 +14,7 @@ import csv
 import itertools
 import random
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,14 +28,6 @@ from selfvitmil.errors import ArtefactError
 PSEUDONYMS = "pseudonyms.csv"
 """The key to a study's pseudonyms, beside its cohort.csv."""
 HEADER = ["kind", "name", "pseudonym"]
-
-_FOLDERS = re.compile(
-    r"""(?<=["'])/[^"'\n]*/|(?:file:/{2,}|(?<![\w.:/])/)(?:(?:[^\s"'/<>]+|[^\s"'/<>.]+(?: [^\s"'/<>.]+){1,3})/)+"""
-)
-"""The folders of an absolute path: all up to the last slash between quotes; outside of them a folder may have a few
-blanks in its name, since to cut too much does less harm than to tell whose home it is."""
-_BARE = re.compile(r"""(?<![\w.:/<)])/(?:home|Users|root|tmp|mnt|media|data|var|srv|scratch)\b""")
-"""What may stand for a whole path of one folder."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +56,19 @@ class Names:
 
     def text(self, text: str) -> str:
         """A text of whatever origin, fit to be mailed."""
-        for folder in self.folders:
-            text = text.replace(folder + "/", "").replace(folder, "")
-        text = _BARE.sub("", _FOLDERS.sub("", text))
-        if self._pattern is not None:
-            text = self._pattern.sub(lambda found: self._replacement[found.group().casefold()], text)
-        return text
+        text = artefact.without_folders(text, self.folders)
+        return text if self._pattern is None else self._renamed(unicodedata.normalize("NFC", text), self._pattern)
+
+    def _renamed(self, text: str, pattern: re.Pattern[str]) -> str:
+        folded, places = _folded(text)
+        parts, done = [], 0
+        for found in pattern.finditer(folded):
+            parts += [text[done : places[found.start()]], self._replacement[found.group()]]
+            done = places[found.end()]
+        return "".join([*parts, text[done:]])
+
+    def _shows_a_name(self, text: str) -> bool:
+        return self._pattern is not None and self._pattern.search(_fold(text)) is not None
 
     def svg(self, text: str) -> str | None:
         """A figure with its texts made fit; None where a name would still show, broken into lines."""
@@ -76,7 +76,7 @@ class Names:
         parts[::2] = [escape(self.text(unescape(part)), quote=False) for part in parts[::2]]
         words = " ".join(" ".join(unescape(part) for part in parts[::2]).split())
         joined = re.sub(r"<!--.*?-->|<[^>]*>", "", "".join(parts))
-        if self._pattern is not None and (self._pattern.search(words) or self._pattern.search(unescape(joined))):
+        if self._shows_a_name(words) or self._shows_a_name(unescape(joined)):
             return None
         return "".join(part for part in parts if not part.startswith("<!--"))
 
@@ -85,24 +85,37 @@ class Names:
     @cached_property
     def _replacement(self) -> dict[str, str]:
         both = {**(self.patients or {}), **(self.aliases or {}), **(self.slides or {})}
-        return {name.casefold(): pseudonym for name, pseudonym in both.items()}
+        return {_fold(name): pseudonym for name, pseudonym in both.items()}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        """Names as whole words, the longest first; `_` parts words, since it does so in names of files.
+        """Names as whole words of a folded text, the longest first; `_` parts words, as it does in names of files.
 
         Short ones, numbers and words such as a label would be found everywhere. They are replaced where they stand
         for a slide or its file: before a suffix or a colon.
         """
         names = sorted(filter(None, self._replacement), key=lambda name: (-len(name), name))
-        common = {word.casefold() for word in self.common}
+        common = {_fold(word) for word in self.common}
         weak = [name for name in names if len(name) < 4 or (name.isdigit() and len(name) < 6) or name in common]
         strong = [name for name in names if name not in set(weak)]
         forms = [f"(?:{_any_of(strong)})(?![^\\W_])"] if strong else []
-        forms += (
-            [f"(?:{_any_of(weak)})(?=\\.[A-Za-z]\\w{{1,7}}|:|_(?:red|inferno|viridis|zoom|patches))"] if weak else []
-        )
-        return re.compile(f"(?<![^\\W_])(?:{'|'.join(forms)})", re.IGNORECASE) if forms else None
+        forms += [f"(?:{_any_of(weak)})(?=\\.[a-z]\\w{{1,7}}|:|_(?:red|inferno|viridis|zoom|patches))"] if weak else []
+        return re.compile(f"(?<![^\\W_])(?:{'|'.join(forms)})") if forms else None
+
+
+_DOTLESS = str.maketrans({"İ": "i", "ı": "i", "\u0307": ""})
+"""Turkish letters of which the other case is i, I or i with a second dot, depending on whom one asks."""
+
+
+def _fold(text: str) -> str:
+    """As names are compared: neither case nor the way accents are encoded matters, and ß is ss."""
+    return unicodedata.normalize("NFC", text).translate(_DOTLESS).casefold()
+
+
+def _folded(text: str) -> tuple[str, list[int]]:
+    """A text in NFC as `_fold` gives it, and for each of its letters, and its end, the place in the text."""
+    letters = [(letter, place) for place, whole in enumerate(text) for letter in whole.translate(_DOTLESS).casefold()]
+    return "".join(letter for letter, _ in letters), [*(place for _, place in letters), len(text)]
 
 
 def _any_of(names: Sequence[str]) -> str:

@@ -48,7 +48,13 @@ class SlideSettings(Settings):
     reader: Literal["auto", "openslide", "jpegtiff"] = "auto"
     """`jpegtiff` decodes JPEG in TIFF and SVS directly, `openslide` reads all formats; `auto` chooses per slide."""
     mpp: float | None = Field(default=None, gt=0)
-    """Microns per level-0 pixel of slides that do not say it themselves; the cohort's `mpp` column wins over this."""
+    """Microns per level-0 pixel of slides whose files do not say it; the cohort's column `mpp` wins over both."""
+    force_mpp: bool = False
+    """Take `mpp` also where files say otherwise."""
+
+    @property
+    def forced_mpp(self) -> float | None:
+        return self.mpp if self.force_mpp else None
 
 
 class TissueSettings(Settings):
@@ -224,8 +230,8 @@ class PretrainSettings(Settings):
     """Edge of the small views; none means 3/7 of the large one in whole patches, 96 for 224."""
     num_local: int = Field(default=8, ge=0)
     """Small views of each tile."""
-    global_scale: tuple[float, float] = (0.4, 1.0)
-    """Share of the tile's area that a large view shows, from and to; 0.08 and 1 are customary with `simclr`."""
+    global_scale: tuple[float, float] | None = None
+    """Share of the tile's area that a large view shows, from and to; none means 0.4 and 1, with `simclr` 0.08 and 1."""
     local_scale: tuple[float, float] = (0.05, 0.4)
     """Share of the tile's area that a small view shows, from and to."""
     hflip: float = Field(default=0.5, ge=0, le=1)
@@ -242,18 +248,19 @@ class PretrainSettings(Settings):
     """Then plus or minus up to this, in optical density."""
     jitter: float = Field(default=0.8, ge=0, le=1)
     """Chance of colour jitter by the next four."""
-    brightness: float = Field(default=0.4, ge=0)
-    """Brightness times 1 minus to 1 plus this."""
-    contrast: float = Field(default=0.4, ge=0)
-    """Contrast times 1 minus to 1 plus this."""
-    saturation: float = Field(default=0.2, ge=0)
-    """Saturation times 1 minus to 1 plus this."""
-    hue: float = Field(default=0.1, ge=0, le=0.5)
-    """Hue turned by up to this share of the colour circle."""
+    brightness: float | None = Field(default=None, ge=0)
+    """Brightness times 1 minus to 1 plus this; none means 0.4, with `simclr` 0.8."""
+    contrast: float | None = Field(default=None, ge=0)
+    """Contrast times 1 minus to 1 plus this; none means 0.4, with `simclr` 0.8."""
+    saturation: float | None = Field(default=None, ge=0)
+    """Saturation times 1 minus to 1 plus this; none means 0.2, with `simclr` 0.8."""
+    hue: float | None = Field(default=None, ge=0, le=0.5)
+    """Hue turned by up to this share of the colour circle; none means 0.1, with `simclr` 0.2."""
     grey: float = Field(default=0.2, ge=0, le=1)
     """Chance that a view loses its colours."""
     blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
-    """Chance of a blur in the first large view, the second one and the small ones."""
+    """Chance of a blur in the first large view, the second one and the small ones; `simclr` takes the third for both of
+    its views."""
     solarize: float = Field(default=0.2, ge=0, le=1)
     """Chance that bright pixels of the second large view are inverted."""
     mean: tuple[float, float, float] | None = None
@@ -514,7 +521,8 @@ class EngineSettings(Settings):
     """Where the work on slides runs."""
 
     workers: int | None = Field(default=None, ge=0)
-    """Processes on this machine; 0 works in the calling process, none means one per core."""
+    """Processes on this machine, for slides and for trainings of small bags; 0 works in the calling process, none means
+    one per core."""
     cluster: str | None = None
     """Address of a running dask scheduler, tls://host:port."""
     tls_ca: Path | None = None
@@ -587,7 +595,7 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
     if pretrain.std is not None and min(pretrain.std) <= 0:
         raise ValueError("pretrain.std must be above 0 in all channels")
     for name in ("global_scale", "local_scale"):
-        low, high = getattr(pretrain, name)
+        low, high = getattr(pretrain, name) or (1.0, 1.0)
         if not 0 < low <= high <= 1:
             raise ValueError(f"pretrain.{name} must be two shares of the tile, the smaller first, above 0 and up to 1")
 
@@ -609,7 +617,7 @@ def parse(values: Mapping[str, Any], source: str) -> StudySettings:
     try:
         return StudySettings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}", how="`selfvitmil tile --help` lists all settings") from None
+        raise ConfigError(f"{source}: {describe(error)}", how="`selfvitmil run --help` lists all settings") from None
 
 
 def describe(error: ValidationError) -> str:

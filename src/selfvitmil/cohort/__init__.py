@@ -2,7 +2,7 @@
 
 `read_cohort` takes a `cohort.csv`, a folder of slides, a Camelyon16 folder, or the tables of CLAM and STAMP to one
 `Cohort`; `write_cohort` stores it in a study; `merge_cohorts` adds to a study that has one. The functions of `splits`
-divide its patients into training, validation and test sets and exchange them with CLAM.
+divide its patients into training, validation and test sets, or read such sets from CLAM's files.
 What a reader should see but what stops nobody is text in `Cohort.warnings`; contradictions are a `CohortError`.
 """
 
@@ -14,12 +14,9 @@ from selfvitmil.cohort.splits import (
     Split,
     carve_validation,
     given,
-    hold_out,
     k_fold,
     monte_carlo,
     read_splits,
-    repeated_k_fold,
-    write_splits,
 )
 from selfvitmil.cohort.table import COLUMNS, Cohort, MergeReport, SlideRow, make_cohort, merge_cohorts, write_cohort
 
@@ -32,14 +29,11 @@ __all__ = [
     "Split",
     "carve_validation",
     "given",
-    "hold_out",
     "k_fold",
     "make_cohort",
     "merge_cohorts",
     "monte_carlo",
     "read_cohort",
     "read_splits",
-    "repeated_k_fold",
     "write_cohort",
-    "write_splits",
 ]

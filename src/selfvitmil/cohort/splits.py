@@ -7,8 +7,8 @@ patient of every class, and as near to its share as whole patients allow. Slides
 (`Cohort.unlabelled`). The result depends on names, labels and the seed, not on the order of rows.
 
 `val` is everywhere the fraction of the patients left for training that is set aside, 0 for none.
-Splits are stored as CLAM stores them: `splits_<k>.csv` (three ragged columns of slide names), `splits_<k>_bool.csv` and
-`splits_<k>_descriptor.csv` (slides per class).
+Splits that others made are read as CLAM stores them: `splits_<k>.csv` (three ragged columns of slide names), or
+`splits_<k>_bool.csv`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import difflib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from selfvitmil.artefact import write_csv
 from selfvitmil.cohort.spreadsheet import read_sheet
 from selfvitmil.cohort.table import Cohort, listing
 from selfvitmil.errors import CohortError, ConfigError
@@ -45,11 +44,6 @@ class Split:
 # ---------------------------------------------------------------------------------------------------- making
 
 
-def hold_out(cohort: Cohort, *, test: float = 0.2, val: float = 0.0, seed: int = 0) -> Split:
-    """One split with the fraction `test` of the patients as test set."""
-    return _hold_out(cohort, "holdout", test, val, (_checked_seed(seed),))
-
-
 def monte_carlo(
     cohort: Cohort, repeats: int, *, test: float = 0.2, val: float = 0.0, seed: int = 0
 ) -> tuple[Split, ...]:
@@ -61,14 +55,22 @@ def monte_carlo(
 
 def k_fold(cohort: Cohort, k: int, *, val: float = 0.0, seed: int = 0) -> tuple[Split, ...]:
     """`k` splits whose test sets divide the labelled slides among them."""
-    return tuple(_k_fold(cohort, k, val, (_checked_seed(seed),), ""))
-
-
-def repeated_k_fold(cohort: Cohort, k: int, repeats: int, *, val: float = 0.0, seed: int = 0) -> tuple[Split, ...]:
-    """`k_fold` done `repeats` times with other folds: `repeat0_fold0`, `repeat0_fold1`, ..."""
-    _check_count("repeats", repeats, 1)
+    _check_count("k", k, 2)
     seed = _checked_seed(seed)
-    return tuple(split for r in range(repeats) for split in _k_fold(cohort, k, val, (seed, r), f"repeat{r}_"))
+    by_class = _patients_by_class(cohort)
+    _check_classes(by_class, "the cohort")
+    small = [f"{label} ({len(patients)})" for label, patients in by_class.items() if len(patients) < k]
+    if small:
+        raise CohortError(
+            f"{k} folds, but fewer patients of the classes {listing(small)}",
+            "every fold needs a patient of every class",
+            "Ask for fewer folds, or add patients",
+        )
+    generator = np.random.default_rng([seed, 0])
+    # Dealt like cards, one class after the other: folds differ by one patient at most, in each class and in all.
+    dealt = [patient for patients in by_class.values() for patient in _shuffled(patients, generator)]
+    folds = [_split_of(cohort, f"fold{fold}", set(dealt[fold::k])) for fold in range(k)]
+    return tuple(_carved(cohort, split, val, (seed, fold)) for fold, split in enumerate(folds))
 
 
 def given(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
@@ -113,25 +115,6 @@ def _hold_out(cohort: Cohort, name: str, test: float, val: float, entropy: tuple
         )
     drawn = _draw(by_class, test, np.random.default_rng([*entropy, 0]), "test")
     return _carved(cohort, _split_of(cohort, name, drawn), val, entropy)
-
-
-def _k_fold(cohort: Cohort, k: int, val: float, entropy: tuple[int, ...], prefix: str) -> Iterator[Split]:
-    _check_count("k", k, 2)
-    by_class = _patients_by_class(cohort)
-    _check_classes(by_class, "the cohort")
-    small = [f"{label} ({len(patients)})" for label, patients in by_class.items() if len(patients) < k]
-    if small:
-        raise CohortError(
-            f"{k} folds, but fewer patients of the classes {listing(small)}",
-            "every fold needs a patient of every class",
-            "Ask for fewer folds, or add patients",
-        )
-    generator = np.random.default_rng([*entropy, 0])
-    # Dealt like cards, one class after the other: folds differ by one patient at most, in each class and in all.
-    dealt = [patient for patients in by_class.values() for patient in _shuffled(patients, generator)]
-    for fold in range(k):
-        split = _split_of(cohort, f"{prefix}fold{fold}", set(dealt[fold::k]))
-        yield _carved(cohort, split, val, (*entropy, fold))
 
 
 def _split_of(cohort: Cohort, name: str, test_patients: set[str]) -> Split:
@@ -231,33 +214,10 @@ def _checked_seed(seed: int) -> int:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def write_splits(folder: Path, splits: Sequence[Split], cohort: Cohort) -> None:
-    """Write the splits as CLAM does, numbered in their order; splits of higher numbers from earlier are removed.
-
-    CLAM has no place for a split's name; it stands in the corner of the descriptor, which CLAM itself never reads.
-    """
-    for k, split in enumerate(splits):
-        check_split(split, cohort, split.name)
-        sides = [getattr(split, side) for side in SIDES]
-        depth = max(map(len, sides))
-        ragged = [[i, *(side[i] if i < len(side) else "" for side in sides)] for i in range(depth)]
-        flags = [[slide, *(i == j for j in range(3))] for i, side in enumerate(sides) for slide in side]
-        counts = [Counter(cohort[slide].label for slide in side) for side in sides]
-        descriptor = [[label, *(count[label] for count in counts)] for label in cohort.classes]
-        write_csv(folder / f"splits_{k}.csv", [["", *SIDES], *ragged])
-        write_csv(folder / f"splits_{k}_bool.csv", [["", *SIDES], *flags])
-        write_csv(folder / f"splits_{k}_descriptor.csv", [[split.name, *SIDES], *descriptor])
-    for path in folder.glob("splits_*.csv"):
-        match = re.fullmatch(r"splits_(\d+)(_bool|_descriptor)?\.csv", path.name)
-        if match and int(match[1]) >= len(splits):
-            path.unlink()
-
-
 def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:
-    """Read the splits of a folder, ours or CLAM's, in the order of their numbers; checked against the cohort.
+    """Read the splits of a folder in the order of their numbers, named `fold<k>`; checked against the cohort.
 
-    `splits_<k>.csv` counts; where there is only `splits_<k>_bool.csv`, that does. One without a stored name is
-    `fold<k>`.
+    `splits_<k>.csv` counts; where there is only `splits_<k>_bool.csv`, that does.
     """
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("splits_*.csv"), reverse=True):  # ".csv" sorts below "_bool.csv", and so wins
@@ -283,9 +243,7 @@ def _read_split(path: Path, k: int) -> Split:
         sides = [tuple(n for n, cell in zip(names, column, strict=True) if _true(cell, path)) for column in columns]
     else:
         sides = [tuple(filter(None, column)) for column in columns]
-    descriptor = path.with_name(f"splits_{k}_descriptor.csv")
-    name = read_sheet(descriptor).columns[0] if descriptor.is_file() else ""
-    return Split(name or f"fold{k}", *sides)
+    return Split(f"fold{k}", *sides)
 
 
 def _true(cell: str, path: Path) -> bool:

@@ -1,15 +1,18 @@
 """Workers as jobs of Slurm, PBS or LSF, through dask-jobqueue: one job, one core, one slide at a time.
 
 The jobs find the key of the run as files in a folder at home, which all nodes of a cluster see and only we can read.
+dask-jobqueue never submits a job again that was refused; we do, since a busy batch system refuses now and then.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,21 @@ _BATCH = {  # kind: dask-jobqueue's class, the command that submits
     "lsf": ("LSFCluster", "bsub"),
 }
 
+_AGAIN_S = 60.0
+"""After how long a refused job is submitted once more."""
+_PATIENCE_S = 600.0
+"""How long all jobs may be refused, with no worker left, once the batch system has taken some. Before, it is at once:
+then the settings are wrong."""
+
+
+@dataclass
+class Answers:
+    """What the batch system says to our jobs."""
+
+    accepted: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    """By the job's name: why, until it is accepted."""
+
 
 @contextmanager
 def batch_workers(batch: ClusterSettings) -> Iterator[Workers]:
@@ -39,22 +57,22 @@ def batch_workers(batch: ClusterSettings) -> Iterator[Workers]:
             "no job can be started from here",
             f"Run this on a machine of the cluster that has {submit}, or leave engine.batch.kind out to work here",
         )
-    refusals: list[str] = []
+    answers = Answers()
     with ExitStack() as stack:
         folder = stack.enter_context(_shared_folder())
-        cluster = _batch_cluster(batch, folder, refusals)
+        cluster = _batch_cluster(batch, folder, answers)
         stack.callback(cluster.close)
         client = Client(cluster, security=cluster.security, set_as_default=False)
         stack.callback(client.close)
-        yield _BatchWorkers(client, cluster, batch, refusals, folder)
+        yield _BatchWorkers(client, cluster, batch, answers, folder)
 
 
 class _BatchWorkers(Workers):
-    def __init__(self, client: Client, cluster: Any, batch: ClusterSettings, refusals: list[str], folder: Path):
+    def __init__(self, client: Client, cluster: Any, batch: ClusterSettings, answers: Answers, folder: Path):
         super().__init__(client)
         self._cluster = cluster
         self._batch = batch
-        self._refusals = refusals
+        self._answers = answers
         self._number = 0
         self.whereabouts = f"waiting for jobs of {batch.kind} to start (their logs are in {folder})"
 
@@ -65,9 +83,10 @@ class _BatchWorkers(Workers):
             self._cluster.adapt(minimum_jobs=self._number, maximum_jobs=self._number)
 
     def check_patience(self, seconds: float) -> None:
-        if len(self._refusals) >= self._number:
+        refused = list(self._answers.refused.values())
+        if len(refused) >= self._number and seconds >= (_PATIENCE_S if self._answers.accepted else 0):
             raise EngineError(
-                f"{self._batch.kind} refuses the job", self._refusals[0], "Correct the settings under engine.batch"
+                f"{self._batch.kind} refuses the job", refused[0], "Correct the settings under engine.batch"
             )
 
 
@@ -108,8 +127,8 @@ def _key_files(folder: Path) -> Any:
     )
 
 
-def _noting_job(job_class: Any, refusals: list[str]) -> Any:
-    """A job that notes why the batch system refused it, which dask-jobqueue only logs."""
+def _noting_job(job_class: Any, answers: Answers) -> Any:
+    """A job that notes why the batch system refused it, which dask-jobqueue only logs, and is then tried again."""
     from distributed.core import Status
 
     class NotingJob(job_class):
@@ -118,14 +137,23 @@ def _noting_job(job_class: Any, refusals: list[str]) -> Any:
                 await super().start()
             except Exception as error:
                 complaint = str(error).rpartition("stderr:")[2].split()
-                refusals.append(" ".join(complaint) or type(error).__name__)
+                answers.refused[self.name] = " ".join(complaint) or type(error).__name__
                 self.status = Status.failed  # or the cluster cannot be closed
+                asyncio.get_running_loop().call_later(_AGAIN_S, self.make_way)
                 raise
+            answers.accepted += 1
+            answers.refused.pop(self.name, None)
+
+        def make_way(self) -> None:
+            """Have dask find that a job of this name is missing: it then submits a new one."""
+            cluster = self._cluster()
+            if cluster is not None and cluster.workers.get(self.name) is self:
+                del cluster.workers[self.name]
 
     return NotingJob
 
 
-def _batch_cluster(batch: ClusterSettings, folder: Path, refusals: list[str]) -> Any:
+def _batch_cluster(batch: ClusterSettings, folder: Path, answers: Answers) -> Any:
     """The dask-jobqueue cluster, with no job yet."""
     try:
         import dask_jobqueue
@@ -136,7 +164,7 @@ def _batch_cluster(batch: ClusterSettings, folder: Path, refusals: list[str]) ->
             "Install it with: pip install 'selfvitmil[cluster]'",
         ) from None
     cluster_class = getattr(dask_jobqueue, _BATCH[batch.kind][0])
-    job_class = _noting_job(cluster_class.job_cls, refusals)
+    job_class = _noting_job(cluster_class.job_cls, answers)
     try:
         return cluster_class(job_cls=job_class, **_options(batch, folder))
     except ValueError as error:  # an amount of memory that is none, say

@@ -57,12 +57,20 @@ class Engine:
                 run.stop()
         self._workers = None
 
+    @property
+    def num_local(self) -> int:
+        """Processes of this machine that work at once; 1 where all is done in this one, or elsewhere."""
+        settings = self._settings
+        elsewhere = settings.cluster is not None or settings.batch.kind != "none"
+        return 1 if elsewhere or settings.workers == 0 else settings.workers or num_cores()
+
     def map(
         self,
         function: Callable[[Item], T],
         items: Mapping[str, Item],
         *,
         stage: str,
+        items_are: str = "slides",
         unit: str = "slides",
         count: Callable[[T], int] | None = None,
     ) -> Iterator[Outcome[T]]:
@@ -70,12 +78,12 @@ class Engine:
 
         `function` is defined at the top of a module (or is a `functools.partial` of such a one) and, like the items and
         its results, can be pickled. It may be called twice for a slide whose worker died, so it writes whole files or
-        none. `stage` stands in failures and in the progress line. `count` tells from a value how many of `unit` it
-        stands for (tiles, say); the progress then shows their rate, else that of slides.
+        none. `stage` stands in failures and in the progress line, as does what the `items_are`. `count` tells from a
+        value how many of `unit` it stands for (tiles, say); the progress then shows their rate, else that of the items.
         """
         if not items:
             return
-        with show_progress(stage, unit, total=len(items)) as progress:
+        with show_progress(stage, unit, total=len(items), items_are=items_are) as progress:
             for outcome in self._outcomes(function, items, stage, progress):
                 failed = outcome.failure is not None
                 amount = 1 if count is None else 0 if failed else count(cast(T, outcome.value))

@@ -12,9 +12,10 @@ _LINE_EVERY_SHARE = 0.05
 class Progress:
     """Counts outcomes and shows them as plain lines, at a pace that suits the log of a job that runs for a day."""
 
-    def __init__(self, stage: str, unit: str, total: int):
+    def __init__(self, stage: str, unit: str, total: int, items_are: str = "slides"):
         self._stage = stage
         self._unit = unit
+        self._items_are = items_are
         self._total = total
         self._done = self._failed = self._amount = 0
         self._began = time.monotonic()
@@ -30,7 +31,7 @@ class Progress:
             self._show()
 
     def advance(self, failed: bool, amount: int) -> None:
-        """One more slide is done, which stands for `amount` of the unit."""
+        """One more item is done, which stands for `amount` of the unit."""
         self._done += 1
         self._failed += failed
         self._amount += amount
@@ -58,21 +59,21 @@ class Progress:
 
     def _counts(self) -> str:
         rate = self._amount / max(time.monotonic() - self._began, 1e-9)
-        return f"{self._done}/{self._total} slides, {self._failed} failed, {_number(rate)} {self._unit}/s"
+        return f"{self._done}/{self._total} {self._items_are}, {self._failed} failed, {_number(rate)} {self._unit}/s"
 
 
 class Bar(Progress):
     """The same on one moving line of a terminal."""
 
-    def __init__(self, stage: str, unit: str, total: int):
+    def __init__(self, stage: str, unit: str, total: int, items_are: str = "slides"):
         from rich import progress as rich
         from rich.console import Console
 
-        super().__init__(stage, unit, total)
+        super().__init__(stage, unit, total, items_are)
         self._rich = rich.Progress(
-            rich.TextColumn("{task.description}"),
+            rich.TextColumn("{task.description}", markup=False),
             rich.BarColumn(),
-            rich.TextColumn("{task.fields[counts]}"),
+            rich.TextColumn("{task.fields[counts]}", markup=False),
             rich.TimeElapsedColumn(),
             rich.TimeRemainingColumn(),
             console=Console(stderr=True),
@@ -98,9 +99,9 @@ class Bar(Progress):
         self._rich.update(self._task, completed=self._done, counts=self._counts())
 
 
-def show_progress(stage: str, unit: str, total: int) -> Progress:
+def show_progress(stage: str, unit: str, total: int, items_are: str = "slides") -> Progress:
     """The kind that suits where standard error goes, to be used in a `with` statement."""
-    return (Bar if sys.stderr.isatty() else Progress)(stage, unit, total)
+    return (Bar if sys.stderr.isatty() else Progress)(stage, unit, total, items_are)
 
 
 def _number(value: float) -> str:

@@ -35,7 +35,7 @@ class Outcome(Generic[T]):
 
 _FIRST_PAUSE_S = 1.0
 
-_PASSING = {
+HICCUPS = {
     errno.EIO,
     errno.ESTALE,
     errno.EAGAIN,
@@ -54,17 +54,20 @@ _PASSING = {
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether trying again can help: it, or what it was raised from, is a hiccup of a drive or has `.transient = True`.
+    """Whether trying again can help: it, or what it came of, is a hiccup of a drive or has `.transient = True`.
 
-    An error of ours that stands for itself (a damaged file, no tissue) is as true the second time, and so are a missing
-    file, a full disk and lacking rights.
+    What it came of is its cause, or else what was being handled when it was raised, `from None` or not: our errors hide
+    a library's from the reader, not from us. An error of ours that stands for itself (a damaged file, no tissue) is as
+    true the second time, and so are a missing file, a full disk and lacking rights.
     """
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
         if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "transient", False):
             return True
-        if isinstance(error, OSError) and error.errno in _PASSING:
+        if isinstance(error, OSError) and error.errno in HICCUPS:
             return True
-        error = error.__cause__
+        seen.append(error)
+        error = error.__cause__ or error.__context__
     return False
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -25,16 +26,22 @@ __all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
 READERS = ("auto", "openslide", "jpegtiff")
 
 
-def open_slide(path: str | Path, *, reader: str = "auto", mpp: float | None = None) -> Slide:
-    """Open a slide; `reader` is `auto`, `openslide` or `jpegtiff`, `mpp` replaces what the file says.
+def open_slide(
+    path: str | Path, *, reader: str = "auto", mpp: float | None = None, otherwise_mpp: float | None = None
+) -> Slide:
+    """Open a slide; `reader` is `auto`, `openslide` or `jpegtiff`.
+
+    `mpp` replaces the microns per pixel that the file says, `otherwise_mpp` serves where it does not say them.
 
     Raises SlideError at once when the file is no slide. One that does not say its microns per pixel opens, and raises
     MissingMppError when they are first needed.
     """
     if reader not in READERS:
         raise ConfigError(f"reader {reader!r} is not known", how=f"Choose one of {', '.join(READERS)}")
-    if mpp is not None and not 0 < mpp < math.inf:
-        raise ConfigError(f"mpp {mpp:g} was given", "no slide has that", "Give microns per pixel, for instance 0.25")
+    for given in (mpp, otherwise_mpp):
+        if given is not None and not 0 < given < math.inf:
+            how = "Give microns per pixel, for instance 0.25"
+            raise ConfigError(f"mpp {given:g} was given", "no slide has that", how)
     path = Path(os.path.abspath(path))
     _check_file(path)
 
@@ -62,7 +69,7 @@ def open_slide(path: str | Path, *, reader: str = "auto", mpp: float | None = No
     compression = jpegtiff.tiff_compression(path) if layout is None else "jpeg"
     info = SlideInfo(
         levels=levels_of(probe.sizes if layout is None else layout.sizes),
-        mpp=find_mpp(probe.properties, probe.vendor, override=mpp),
+        mpp=find_mpp(probe.properties, probe.vendor, override=mpp, otherwise=otherwise_mpp),
         vendor=probe.vendor,
         objective_power=objective_power(probe.properties),
         compression=compression,
@@ -91,14 +98,25 @@ def _check_file(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a slide's content, of all files where it has several (MIRAX, DICOM); see `artefact.fingerprint`."""
-    files = [path]
-    if path.suffix.lower() == ".mrxs" and path.with_suffix("").is_dir():
-        files += sorted(file for file in path.with_suffix("").iterdir() if file.is_file())
-    elif path.suffix.lower() == ".dcm":
-        files = sorted(file for file in path.parent.iterdir() if file.suffix.lower() == ".dcm")
-    prints = [artefact.fingerprint(file) for file in files]
+    """Identity of a slide's content, of all its files where it has several; see `artefact.fingerprint`."""
+    prints = [artefact.fingerprint(file) for file in _files_of(path)]
     return prints[0] if len(prints) == 1 else artefact.hash_of(*prints)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files that hold a slide's pixels: several for MIRAX, DICOM and Hamamatsu's VMS and VMU."""
+    suffix = path.suffix.lower()
+    if suffix == ".mrxs" and path.with_suffix("").is_dir():
+        return [path, *sorted(file for file in path.with_suffix("").iterdir() if file.is_file())]
+    if suffix == ".dcm":
+        return sorted(file for file in path.parent.iterdir() if file.suffix.lower() == ".dcm")
+    if suffix in (".vms", ".vmu"):
+        # Lines such as ImageFile(1,0)=b.jpg, MapFile=m.jpg; not MacroImage=, which is never looked at.
+        text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+        named = re.findall(r"^(?:ImageFile|MapFile|OptimisationFile)[^=\n]*=([^\r\n]+)", text, re.MULTILINE)
+        beside = [path.parent / name.strip() for name in named]
+        return [path, *(file for file in beside if file.is_file())]
+    return [path]
 
 
 class SlideCache:

@@ -24,7 +24,10 @@ class CheckJob:
     path: Path
     reader: str
     mpp: float | None
+    """Over what the file says."""
     annotation: Path | None = None
+    otherwise_mpp: float | None = None
+    """Where the file does not say it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SlideCheck:
 
 def check_slide(job: CheckJob) -> SlideCheck:
     """Open the slide, read regions spread over all of it, look at its annotation. Raises SelfVitMilError on trouble."""
-    with open_slide(job.path, reader=job.reader, mpp=job.mpp) as slide:
+    with open_slide(job.path, reader=job.reader, mpp=job.mpp, otherwise_mpp=job.otherwise_mpp) as slide:
         mpp = slide.mpp
         width, height = slide.size_l0
         generator = np.random.default_rng([width, height])
@@ -63,7 +66,8 @@ def check_slide(job: CheckJob) -> SlideCheck:
             ]
             if repaired:
                 warnings.append(
-                    f"{len(repaired)} self-crossing polygons in {job.annotation.name} are repaired when read"
+                    f"outlines in {job.annotation.name} that cross themselves or enclose nothing are repaired when "
+                    f"read: {len(repaired)} regions"
                 )
         return SlideCheck(
             slide=job.slide,

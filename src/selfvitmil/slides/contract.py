@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import geometry
+from selfvitmil import artefact, geometry
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
 from selfvitmil.slides.mpp import Mpp
 from selfvitmil.slides.resample import Grid, Pixels, resample
@@ -99,7 +99,7 @@ class Slide(ABC):
 
     @property
     def mpp_source(self) -> str:
-        """Who says so: `override`, `openslide.mpp-x`, `tiff resolution tag` ...; empty when nobody does."""
+        """Who says so: `override`, `given`, `openslide.mpp-x`, `tiff resolution tag` ...; empty when nobody does."""
         return self.info.mpp.source
 
     @property
@@ -275,7 +275,15 @@ def levels_of(sizes: tuple[tuple[int, int], ...]) -> tuple[Level, ...]:
     return tuple(levels)
 
 
+def read_at(descriptor: int, count: int, offset: int) -> bytes:
+    """So many bytes from there, fewer at the end of the file. A network drive may bring them in parts."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def without_path(message: str, path: Path) -> str:
     """A library's message as part of a sentence of ours; folders are nobody's business."""
-    text = message.strip().rstrip(".").replace(str(path), path.name).replace(str(path.parent), "")
+    text = artefact.without_folders(message.strip().rstrip("."), [path.parent])
     return text[:1].lower() + text[1:] if text else "the reason is not known"

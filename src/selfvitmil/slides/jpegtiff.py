@@ -31,7 +31,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from selfvitmil.errors import SlideError
-from selfvitmil.slides.contract import DAMAGED, Box, Slide, without_path
+from selfvitmil.slides.contract import DAMAGED, Box, Slide, read_at, without_path
 from selfvitmil.slides.resample import Grid, Pixels, reduce_whole
 
 CACHE_BYTES = 64 << 20
@@ -167,7 +167,7 @@ def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
     stored = np.flatnonzero(counts)
     subsampling = "444"
     if len(stored):
-        tile = _read_at(descriptor, int(counts[stored[0]]), int(offsets[stored[0]]))
+        tile = read_at(descriptor, int(counts[stored[0]]), int(offsets[stored[0]]))
         subsampling = _check_tile(head, tile, (page.tilewidth, page.tilelength))
     size, tile_size = (page.imagewidth, page.imagelength), (page.tilewidth, page.tilelength)
     return TiledLevel(size, tile_size, num_across, num_down, offsets, counts, head, subsampling)
@@ -310,9 +310,15 @@ class JpegTiffSlide(Slide):
         for shrink in (8, 4, 2):
             if grid.factor / shrink >= 8:
                 return shrink
-            if grid.factor >= shrink and grid.lies_on(shrink) and shrinks_faithfully(layout, index, shrink):
+            if grid.factor >= shrink and grid.lies_on(shrink) and self._shrinks_faithfully(layout, index, shrink):
                 return shrink
         return 1
+
+    def _shrinks_faithfully(self, layout: Layout, index: int, shrink: int) -> bool:
+        try:
+            return shrinks_faithfully(layout, index, shrink)
+        except OSError as error:
+            raise self._unreadable(index, (0, 0, *layout.levels[index].size), str(error)) from None
 
     def _pixels(self, index: int, shrink: int, box: Box, dtype: type[np.generic]) -> NDArray[Any]:
         layout: Layout = self._use()
@@ -367,6 +373,7 @@ def shrinks_faithfully(layout: Layout, index: int, shrink: int) -> bool:
     """Whether the decoder's shrinking is as good as the area mean on this level; measured once per file where in doubt.
 
     The judges are the 8 tiles with the most bytes, where detail is, and 8 spread over the level: all must agree.
+    Raises OSError where the drive fails: the verdict, and so the pixels, must not depend on a hiccup.
     """
     level = layout.levels[index]
     if level.subsampling == "444":
@@ -385,7 +392,7 @@ def _shrinks_well(descriptor: int, level: TiledLevel, number: int, shrink: int) 
     try:
         full = _decode(descriptor, level, number, 1)
         shrunk = _decode_jpeg(_stream(descriptor, level, number), level.tile_size, shrink)
-    except (ValueError, OSError):
+    except ValueError:
         return True  # a damaged tile judges nothing; whoever reads it is told
     difference = np.abs(reduce_whole(full, shrink).astype(np.int16) - shrunk)
     return bool(difference.mean() <= MAX_MEAN and np.percentile(difference, 99) <= MAX_P99)
@@ -399,18 +406,10 @@ def _decode(descriptor: int, level: TiledLevel, number: int, shrink: int) -> Pix
     return _decode_jpeg(stream, level.tile_size, shrink)
 
 
-def _read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """So many bytes from there, fewer at the end of the file. A network drive may bring them in parts."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
-        data += more
-    return data
-
-
 def _stream(descriptor: int, level: TiledLevel, number: int) -> bytes:
     """A tile as a JPEG file of its own."""
     count = int(level.counts[number])
-    data = _read_at(descriptor, count, int(level.offsets[number]))
+    data = read_at(descriptor, count, int(level.offsets[number]))
     if len(data) != count:
         raise ValueError(f"the file ends {count - len(data)} bytes before this tile does")
     return level.head + data[_after_marks(data) :]

@@ -1,8 +1,9 @@
 """How large the pixels of a slide are: microns per level-0 pixel, and who says so.
 
 Comes in: the properties that OpenSlide reports for any format, and perhaps the user's own value. Goes out: a value with
-its source and warnings, or none with the reason. A value is never made up: what is missing, implausible or different
-along the two axes is left to the user to say.
+its source and warnings, or none with the reason. A file that states its objective power and no (plausible) mpp gets 10
+divided by it, with a warning that says so, since real objectives differ from that by some per cent. Nothing else is
+made up: what is missing, or different along the two axes, is left to the user to say.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PLAUSIBLE_MPP = (0.05, 10.0)
 """Finer than any light microscope, coarser than any slide scanner. Defaults of image software (72, 96, 300 dpi, one
@@ -30,17 +31,32 @@ class Mpp:
     problem: str = ""
     """With no value: what the file says instead."""
     warnings: tuple[str, ...] = ()
+    is_guess: bool = False
+    """Whether it was concluded from the objective's power."""
 
 
-def find_mpp(properties: Mapping[str, str], vendor: str, override: float | None = None) -> Mpp:
-    """The value to work with; `override` wins over whatever the file says."""
+def find_mpp(
+    properties: Mapping[str, str], vendor: str, override: float | None = None, otherwise: float | None = None
+) -> Mpp:
+    """The value to work with; `override` wins over whatever the file says, `otherwise` only over a guess or nothing."""
     found = _from_file(properties, vendor)
     if override is None:
-        return found
+        return found if otherwise is None else _unless_stated(found, otherwise)
     if found.value is not None and abs(found.value - override) > MAX_ANISOTROPY * override:
         warning = f"mpp {override:g} was given, the file says {found.value:g} ({found.source})"
         return Mpp(override, "override", warnings=(warning,))
     return Mpp(override, "override")
+
+
+def _unless_stated(found: Mpp, otherwise: float) -> Mpp:
+    """`otherwise`, unless the file states a value of its own that a slide can have."""
+    if found.value is None or found.is_guess or not _is_plausible(found.value):
+        return Mpp(otherwise, "given")
+    if abs(found.value - otherwise) <= MAX_ANISOTROPY * otherwise:
+        return found
+    told = f"the file says mpp {found.value:g} ({found.source}), which is used, not the {otherwise:g} that was given"
+    how = "--slide.force-mpp or the cohort's column mpp overrule files"
+    return replace(found, warnings=(*found.warnings, f"{told}; {how}"))
 
 
 def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
@@ -59,7 +75,7 @@ def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
     if power is not None:
         mpp = 10 / power
         warning = f"no mpp in the file: {mpp:g} guessed from the objective power of {power:g}x"
-        return Mpp(mpp, f"objective power {power:g}x", warnings=(warning,))
+        return Mpp(mpp, f"objective power {power:g}x", warnings=(warning,), is_guess=True)
     if stated is not None:
         return Mpp(None, problem=f"its {source} gives {stated[0]:g} microns per pixel, which no slide has")
     return Mpp(None, problem="no openslide.mpp-x/-y, no resolution tag, no objective power")

@@ -7,6 +7,7 @@ size is no exact fraction of level 0, OpenSlide's pixels may so be off by half a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
+from selfvitmil.engine.work import HICCUPS
 from selfvitmil.errors import SlideError
 from selfvitmil.slides.contract import DAMAGED, Box, Slide, without_path
 
@@ -48,11 +50,14 @@ def _open(path: Path) -> openslide.OpenSlide:
             "Check that the file is whole (copy it again), or convert it to a tiled, pyramidal TIFF",
         ) from None
     except (openslide.OpenSlideError, OSError) as error:
-        raise SlideError(
-            f"{path.name}: the slide cannot be opened",
-            without_path(str(error), path),
-            DAMAGED,
-        ) from None
+        trouble = SlideError(f"{path.name}: the slide cannot be opened", without_path(str(error), path), DAMAGED)
+        trouble.transient = _is_hiccup(error)
+        raise trouble from None
+
+
+def _is_hiccup(error: Exception) -> bool:
+    """Whether the drive failed: OpenSlide says so in words only."""
+    return any(words in str(error) for words in ("I/O error", *map(os.strerror, HICCUPS)))
 
 
 class OpenSlideSlide(Slide):
@@ -84,7 +89,9 @@ class OpenSlideSlide(Slide):
             picture = handle.read_region(place_l0, index, (x1 - x0, y1 - y0))
         except openslide.OpenSlideError as error:
             self.close()  # OpenSlide refuses all further reading after an error; other regions may be sound
-            raise self._unreadable(index, box, str(error)) from None
+            trouble = self._unreadable(index, box, str(error))
+            trouble.transient = _is_hiccup(error)
+            raise trouble from None
         return _on_white(picture)
 
 
