@@ -69,10 +69,10 @@ def compute(folder: Path, arguments: argparse.Namespace, device: torch.device) -
     size = (arguments.tile_px, arguments.tile_px)
     tiles_B3HW = torch.nn.functional.interpolate(low, size, mode="bilinear").to(torch.uint8).to(device)
     settings = EmbedSettings(batch=arguments.batch, device=device.type)
-    models = {"eager": embed.load_for.__wrapped__(str(folder), settings)}
+    models = {"eager": embed.load_for(str(folder), settings)}
     facts: dict[str, Any] = {}
     if arguments.compile == "on":
-        models["compute"] = embed.load_for.__wrapped__(str(folder), settings.model_copy(update={"compile": True}))
+        models["compute"] = embed.load_for(str(folder), settings.model_copy(update={"compile": True}))
         start = time.perf_counter()
         models["compute"](tiles_B3HW)
         synchronize(device)

@@ -126,6 +126,16 @@ class Evil:
         return (Path.touch, (self.path,))
 
 
+def test_tensors_that_numpy_does_not_take_as_they_are(tmp_path: Path):
+    tensor = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    torch.save(tensor.bfloat16(), tmp_path / "half.pt")
+    torch.save(torch.nn.Parameter(tensor), tmp_path / "parameter.pt")
+    half, parameter = (read_bag(tmp_path / name).features_ND for name in ("half.pt", "parameter.pt"))
+    assert half.dtype == parameter.dtype == np.float32
+    assert torch.equal(torch.from_numpy(half).bfloat16(), tensor.bfloat16())
+    assert np.array_equal(parameter, tensor.numpy())
+
+
 def test_damaged_and_hostile_files(tmp_path: Path, written: tuple[Path, np.ndarray, TileTable]):
     (tmp_path / "text.h5").write_text("no")
     (tmp_path / "cut.h5").write_bytes(written[0].read_bytes()[:-600])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import tifffile
 import torch
+from PIL import Image
 
 from selfvitmil import embed, stain
 from selfvitmil.bags import read_bag
@@ -105,6 +110,98 @@ def test_current_files_are_left_alone(tiled: Path, tmp_path: Path):
     assert job.bag.read_bytes() == before
 
 
+def paint(folder: Path, seed: int) -> TileJob:
+    """A slide whose every pixel counts as tissue, so that the same tiles are cut whatever it shows; and its job."""
+    pixels = np.random.default_rng(seed).integers(90, 140, (256, 256, 3), dtype=np.uint8)
+    tifffile.imwrite(folder / "s.tif", pixels, tile=(64, 64), resolution=(20_000, 20_000), resolutionunit="CENTIMETER")
+    (folder / "own").mkdir(exist_ok=True)
+    Image.fromarray(np.full((64, 64), 255, np.uint8)).save(folder / "own" / "s.png")
+    flags = {
+        "tile": {"size_px": 32},
+        "stain": {"method": "none"},
+        "tissue": {"method": "own", "folder": folder / "own"},
+    }
+    return TileJob("s", folder / "s.tif", folder / "tiles", parse(flags, "test"))
+
+
+def test_another_slide_under_the_same_tiles_is_embedded_again(tmp_path: Path):
+    encoder = tiny_encoder(tmp_path / "vit", stain="none")
+    tile_slide(paint(tmp_path, seed=0))
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    assert embed_slide(job).note == "made"
+    first, table = read_bag(job.bag).features_ND.copy(), read_tiles(job.table)
+    again = paint(tmp_path, seed=1)
+    assert embed.stale_reason(job, load_encoder(encoder).identity()) is None  # the table is still that of the first
+    assert tile_slide(again).note == "made again: another slide than before"
+    assert read_tiles(job.table).digest == table.digest
+    assert embed.stale_reason(job, load_encoder(encoder).identity()) == "made again: another slide than before"
+    assert embed_slide(job).note == "made again: another slide than before"
+    assert not np.array_equal(read_bag(job.bag).features_ND, first)
+    assert embed_slide(job).note == "current"
+
+
+def test_a_slide_that_is_not_the_tiled_one_is_not_embedded(tmp_path: Path):
+    encoder = tiny_encoder(tmp_path / "vit", stain="none")
+    tile_slide(paint(tmp_path, seed=0))
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    with pytest.raises(SelfVitMilError, match=r"tiled with 0\.5 microns per pixel, 0\.25 are given"):
+        embed_slide(replace(job, mpp=0.25))
+    paint(tmp_path, seed=1)
+    with pytest.raises(SelfVitMilError, match=r"s\.tif: not the file that was tiled"):
+        embed_slide(job)
+    assert not job.bag.exists()
+
+
+def test_tiles_are_read_at_the_resolution_of_their_table(tmp_path: Path):
+    """The table was made with microns per pixel that nobody gives any more; the file itself says others."""
+    encoder, tiling = tiny_encoder(tmp_path / "vit", stain="none"), paint(tmp_path, seed=0)
+    tile_slide(replace(tiling, mpp=0.25))
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    embed_slide(job)
+    table, model = read_tiles(job.table), load_encoder(encoder)
+    with open_slide(tmp_path / "s.tif", mpp=0.25) as slide, torch.inference_mode():
+        tile = slide.read_tile(*map(int, table.coords_l0[5]), 32, 0.5)
+        expected = model.encode(torch.from_numpy(tile).permute(2, 0, 1)[None])[0].numpy()
+    assert np.abs(read_bag(job.bag).features_ND[5].astype(np.float32) - expected).max() < 5e-3
+
+
+def test_what_changes_the_numbers_makes_a_file_stale(tiled: Path, tmp_path: Path):
+    job = job_for(tiled, tmp_path)
+    embed_slide(job)
+    half = replace(job, settings=job.settings.model_copy(update={"precision": "bf16"}))
+    for same in ({"batch": 5}, {"device": "cpu"}, {"precision": "fp32"}, {"readers": 1}):
+        assert embed_slide(replace(job, settings=job.settings.model_copy(update=same))).note == "current", same
+    assert embed_slide(half).note == "made again: another precision than before"
+    assert embed_slide(half).note == "current"
+    assert embed_slide(job).note == "current"  # `auto` asks for none
+    assert embed_slide(replace(job, reader="openslide")).note == "made again: another reader than before"
+
+
+def test_a_file_that_does_not_tell_of_its_slide_stays(tiled: Path, tmp_path: Path):
+    """As those were that told of encoder, tiles and stain alone; one that tells nothing is made again."""
+    job = job_for(tiled, tmp_path)
+    embed_slide(job)
+    with h5py.File(job.bag, "r+") as file:
+        told = json.loads(str(file.attrs["made_from"]))
+        file.attrs["made_from"] = json.dumps({key: told[key] for key in ("encoder", "tiles", "stain")})
+    assert embed_slide(job).note == "current"
+    with h5py.File(job.bag, "r+") as file:
+        del file.attrs["made_from"]
+    assert embed_slide(job).note == "made again: another encoder and tiles and stain than before"
+
+
+def test_an_encoder_that_was_trained_again_is_loaded_again(tiled: Path, tmp_path: Path):
+    folder = tiny_encoder(tmp_path / "vit")
+    job = job_for(tiled, tmp_path, folder)
+    embed_slide(job)
+    assert embed.load_for(str(folder), job.settings) is embed.load_for(str(folder), job.settings)
+    tiny_encoder(folder, seed=1)
+    assert embed_slide(job).note == "made again: another encoder than before"
+    fresh = job_for(tiled, tmp_path / "fresh", tiny_encoder(tmp_path / "other", seed=1))
+    embed_slide(fresh)
+    assert job.bag.read_bytes() == fresh.bag.read_bytes()
+
+
 def test_what_does_not_fit_is_refused(tiled: Path, tmp_path: Path):
     coarse = tiny_encoder(tmp_path / "coarse", mpp=2.0)
     with pytest.raises(SelfVitMilError, match="2"):
@@ -130,6 +227,15 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert embed.choose_precision("auto", torch.device("cpu")) == torch.float32
     monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
     assert [embed._claim_gpu(2) for _ in range(3)] == [0, 1, 0]
+
+
+def test_a_process_keeps_its_gpu_for_all_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(embed, "_own_gpu", cache(embed._own_gpu.__wrapped__))
+    embed._claim_gpu(3)  # another process has the first
+    assert [embed.choose_device("auto").index for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_embedding_of_patches_as_a_product_is_the_convolution():

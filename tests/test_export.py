@@ -16,7 +16,6 @@ from selfvitmil.bags import (
     ExportJob,
     ExportResult,
     export_anndata,
-    export_bags,
     export_clam,
     export_slide,
     export_stamp,
@@ -55,12 +54,16 @@ def source(tmp_path: Path, tables: dict[str, TileTable]) -> Path:
     return folder
 
 
+def export_all(source: Path, folder: Path, to: str) -> dict[str, ExportResult]:
+    return {name: export_slide(job) for name, job in plan_export(source, folder, to).items()}
+
+
 def array(file: Any, name: str) -> np.ndarray:
     return file[name][:]
 
 
 def test_clam_reads_the_numbers(source: Path, tmp_path: Path, tables: dict[str, TileTable]):
-    done = export_bags(source, tmp_path / "clam", "clam")
+    done = export_all(source, tmp_path / "clam", "clam")
     assert done == {name: ExportResult(len(table)) for name, table in tables.items()}
     for seed, (name, table) in enumerate(tables.items()):
         wanted = values(seed, len(table)).astype(np.float32)
@@ -75,7 +78,7 @@ def test_clam_reads_the_numbers(source: Path, tmp_path: Path, tables: dict[str, 
 
 def test_anndata_round_trip(source: Path, tmp_path: Path, tables: dict[str, TileTable]):
     anndata = pytest.importorskip("anndata")
-    export_bags(source, tmp_path / "ad", "anndata")
+    export_all(source, tmp_path / "ad", "anndata")
     for seed, (name, table) in enumerate(tables.items()):
         back = anndata.read_h5ad(tmp_path / "ad" / f"{name}.h5ad")
         assert back.X.dtype == np.float32
@@ -93,7 +96,7 @@ def test_anndata_round_trip(source: Path, tmp_path: Path, tables: dict[str, Tile
 
 
 def test_trident_layout_in_another_precision(source: Path, tmp_path: Path, tables: dict[str, TileTable]):
-    export_bags(source, tmp_path / "out", "trident")
+    export_all(source, tmp_path / "out", "trident")
     for seed, (name, table) in enumerate(tables.items()):
         ours = read_bag(source / f"{name}.h5")
         again = read_bag(tmp_path / "out" / "features_vit" / f"{name}.h5")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import ndimage
 
 from selfvitmil.errors import MetricError
-from selfvitmil.metrics import FPS, froc, froc_interval, suppress_points
+from selfvitmil.metrics import FPS, froc, suppress_points
 from selfvitmil.metrics.detection import evaluation_mask, major_axes
 
 GOLDEN = Path(__file__).parent / "golden" / "froc_official.npz"
@@ -280,16 +280,6 @@ def test_mask_without_tumour_counts_as_normal_and_says_so():
     assert empty.score == none.score
     assert empty.warnings == ("case 1: no tumour in its mask, scored as a normal slide",)
     assert none.warnings == ()
-
-
-def test_interval_of_the_score():
-    golden, cases = golden_cases()
-    result = froc(cases)
-    interval = froc_interval(result, resamples=300)
-    assert interval == froc_interval(result, resamples=300)
-    assert interval.low < interval.value == float(golden["froc"]) < interval.high
-    same = froc([cases[0]] * 5)
-    assert froc_interval(same, resamples=100).low == same.score == froc_interval(same, resamples=100).high
 
 
 @pytest.mark.parametrize(

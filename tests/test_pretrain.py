@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from selfvitmil import stain
-from selfvitmil.encoder import build_backbone, load_encoder
+from selfvitmil.encoder import build_backbone, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
@@ -32,7 +32,7 @@ from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 TINY: dict[str, Any] = {
     "architecture": "vit_tiny_patch16_224",
@@ -527,6 +527,35 @@ def test_starting_from_an_earlier_run(images: Path, tmp_path: Path):
         )
 
 
+def test_shapes_are_compared_with_the_network_that_is_started_from(tmp_path: Path):
+    """Also where it was built by its name alone, so that its config tells none of them."""
+    for name, args in {"plain": {}, "small": {"embed_dim": 32, "depth": 4, "num_heads": 2, "patch_size": 8}}.items():
+        save_encoder(tmp_path / name, build_encoder("vit_tiny_patch16_224", img_size=32, model_args=args))
+    shapes = {
+        "plain": {"width": 192, "depth": 12, "heads": 3, "patch_px": 16},
+        "small": {"width": 32, "depth": 4, "heads": 2, "patch_px": 8},
+    }
+    for name, shape in shapes.items():
+        start = {"init": str(tmp_path / name)}
+        learning.start_encoder(PretrainSettings(**start, **shape), 32, 0)
+        for key, value in shape.items():
+            with pytest.raises(EncoderError, match=f"{name}: has another {key} than pretrain.{key}"):
+                learning.start_encoder(PretrainSettings(**start, **shape | {key: 2 * value}), 32, 0)
+
+
+def test_a_slide_of_other_content_is_another_training(tmp_path: Path):
+    """The same places on a slide that was scanned again."""
+    table = TileTable("s", np.array([[0, 0]]), np.ones(1, np.float32), 32, 0.5, 0, slide_mpp=0.25, size_l0=(64, 64))
+    found = []
+    for number, slide in enumerate(("first scan", "first scan", "second scan")):
+        write_tiles(tmp_path / f"{number}.h5", table, {"settings": {}, "inputs": {"slide": slide}})
+        source = TrainSlide("s", tmp_path / "s.svs", tmp_path / f"{number}.h5")
+        found.append(SlideTiles([source], stain_method="none").identity())
+    assert found[0] == found[1] != found[2]
+    with pytest.raises(SlideError, match=r"s: tiled with 0\.25 microns per pixel, 0\.5 are given now"):
+        SlideTiles([TrainSlide("s", tmp_path / "s.svs", tmp_path / "0.h5", mpp=0.5)], stain_method="none")
+
+
 def test_collapse_raises_an_alarm(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train, "ALARM_FROM_STEP", 0)
     # A teacher so warm that it has no opinion: its entropy is log K from the first step on.
@@ -558,6 +587,23 @@ def test_presets_hold_the_published_training(preset: str):
     assert [recipe.solarize for recipe in recipes] == [0.0, 0.2] + [0.0] * 8
     assert not any(recipe.vflip or recipe.right_angles or recipe.stain for recipe in recipes)
     assert settings.mean == (0.6223, 0.4763, 0.6009)
+
+
+def test_views_are_those_of_dino_by_default_and_alike_for_simclr():
+    first, second, *local = learning.recipes_of(PretrainSettings(), 224, 16)
+    assert (first.blur, first.solarize, second.blur, second.solarize) == (1.0, 0.0, 0.1, 0.2)
+    assert (first.size_px, first.scale) == (second.size_px, second.scale) == (224, (0.4, 1.0))
+    assert {(v.size_px, v.scale, v.blur, v.solarize) for v in local} == {(96, (0.05, 0.4), 0.5, 0.0)}
+    assert len(local) == 8
+    for view in (first, second, *local):
+        assert (view.jitter, view.brightness, view.contrast, view.saturation, view.hue) == (0.8, 0.4, 0.4, 0.2, 0.1)
+        assert (view.grey, view.hflip, view.blur_sigma) == (0.2, 0.5, (0.1, 2.0))
+    one, other = learning.recipes_of(PretrainSettings(method="simclr", blur=(1.0, 0.1, 0.3)), 224, None)
+    assert one == other
+    assert (one.blur, one.solarize) == (0.3, 0.0)
+    assert (one.scale, one.brightness, one.contrast, one.saturation, one.hue) == ((0.08, 1.0), 0.8, 0.8, 0.8, 0.2)
+    chosen = learning.recipes_of(PretrainSettings(method="simclr", hue=0.0, global_scale=(0.5, 1.0)), 224, None)[0]
+    assert (chosen.scale, chosen.hue, chosen.contrast) == ((0.5, 1.0), 0.0, 0.8)
 
 
 def test_the_quick_preset_leaves_tiles_at_their_scale():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +18,10 @@ import pytest
 from numpy.typing import NDArray
 
 from selfvitmil import stain
+from selfvitmil.engine import may_pass
 from selfvitmil.errors import EngineError, SlideError
-from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
-from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
+from selfvitmil.slides import jpegtiff, open_slide, synthetic
 
 SIZE, MPP, BATCH = 32, 1.0, 24
 
@@ -92,6 +97,27 @@ def test_a_slide_that_is_gone_is_named_and_the_next_one_works(read: Read, slide:
     with pytest.raises(SlideError, match=r"gone\.svs"):
         joined(read(TileRequest(slide.with_name("gone.svs"), MPP), corners(50)))
     np.testing.assert_array_equal(joined(read(TileRequest(slide, MPP), corners(30))), one_by_one(slide, corners(30)))
+
+
+@pytest.mark.parametrize(("number", "passing"), [(errno.EIO, True), (errno.EACCES, False)])
+def test_whether_an_error_may_pass_survives_the_way_from_the_reader(
+    slide: Path, monkeypatch: pytest.MonkeyPatch, number: int, passing: bool
+):
+    def failing(*arguments: int) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(jpegtiff.os, "pread", failing)
+    ours, theirs = socket.socketpair()
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, SIZE * SIZE * 3)
+    reader = threading.Thread(target=serve, args=(memory, theirs.detach(), 1, 1, SIZE, SIZE, 3))
+    reader.start()
+    with Connection(ours.detach()) as connection:
+        connection.send((0, TileRequest(slide, MPP), corners(1), (0, 0)))
+        _, error = connection.recv()
+    reader.join()
+    assert isinstance(error, SlideError)
+    assert may_pass(error) is passing
 
 
 def test_tiles_normalized_one_by_one_and_those_that_cannot_be_are_counted(read: Read, slide: Path):

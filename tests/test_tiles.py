@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from selfvitmil import annotations, stain, tiles
+from selfvitmil import annotations, pipeline, stain, tiles
+from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
-from selfvitmil.settings import StudySettings, parse
+from selfvitmil.settings import EngineSettings, StudySettings, parse
 from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
 from selfvitmil.tissue import Tissue, grey_of
@@ -119,6 +120,7 @@ def test_file_round_trip_and_equal_bytes(tmp_path: Path):
         "parent_digests",
     ):
         assert getattr(again, name) == getattr(table, name), name
+    assert again.fingerprint == "abc"
     assert again.annotated is not None
     assert table.annotated is not None
     assert np.array_equal(again.coords_l0, table.coords_l0)
@@ -284,6 +286,113 @@ def test_troubles_are_named(made, tmp_path: Path):
     with pytest.raises(TissueError, match="not one of"):
         tile_slide(job(folder, tmp_path, tile={"size_px": 1000, "min_tissue": 1.0}))
     assert list(tmp_path.rglob("*.h5")) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tissue": {"min_contrast": 200}},
+        {"tile": {"min_tissue": 1.0, "parent_mpp": [1.0]}, "tissue": {"method": "own", "folder": "own"}},
+    ],
+)
+def test_tables_of_settings_that_do_not_work_any_more_are_removed(made, tmp_path: Path, flags, monkeypatch):
+    folder, _ = made
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    tile_slide(job(folder, tmp_path / "tiles", tile={"parent_mpp": [1.0]}))
+    assert len(list((tmp_path / "tiles").rglob("s.*"))) == 4
+    with pytest.raises(TissueError):
+        tile_slide(job(folder, tmp_path / "tiles", **flags))
+    # What no setting of the new run names, the table of the coarse scale, is of no stage that comes after it.
+    left = {path.parent.name for path in (tmp_path / "tiles").rglob("s.*")}
+    assert left == ({"1mpp_224px_0px"} if "tile" not in flags else set())
+    assert tile_slide(job(folder, tmp_path / "tiles")).note == "made"
+
+
+def test_a_slide_that_cannot_be_read_keeps_its_table(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, _ = made
+    slide = tmp_path / "s.svs"
+    slide.write_bytes((folder / "s.svs").read_bytes())
+    target = tmp_path / "tiles" / "0.5mpp_224px_0px" / "s.h5"
+    asked = job(tmp_path, tmp_path / "tiles")
+    changed = job(tmp_path, tmp_path / "tiles", tile={"min_tissue": 0.6})
+    tile_slide(asked)
+    before = target.read_bytes()
+    monkeypatch.setattr(tiles.Slide, "thumbnail", lambda *_: (_ for _ in ()).throw(SlideError("the drive is gone")))
+    with pytest.raises(SlideError, match="the drive is gone"):
+        tile_slide(changed)
+    monkeypatch.undo()
+    with pytest.raises(TissueError, match="masks: no such folder"):  # another drive may be away as well
+        tile_slide(job(tmp_path, tmp_path / "tiles", tissue={"method": "own", "folder": str(tmp_path / "masks")}))
+    slide.write_bytes(slide.read_bytes()[:1000])
+    with pytest.raises(SlideError):
+        tile_slide(changed)
+    slide.unlink()
+    with pytest.raises(SlideError):
+        tile_slide(changed)
+    assert target.read_bytes() == before
+    assert target.with_suffix(".jpg").exists()
+
+
+def test_own_masks_count_by_their_content_not_by_their_folder(made, tmp_path: Path):
+    folder, _ = made
+    mask = np.full((64, 80), 255, np.uint8)
+    own = tmp_path / "masks"
+    own.mkdir()
+    Image.fromarray(mask).save(own / "s.png")
+    tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(own)}))
+    with h5py.File(tmp_path / "tiles" / "0.5mpp_224px_0px" / "s.h5") as file:
+        assert str(tmp_path) not in str(dict(file.attrs))
+    moved = own.rename(tmp_path / "elsewhere")
+    assert tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)})).note == "current"
+    mask[:, :40] = 0
+    Image.fromarray(mask).save(moved / "s.png")
+    note = tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)})).note
+    assert note == "made again: another mask than before"
+
+
+def test_no_file_beside_the_tables_names_the_folder_of_own_masks(made, tmp_path: Path):
+    folder, _ = made
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(np.full((64, 80), 255, np.uint8)).save(tmp_path / "masks" / "s.png")
+    study = parse({"tissue": {"method": "own", "folder": str(tmp_path / "masks")}}, "test")
+    with Engine(EngineSettings(workers=0)) as engine:
+        pipeline.tile(tmp_path / "study", pipeline.CohortSource(folder), study, engine)
+    files = [path for path in (tmp_path / "study" / "tiles").rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"s.h5", "settings.toml", "tiles.csv"}
+    assert not [path.name for path in files if str(tmp_path).encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("name", ["case[1]", "case*", "what?", "case.1"])
+def test_an_edited_mask_is_noticed_whatever_the_slide_is_called(made, tmp_path: Path, name: str):
+    folder, _ = made
+    mask = np.full((64, 80), 255, np.uint8)
+    own = tmp_path / "own"
+    own.mkdir()
+    flags = {"tissue": {"method": "own", "folder": str(own)}}
+    asked = TileJob(name, folder / "s.svs", tmp_path / "tiles", parse(flags, "test"))
+    Image.fromarray(mask).save(own / f"{name}.png")
+    tile_slide(asked)
+    Image.fromarray(mask).save(own / f"{name}.2.png")  # of another slide
+    assert tile_slide(asked).note == "current"
+    mask[:, :40] = 0
+    Image.fromarray(mask).save(own / f"{name}.png")
+    assert tile_slide(asked).note == "made again: another mask than before"
+
+
+def test_notes_on_repaired_outlines_are_true(made, tmp_path: Path):
+    folder, _ = made
+    bow_tie = [[100, 100], [900, 900], [900, 100], [100, 900]]
+    outlines = [("bow", bow_tie), ("scratch", [[5, 5], [50, 50], [5, 5]])]
+    annotations.write_annotations(
+        tmp_path / "a.xml", [annotations.Annotation(name, "Tumor", np.array(ring, float)) for name, ring in outlines]
+    )
+    asked = TileJob("s", folder / "s.svs", tmp_path / "tiles", StudySettings(), annotation=tmp_path / "a.xml")
+    notes = [note for note in tile_slide(asked).attributes["warnings"] if "a.xml" in note]
+    assert set(notes) == {
+        "bow in a.xml crosses itself and was repaired",
+        "scratch in a.xml encloses nothing, so no tile lies in it",
+    }
 
 
 def test_real_slides(shared: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from selfvitmil.bags import export_bags, write_bag
+from selfvitmil.bags import export_slide, plan_export, write_bag
 from selfvitmil.tiles import TileTable, grid
 
 datasets = pytest.importorskip("torchmil.datasets")
@@ -90,7 +90,8 @@ def test_torchmil_finds_the_neighbours(study: Path, tables: dict[str, TileTable]
 def test_torchmil_trains_on_it(study: Path, tmp_path: Path, exported: bool):
     folder = study / "bags" / TILING
     if exported:
-        export_bags(folder / "features_vit", tmp_path / "float32", "trident")
+        for job in plan_export(folder / "features_vit", tmp_path / "float32", "trident").values():
+            export_slide(job)
         folder = tmp_path / "float32"
     dataset = open_with_torchmil(study, folder, ["X", "Y"])
     batch = data.collate_fn([dataset[k] for k in range(len(dataset))])

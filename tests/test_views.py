@@ -21,17 +21,17 @@ from torchvision.transforms.functional import InterpolationMode
 
 from selfvitmil import stain
 from selfvitmil.pretrain import views
+from selfvitmil.pretrain.learner import recipes_of
 from selfvitmil.pretrain.views import (
     NUM_UNIFORMS,
     Draws,
     ViewRecipe,
-    dino_recipes,
     draw_view,
     make_views,
     philox,
     random_uniforms,
-    simclr_recipes,
 )
+from selfvitmil.settings import PretrainSettings
 
 LEVEL = 1 / 255
 MEAN, STD = (0.6, 0.5, 0.55), (0.2, 0.25, 0.15)
@@ -385,8 +385,7 @@ def slow_view(tile: torch.Tensor, draws: Draws, i: int, recipe: ViewRecipe) -> t
 
 
 def test_views_equal_a_chain_of_torchvisions_steps(tiles):
-    base = ViewRecipe(size_px=80, stain=0.7)
-    recipes = dino_recipes(2, 40, base=base)
+    recipes = recipes_of(PretrainSettings(global_px=80, local_px=40, num_local=2, stain_jitter=0.7), 224, None)
     batch, ids = tiles[[0, 1, 2, 0, 1, 2]], torch.arange(100, 106)
     made = make_views(batch, ids, 17, recipes, MEAN, STD, seed=5)
     assert [tuple(view.shape) for view in made] == [(2, 6, 3, 80, 80), (2, 6, 3, 40, 40)]
@@ -403,7 +402,7 @@ def test_views_equal_a_chain_of_torchvisions_steps(tiles):
 
 
 def test_a_tiles_views_depend_neither_on_batch_nor_on_order(small, monkeypatch):
-    recipes = dino_recipes(4, 48, base=ViewRecipe(size_px=64))  # four small ones, made together
+    recipes = recipes_of(PretrainSettings(local_px=48, num_local=4), 64, None)  # four small ones, made together
     ids = torch.tensor([11, -5, 2**50, 7])
     together = make_views(small, ids, 3, recipes, MEAN, STD)
     order = [2, 0, 3, 1]
@@ -436,10 +435,11 @@ def test_stain_maps_come_first(small):
 
 
 @pytest.mark.parametrize(("dtype", "levels"), [(torch.float16, 0.3), (torch.bfloat16, 4.0)])
-def test_products_in_half_precision_stay_within_grey_levels(small, dtype, levels):
+def test_products_in_half_precision_stay_within_grey_levels(small, dtype, levels, monkeypatch):
     recipes = [replace(PLAIN, size_px=48, scale=(0.2, 0.9), blur=1.0)]
     exact = make_views(small, torch.arange(4), 0, recipes, (0,) * 3, (1,) * 3)[0]
-    half = make_views(small, torch.arange(4), 0, recipes, (0,) * 3, (1,) * 3, product_dtype=dtype)[0]
+    monkeypatch.setattr(views, "_PRODUCTS", {"cpu": dtype})
+    half = make_views(small, torch.arange(4), 0, recipes, (0,) * 3, (1,) * 3)[0]
     assert half.dtype == torch.float32
     assert 0 < (half - exact).abs().max() < levels * LEVEL
 
@@ -462,22 +462,9 @@ def test_rendering_is_one_graph_without_branches(small):
         assert torch.equal(compiled, make_views(small, torch.arange(4), step, recipes, MEAN, STD)[0])
 
 
-def test_recipes_are_those_of_dino_and_simclr():
-    first, second, *local = dino_recipes(num_local=8)
-    assert (first.blur, first.solarize, second.blur, second.solarize) == (1.0, 0.0, 0.1, 0.2)
-    assert (first.size_px, first.scale) == (second.size_px, second.scale) == (224, (0.4, 1.0))
-    assert len(local) == 8
-    assert {(v.size_px, v.scale, v.blur, v.solarize) for v in local} == {(96, (0.05, 0.4), 0.5, 0.0)}
-    for view in (first, second, *local):
-        assert (view.jitter, view.brightness, view.contrast, view.saturation, view.hue) == (0.8, 0.4, 0.4, 0.2, 0.1)
-        assert (view.grey, view.hflip, view.blur_sigma) == (0.2, 0.5, (0.1, 2.0))
-    one, other = simclr_recipes()
-    assert one == other
-    assert (one.brightness, one.contrast, one.saturation, one.hue, one.blur) == (0.8, 0.8, 0.8, 0.2, 0.5)
-
-
 def test_views_stay_between_black_and_white(small):
-    made = make_views(small, torch.arange(4), 0, dino_recipes(1, 32, base=ViewRecipe(size_px=64)), MEAN, STD)
+    recipes = recipes_of(PretrainSettings(local_px=32, num_local=1), 64, None)
+    made = make_views(small, torch.arange(4), 0, recipes, MEAN, STD)
     for group in made:
         picture = group * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
         assert picture.min() > -1e-5

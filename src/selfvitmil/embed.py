@@ -1,8 +1,8 @@
 """Tiles to vectors: a tile table, its slide and an encoder come in, a feature file per slide goes out.
 
 Tiles are read from the slide in the order of the table (`readers`) while the encoder works on those already there; the
-stain map of the slide is applied on the encoder's device. A feature file is current when encoder, tiles and stain are
-those it was made from; then it is left alone.
+stain map of the slide is applied on the encoder's device. A feature file is current when encoder, slide, tiles and all
+else that changes the numbers are those it was made from; then it is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
-from selfvitmil import stain
+from selfvitmil import artefact, stain
 from selfvitmil.bags import FORMAT_VERSION, read_bag, write_bag
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
+from selfvitmil.encoder.files import WEIGHT_FILES
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import BagError, ConfigError, EncoderError
-from selfvitmil.pretrain.surroundings import choose_precision
+from selfvitmil.pretrain.surroundings import PRECISIONS, choose_precision
+from selfvitmil.pretrain.tokens import patch_product
 from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.settings import EmbedSettings, EngineSettings
-from selfvitmil.tiles import TileTable, read_tiles
+from selfvitmil.tiles import TileTable, check_tiled, read_tiles
+
+TOLD_LATER = ("slide", "slide_mpp", "reader", "precision")
+"""What the first feature files did not tell of their making: the lack of it alone makes no file stale."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class EmbedJob:
     settings: EmbedSettings
     reader: str = "auto"
     mpp: float | None = None
+    """Microns per level-0 pixel where cohort or settings give them: those that the table was made with."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +76,42 @@ class EmbedResult:
 def embed_slide(job: EmbedJob) -> EmbedResult:
     """Embed one slide, unless its feature file is current. Raises SelfVitMilError where it cannot."""
     table = read_tiles(job.table)
-    model = load_for(job.encoder, job.settings)  # pyright: ignore[reportArgumentType]
+    model = load_for(job.encoder, job.settings)
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
-    made_from = _made_from(model.identity, table, job.stain_method)
+    made_from = _made_from(job, model.identity, table)
     note = _why_stale(job.bag, made_from)
     if note is None:
         return EmbedResult(len(table), "current", 0.0)
+    check_tiled(table, job.path, job.mpp)
     features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
     _check_finite(features_ND, job)
-    write_bag(job.bag, features_ND, table, job.name, made_from)
+    write_bag(job.bag, features_ND, table, job.name, made_from | {"precision": str(model.dtype)})
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
     return EmbedResult(len(table), note, wait_share, warnings)
 
 
 def stale_reason(job: EmbedJob, identity: str) -> str | None:
     """What `embed_slide` would note of this slide with an encoder of that `identity`; None when its file is current."""
-    return _why_stale(job.bag, _made_from(identity, read_tiles(job.table), job.stain_method))
+    return _why_stale(job.bag, _made_from(job, identity, read_tiles(job.table)))
 
 
-def _made_from(identity: str, table: TileTable, stain_method: str) -> dict[str, Any]:
-    fit = table.stain if stain_method == "slide" else None
-    return {"encoder": identity, "tiles": table.digest, "stain": stain_method if fit is None else fit.to_attributes()}
+def _made_from(job: EmbedJob, identity: str, table: TileTable) -> dict[str, Any]:
+    """What the vectors depend on, beyond the rounding: another batch, device or compilation makes no file stale.
+
+    Nor does another precision, unless one is asked for: the device of the day decides about `auto`.
+    """
+    fit = table.stain if job.stain_method == "slide" else None
+    made_from: dict[str, Any] = {
+        "encoder": identity,
+        "slide": table.fingerprint,
+        "slide_mpp": table.slide_mpp,
+        "reader": job.reader,
+        "tiles": table.digest,
+        "stain": job.stain_method if fit is None else fit.to_attributes(),
+    }
+    if job.settings.precision != "auto":
+        made_from["precision"] = str(PRECISIONS[job.settings.precision])
+    return made_from
 
 
 def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:
@@ -104,7 +124,9 @@ def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:
         return "made again: the feature file is damaged"
     if version != FORMAT_VERSION:
         return f"made again: written in format {version}, now {FORMAT_VERSION}"
-    changed = [key for key in made_from if before.get(key) != made_from[key]]
+    changed = [
+        key for key, value in made_from.items() if before.get(key, value if key in TOLD_LATER else None) != value
+    ]
     return f"made again: another {' and '.join(changed)} than before" if changed else None
 
 
@@ -144,9 +166,17 @@ class LoadedEncoder:
             return self.encoder.encode(tiles_B3HW)[:number].half()
 
 
-@lru_cache(maxsize=1)  # settings are frozen, hence hashable
 def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
-    """The encoder on its device, loaded once per process."""
+    """The encoder on its device, loaded once per process, and again when its files have changed."""
+    path = Path(source)
+    files = [path, *(path / name for name in ("config.json", *WEIGHT_FILES))]
+    content = tuple(artefact.fingerprint(file) for file in files if file.is_file())
+    return _load(source, content, settings)  # pyright: ignore[reportArgumentType]
+
+
+@lru_cache(maxsize=1)  # settings are frozen, hence hashable
+def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> LoadedEncoder:
+    del content  # it tells one encoder from another that lay in the same place
     device = choose_device(settings.device)
     encoder = load_encoder(source).to(device).eval()
     identity = encoder.identity()
@@ -160,18 +190,14 @@ def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
 
 
 class PatchProduct(nn.Module):
-    """A convolution whose windows do not overlap, as the one matrix product that it is."""
+    """`patch_product` in the place of the convolution that it is."""
 
     def __init__(self, convolution: nn.Conv2d):
         super().__init__()
         self.weight, self.bias = convolution.weight, convolution.bias
 
     def forward(self, images_B3HW: torch.Tensor) -> torch.Tensor:
-        batch, _, height, width = images_B3HW.shape
-        p, q = self.weight.shape[2:]
-        patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
-        tokens = functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias)
-        return tokens.permute(0, 3, 1, 2)
+        return patch_product(images_B3HW, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 def use_patch_product(encoder: Encoder) -> None:
@@ -197,7 +223,12 @@ def choose_device(wanted: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", _claim_gpu(torch.cuda.device_count()))
+    return torch.device("cuda", _own_gpu())
+
+
+@cache  # or the next encoder would find this process's own GPU taken
+def _own_gpu() -> int:
+    return _claim_gpu(torch.cuda.device_count())
 
 
 _claims: list[int] = []
@@ -210,7 +241,7 @@ def _claim_gpu(number: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(descriptor)
             continue
         _claims.append(descriptor)
@@ -223,7 +254,7 @@ def _claim_gpu(number: int) -> int:
 
 def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
     """Batches in the table's order: read by processes for a GPU, which waits for nobody, else by threads."""
-    request = TileRequest(job.path, table.mpp, job.reader, job.mpp, job.stain_method == "tile")
+    request = TileRequest(job.path, table.mpp, job.reader, table.slide_mpp, job.stain_method == "tile")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     num_readers = job.settings.readers or max(1, num_cores() // gpus)
     if device.type == "cuda" and TileReaders.available and num_readers > 1:

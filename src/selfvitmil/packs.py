@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 from zipfile import ZipFile, ZipInfo
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from selfvitmil import artefact
-from selfvitmil.errors import ArtefactError, ConfigError, SlideError
-from selfvitmil.slides import Slide, fingerprint, open_slide
-from selfvitmil.tiles import TileTable, read_tiles
+from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.slides import Slide, open_slide
+from selfvitmil.slides.contract import read_at
+from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 SCHEMA = "selfvitmil.pack"
 FORMAT_VERSION = 1
@@ -69,7 +69,7 @@ class PackJob:
     """Of JPEG, 1 to 100."""
     reader: str = "auto"
     mpp: float | None = None
-    """Microns per level-0 pixel, over whatever the slide says."""
+    """Microns per level-0 pixel where cohort or settings give them: those that the table was made with."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def pack_slide(job: PackJob) -> PackResult:
     table = read_tiles(job.table)
     target = pack_path(job.table)
     made_from = {
-        **_identity(job.table, table),
+        **_identity(table),
         "reader": job.reader,
         "encoding": job.encoding,
         "quality": job.quality if job.encoding == "jpeg" else None,
     }
     note = _why_stale(target, made_from)
     if note is not None:
-        with open_slide(job.path, reader=job.reader, mpp=job.mpp) as slide:
-            _check_is_the_tiled_one(slide, job, made_from["slide"])
+        check_tiled(table, job.path, job.mpp)
+        with open_slide(job.path, reader=job.reader, mpp=table.slide_mpp) as slide:
             images = (encode(tile, job.encoding, job.quality) for tile in _read_all(slide, table))
             _write(target, table, images, made_from)
     return PackResult(len(table), note or "current", target.stat().st_size)
@@ -115,21 +115,10 @@ def _read_all(slide: Slide, table: TileTable) -> Iterator[Tile]:
     return (slide.read_tile(int(x), int(y), table.size_px, table.mpp) for x, y in table.coords_l0)
 
 
-def _identity(path: Path, table: TileTable) -> dict[str, Any]:
-    """Which tiles of which slide: what the pack and the table at `path` must agree on."""
-    with h5py.File(path, "r") as file:
-        slide = json.loads(str(file.attrs["inputs"])).get("slide")
+def _identity(table: TileTable) -> dict[str, Any]:
+    """Which tiles of which slide: what a pack and its table must agree on."""
     resolution = {"size_px": table.size_px, "mpp": table.mpp, "slide_mpp": table.slide_mpp}
-    return {"slide": slide, "tiles": table.digest, **resolution}
-
-
-def _check_is_the_tiled_one(slide: Slide, job: PackJob, tiled: str | None) -> None:
-    if tiled is not None and fingerprint(job.path) != tiled:
-        raise SlideError(
-            f"{slide.name}: not the file that was tiled",
-            "its content has changed since its tile table was made",
-            "Run `selfvitmil tile` again, then pack",
-        )
+    return {"slide": table.fingerprint, "tiles": table.digest, **resolution}
 
 
 def _why_stale(target: Path, made_from: Mapping[str, Any]) -> str | None:
@@ -225,7 +214,7 @@ class PackFile:
         try:
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_RDONLY)
-            content = memoryview(_pread(self._descriptor, length, first))
+            content = memoryview(read_at(self._descriptor, length, first))
         except FileNotFoundError:
             raise _missing(self.path) from None
         except OSError as error:
@@ -264,14 +253,6 @@ def runs(spans: Spans) -> Iterator[tuple[int, int]]:
             start = row
     if len(spans):
         yield start, len(spans)
-
-
-def _pread(descriptor: int, length: int, offset: int) -> bytes:
-    """As `os.pread`, which may stop early on network drives."""
-    content = os.pread(descriptor, length, offset)
-    while 0 < len(content) < length and (more := os.pread(descriptor, length - len(content), offset + len(content))):
-        content += more
-    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +315,7 @@ def _index(file: BinaryIO) -> tuple[dict[str, Any], Spans]:
 def open_pack_of(table: Path) -> Pack:
     """The pack of a tile table; raises ArtefactError as well when it holds other tiles than the table."""
     pack = open_pack(pack_path(table))
-    identity = _identity(table, read_tiles(table))
+    identity = _identity(read_tiles(table))
     differing = [key for key in identity if pack.made_from.get(key) != identity[key]]
     if differing:
         raise ArtefactError(

@@ -35,7 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import stain
-from selfvitmil.errors import EngineError, SelfVitMilError, StainError
+from selfvitmil.engine import may_pass
+from selfvitmil.errors import EngineError, SelfVitMilError
 from selfvitmil.slides import SlideCache
 
 RUN = 16
@@ -81,10 +82,8 @@ def read_run(
     for (x_l0, y_l0), out in zip(corners_l0, out_BHW3, strict=True):
         tile = slide.read_tile(int(x_l0), int(y_l0), out.shape[0], request.mpp)
         if request.normalize_tiles:
-            try:
-                tile = stain.normalize_tile(tile)
-            except StainError:
-                unfitted += 1
+            tile, fitted = stain.normalize_or_keep(tile)
+            unfitted += not fitted
         out[:] = tile
     return unfitted
 
@@ -249,6 +248,7 @@ def serve(memory: int, channel: int, *shape: int) -> None:
         try:
             result = read_run(cache, request, corners_l0, tiles_KBHW3[slot, first : first + len(corners_l0)])
         except SelfVitMilError as error:
+            error.transient = may_pass(error)  # pickling loses what it came of
             result = error
         try:
             connection.send((start, result))

@@ -46,8 +46,8 @@ OUTLIERS = 1.0
 FULL = 99.0
 """Percentile of a stain's concentration that counts as its full strength."""
 
-MIN_PIXELS = 1_000
-"""Stained pixels that a slide's fit needs."""
+MIN_PIXELS, MAX_PIXELS = 1_000, 200_000
+"""Stained pixels that a slide's fit needs, and the most that it takes."""
 
 # "Real" below: 4 slides of Camelyon16 and 81 patients of BreakHis, up to 32 tiles each.
 MIN_VARIANCE = 1e-8
@@ -153,10 +153,10 @@ REFERENCE = StainFit(np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.55
 # ---- fit -----------------------------------------------------------------------------------------------------------
 
 
-def fit_slide(pixels: NDArray[np.uint8], max_pixels: int = 200_000) -> StainFit:
+def fit_slide(pixels: NDArray[np.uint8]) -> StainFit:
     """The stains of a slide from a sample of it: (N, 3) pixels or (T, H, W, 3) tiles.
 
-    Glass, padding and black in the sample do not count: adding them changes nothing. Of more than `max_pixels` stained
+    Glass, padding and black in the sample do not count: adding them changes nothing. Of more than `MAX_PIXELS` stained
     pixels that many are used, spread evenly. Pixels that two stains cannot explain give a fit with a `reason`.
     """
     _check_pixels(pixels)
@@ -168,7 +168,7 @@ def fit_slide(pixels: NDArray[np.uint8], max_pixels: int = 200_000) -> StainFit:
     try:
         if len(indices) < MIN_PIXELS:
             raise StainError(f"only {len(indices)} of {len(flat_N3)} pixels show stain", f"{MIN_PIXELS} are needed")
-        od_3N = _OD[np.ascontiguousarray(flat_N3[_spread(indices, max_pixels)].T)]
+        od_3N = _OD[np.ascontiguousarray(flat_N3[_spread(indices, MAX_PIXELS)].T)]
         stains, variances = _find_stains(od_3N)
         _require_two_stains(stains, variances)
         full = _full_strength(np.linalg.pinv(stains) @ od_3N)
@@ -391,6 +391,14 @@ def normalize_tile(tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
     levels_3N = LIGHT * np.exp(-REFERENCE.stains @ scaled_2N)
     levels_3N[levels_3N > 255] = 254
     return levels_3N.T.astype(np.uint8, order="C").reshape(tile.shape)
+
+
+def normalize_or_keep(tile: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], bool]:
+    """`normalize_tile`, or the tile as it is where its stains cannot be estimated; and whether they could."""
+    try:
+        return normalize_tile(tile), True
+    except StainError:
+        return tile, False
 
 
 def _check_pixels(pixels: NDArray[np.uint8]) -> None:

@@ -28,11 +28,12 @@ from PIL import Image, ImageDraw
 from scipy import ndimage
 
 from selfvitmil import annotations, artefact, stain
-from selfvitmil.errors import ArtefactError, SlideError, TissueError
+from selfvitmil.engine import may_pass
+from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name
 from selfvitmil.slides import Slide, fingerprint, open_slide
-from selfvitmil.tissue import Tissue, find_tissue, grey_of
+from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 
 SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1
@@ -69,6 +70,8 @@ class TileTable:
     """Tiling name -> digest of the coarse coordinates that the rows count in."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """Counts and warnings for people: what `tiles.csv` shows."""
+    fingerprint: str | None = None
+    """Of the slide that was cut; None for a table that was not read from its file."""
 
     def __len__(self) -> int:
         return len(self.coords_l0)
@@ -190,20 +193,34 @@ class TileResult:
 
 
 def tile_slide(job: TileJob) -> TileResult:
-    """Cut one slide and write its files, unless they are current. Raises SelfVitMilError where it cannot."""
+    """Cut one slide and write its files, unless they are current. Raises SelfVitMilError where it cannot.
+
+    Of a slide that can be read but not cut with these settings (no tissue, a mask that does not fit, no microns per
+    pixel), files of earlier settings are removed: later stages would take them for what was asked for. Of a slide that
+    cannot be read they stay: it may be its drive that is away.
+    """
     inputs = _inputs(job)
     stale = _why_stale(job, inputs)
     target = job.folder / tiling_name(job.settings.tile) / f"{job.slide}.h5"
     if stale is None:
         table = read_tiles(target)
         return TileResult(len(table), "current", table.attributes)
-    with open_slide(job.path, reader=job.settings.slide.reader, mpp=job.mpp or job.settings.slide.mpp) as slide:
-        tissue = find_tissue(slide, job.settings.tissue, job.slide)
-        tables = _cut(slide, tissue, job)
-        picture = draw(tables[0], tissue, look(slide, tissue))
+    try:
+        given = job.settings.slide
+        with open_slide(
+            job.path, reader=given.reader, mpp=job.mpp or given.forced_mpp, otherwise_mpp=given.mpp
+        ) as slide:
+            tissue = find_tissue(slide, job.settings.tissue, job.slide)
+            tables = _cut(slide, tissue, job)
+            picture = draw(tables[0], tissue, look(slide, tissue))
+    except (TissueError, AnnotationError, MissingMppError) as error:
+        if not may_pass(error):
+            for path in (*_tables(job), *_beside(job)):
+                path.unlink(missing_ok=True)
+        raise
     made_from = {"settings": _relevant(job.settings), "inputs": inputs}
     for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
-        write_tiles(_path(job, table), table, made_from)
+        write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, made_from)
     fine = tables[0]
     artefact.write_bytes(target.with_suffix(".jpg"), picture)
     outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
@@ -284,7 +301,8 @@ def _annotated(
     coverage = annotations.box_coverage(regions, boxes)
     tumour, lost = coverage > 0, (coverage > 0) & ~kept
     notes = [
-        f"{region.name or 'a polygon'} in {path.name} crosses itself and was repaired"
+        f"{region.name or 'a polygon'} in {path.name} "
+        + ("crosses itself and was repaired" if region.has_area else "encloses nothing, so no tile lies in it")
         for region in regions
         if region.repaired
     ]
@@ -310,32 +328,53 @@ def _fit_stain(slide: Slide, table: TileTable, settings: StudySettings) -> stain
 # ---------------------------------------------------------------------------------------------------- is it current?
 
 
-def _path(job: TileJob, table: TileTable) -> Path:
-    return job.folder / tiling_name(job.settings.tile, table.mpp) / f"{job.slide}.h5"
+def _tables(job: TileJob) -> list[Path]:
+    """The table of every scale, the fine one first."""
+    tile = job.settings.tile
+    names = [tiling_name(tile), *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)]
+    return [job.folder / name / f"{job.slide}.h5" for name in names]
+
+
+def _beside(job: TileJob) -> list[Path]:
+    """Picture and outline, which lie beside the fine table."""
+    return [_tables(job)[0].with_suffix(suffix) for suffix in (".jpg", ".geojson")]
+
+
+def without_places(settings: StudySettings) -> StudySettings:
+    """The settings as files of a study may hold them: without the folder of own masks, which count by their content."""
+    return settings.model_copy(update={"tissue": settings.tissue.model_copy(update={"folder": None})})
 
 
 def _relevant(settings: StudySettings) -> dict[str, Any]:
     """All settings that can change a table: packs are files of their own, which know by themselves what is current."""
     packing = {"tile": {"pack", "pack_encoding", "pack_quality"}}
-    return settings.model_dump(mode="json", include=SECTIONS, exclude=packing)
+    return without_places(settings).model_dump(mode="json", include=SECTIONS, exclude=packing)
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:
     """Identity of the files that go in: changing one makes the tables stale."""
-    if not job.path.exists():
-        raise SlideError(
-            f"{job.path.name}: no such file",
-            "the cohort names it, but it is not there",
-            "Correct its path in cohort.csv",
-        )
     own = job.settings.tissue.folder
-    masks = sorted(own.glob(f"{job.slide}.*")) if own is not None else []
+    if own is not None and not own.is_dir():
+        raise TissueError(
+            f"{own.name}: no such folder",
+            "the tissue masks should lie there",
+            "Correct tissue.folder, and see that the drive is there",
+        )
+    mask = own_mask_path(own, job.slide) if own is not None else None
     return {
-        "slide": fingerprint(job.path),
+        "slide": _fingerprint(job.path),
         "mpp": job.mpp,
         "annotation": artefact.fingerprint(job.annotation) if job.annotation is not None else None,
-        "mask": artefact.hash_of(*(artefact.fingerprint(mask) for mask in masks)) if masks else None,
+        "mask": artefact.hash_of(artefact.fingerprint(mask)) if mask is not None else None,
     }
+
+
+def _fingerprint(path: Path) -> str:
+    if not path.exists():
+        raise SlideError(
+            f"{path.name}: no such file", "the cohort names it, but it is not there", "Correct its path in cohort.csv"
+        )
+    return fingerprint(path)
 
 
 def stale_reason(job: TileJob) -> str | None:
@@ -345,10 +384,7 @@ def stale_reason(job: TileJob) -> str | None:
 
 def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
     """None when the slide's files are current, otherwise the reason to (re)make them."""
-    tile = job.settings.tile
-    names = [tiling_name(tile), *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)]
-    for name in names:
-        target = job.folder / name / f"{job.slide}.h5"
+    for target in _tables(job):
         if not target.exists():
             return "made"
         try:
@@ -357,16 +393,14 @@ def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
                 if "coords" not in file or "tissue" not in file:
                     raise KeyError("coords")
         except (OSError, KeyError):
-            return f"made again: {name}/{target.name} is damaged"
+            return f"made again: {target.parent.name}/{target.name} is damaged"
         if attributes["format_version"] != FORMAT_VERSION:
             return f"made again: written in format {attributes['format_version']}, now {FORMAT_VERSION}"
         if changed := _changed(json.loads(str(attributes["settings"])), _relevant(job.settings)):
             return f"made again: {', '.join(changed)}"
         if changed := _changed(json.loads(str(attributes["inputs"])), inputs):
             return f"made again: another {' and '.join(key.split(' ')[0] for key in changed)} than before"
-    missing = [
-        suffix for suffix in (".jpg", ".geojson") if not (job.folder / names[0] / f"{job.slide}{suffix}").exists()
-    ]
+    missing = [path.suffix for path in _beside(job) if not path.exists()]
     return f"made again: {missing[0]} was missing" if missing else None
 
 
@@ -444,7 +478,32 @@ def _table_from(file: Any) -> TileTable:
         parents={name: parents[name][:] for name in parents},
         parent_digests={name: str(parents[name].attrs["coords_sha256"]) for name in parents},
         attributes=json.loads(file.attrs["attributes"]),
+        fingerprint=json.loads(file.attrs["inputs"]).get("slide"),
     )
+
+
+def check_tiled(table: TileTable, path: Path, mpp: float | None = None) -> None:
+    """Raise SlideError unless the file at `path` is the one that was cut, at the microns per pixel it was cut with.
+
+    Tiles are read at `table.slide_mpp`; `mpp` is what the cohort says now, None where it says nothing.
+    """
+    check_mpp(table, mpp)
+    if table.fingerprint is not None and _fingerprint(path) != table.fingerprint:
+        raise SlideError(
+            f"{path.name}: not the file that was tiled",
+            "its content has changed since its tile table was made",
+            "Run `selfvitmil tile` again",
+        )
+
+
+def check_mpp(table: TileTable, mpp: float | None) -> None:
+    """Raise SlideError when other microns per level-0 pixel are given than the table was made with."""
+    if mpp is not None and mpp != table.slide_mpp:
+        raise SlideError(
+            f"{table.slide}: tiled with {table.slide_mpp:g} microns per pixel, {mpp:g} are given now",
+            "the tiles would be other pieces of the slide",
+            "Run `selfvitmil tile` again",
+        )
 
 
 def trident_attributes(table: TileTable) -> dict[str, Any]:

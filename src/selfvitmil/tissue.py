@@ -29,6 +29,8 @@ Pixels = NDArray[np.uint8]
 # Glass is bright and has next to no colour (chroma: largest minus smallest channel).
 GLASS_MIN_GREY = 200
 GLASS_MAX_CHROMA = 15
+OUTLINE_SUFFIXES, PICTURE_SUFFIXES = (".geojson", ".geojson.gz", ".xml"), (".png", ".tif", ".tiff")
+"""Files of own masks, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,20 +192,25 @@ def pen_marks(pixels: Pixels) -> Mask:
 # ---------------------------------------------------------------------------------------------------- own masks
 
 
+def own_mask_path(folder: Path, name: str) -> Path | None:
+    """The file that `own` takes for a slide: outlines before pictures; None when there is none."""
+    paths = (folder / f"{name}{suffix}" for suffix in (*OUTLINE_SUFFIXES, *PICTURE_SUFFIXES))
+    return next((path for path in paths if path.exists()), None)
+
+
 def _own_mask(slide: Slide, settings: TissueSettings, name: str, mpp: float) -> Mask:
     folder = settings.folder
     assert folder is not None  # StudySettings sees to it
-    for suffix in (".geojson", ".geojson.gz", ".xml"):
-        if (path := folder / f"{name}{suffix}").exists():
-            return _outline_mask(path, slide, settings.exclude, mpp)
-    for suffix in (".png", ".tif", ".tiff"):
-        if (path := folder / f"{name}{suffix}").exists():
-            return _picture_mask(path, slide, mpp)
-    raise TissueError(
-        f"{name}: no tissue mask",
-        f"the folder {folder.name} has no {name}.geojson, .xml, .png or .tif",
-        "Add one for this slide, or take the slide out of the cohort",
-    )
+    path = own_mask_path(folder, name)
+    if path is None:
+        raise TissueError(
+            f"{name}: no tissue mask",
+            f"the folder {folder.name} has no {name}.geojson, .xml, .png or .tif",
+            "Add one for this slide, or take the slide out of the cohort",
+        )
+    if path.suffix in PICTURE_SUFFIXES:
+        return _picture_mask(path, slide, mpp)
+    return _outline_mask(path, slide, settings.exclude, mpp)
 
 
 def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float) -> Mask:

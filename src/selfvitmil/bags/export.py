@@ -89,11 +89,6 @@ def export_slide(job: ExportJob) -> ExportResult:
     return ExportResult(len(bag))
 
 
-def export_bags(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportResult]:
-    """Export all feature files in `source`, one after the other; the first that cannot be exported raises."""
-    return {name: export_slide(job) for name, job in plan_export(source, folder, to, dtype).items()}
-
-
 def _check_choice(to: str, dtype: str | None) -> tuple[Any, Any]:
     if to not in TOOLS or dtype not in (None, *DTYPES):
         raise ConfigError(

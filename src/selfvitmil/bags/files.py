@@ -181,7 +181,9 @@ def _read_pt(path: Path) -> Bag:
         tensor = tensor.get("features", tensor.get("feats"))
     if not isinstance(tensor, torch.Tensor) or tensor.ndim not in (2, 3):
         raise _unreadable(path, ValueError("it holds no (N, D) tensor"))
-    return Bag(path.stem, tensor.reshape(-1, tensor.shape[-1]).numpy(), None)
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.float()  # bfloat16, which NumPy does not have: every value of it is one of float32
+    return Bag(path.stem, tensor.detach().reshape(-1, tensor.shape[-1]).numpy(), None)
 
 
 def check_bag(bag: Bag) -> None:

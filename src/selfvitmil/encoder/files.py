@@ -29,6 +29,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from selfvitmil import artefact
+from selfvitmil.cohort.table import listing
 from selfvitmil.encoder.network import (
     Encoder,
     Layout,
@@ -311,10 +312,8 @@ def _load_strictly(name: str, backbone: nn.Module, state: Mapping[str, Tensor]) 
     backbone.load_state_dict(state)
 
 
-def _brief(names: Iterable[str], limit: int = 3) -> str:
-    names = [str(name) for name in names]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "nothing"
+def _brief(names: Iterable[Any]) -> str:
+    return listing(map(str, names), 3) or "nothing"
 
 
 # ---------------------------------------------------------------------------------------------------- read

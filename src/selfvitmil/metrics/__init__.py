@@ -35,7 +35,7 @@ from selfvitmil.metrics.decisions import (
     decide_multiclass,
     youden_threshold,
 )
-from selfvitmil.metrics.detection import FPS, CaseDetections, Froc, froc, froc_interval, suppress_points
+from selfvitmil.metrics.detection import FPS, CaseDetections, Froc, froc, suppress_points
 from selfvitmil.metrics.intervals import Interval, wilson
 from selfvitmil.metrics.ranking import (
     AucInterval,
@@ -74,7 +74,6 @@ __all__ = [
     "fit_platt",
     "fit_temperature",
     "froc",
-    "froc_interval",
     "multiclass_auc",
     "paired_auc_test",
     "pr_curve",

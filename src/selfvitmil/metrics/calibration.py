@@ -8,7 +8,6 @@ order of scores; a validation set whose logits do not rise with the labels is re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,25 +88,14 @@ def reliability(
     labels: ArrayLike,
     probabilities: ArrayLike,
     num_bins: int = 10,
-    bins: Literal["width", "count"] = "width",
     level: float = 0.95,
 ) -> Reliability:
-    """Stated against observed share of positives in bins of equal width, or of (nearly) equal count.
-
-    Equal probabilities always share a bin, so the result does not depend on the order of the samples.
-    """
+    """Stated against observed share of positives in bins of equal width."""
     label = check_labels(labels)
     given = check_probabilities(probabilities, len(label))
-    if num_bins < 1 or bins not in ("width", "count"):
-        raise MetricError(
-            f"{num_bins} bins by {bins!r}", "at least 1 by 'width' or 'count' is needed", "10 by 'width' is usual"
-        )
-    if bins == "width":
-        place = given
-    else:
-        ordered = np.sort(given)
-        place = (np.searchsorted(ordered, given, "left") + np.searchsorted(ordered, given, "right")) / (2 * len(given))
-    index = np.minimum((place * num_bins).astype(np.int64), num_bins - 1)
+    if num_bins < 1:
+        raise MetricError(f"{num_bins} bins", "at least 1 is needed", "10 is usual")
+    index = np.minimum((given * num_bins).astype(np.int64), num_bins - 1)
     count = np.bincount(index, minlength=num_bins)
     used = count > 0
     positives = np.bincount(index, label, num_bins)[used].astype(np.int64)

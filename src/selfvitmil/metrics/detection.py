@@ -30,7 +30,7 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 
 from selfvitmil.errors import MetricError
-from selfvitmil.metrics.intervals import Floats, Interval, check_scores
+from selfvitmil.metrics.intervals import Floats, check_scores
 
 GAP_UM = 75.0
 """Tumours nearer than this, about five cells, are one lesion."""
@@ -92,19 +92,6 @@ def froc(cases: Sequence[Case], level: int = 5, mpp_l0: float = 0.243) -> Froc:
     fps_per_slide, sensitivity = _curve(detections)
     at = _sensitivity_at(fps_per_slide, sensitivity)
     return Froc(fps_per_slide, sensitivity, at, float(at.mean()), tuple(detections), tuple(warnings))
-
-
-def froc_interval(result: Froc, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Bootstrap interval of the score: slides with lesions and slides without are drawn anew, as many of each."""
-    rng = np.random.default_rng(seed)
-    with_lesion = [case for case in result.cases if case.num_lesions]
-    without = [case for case in result.cases if not case.num_lesions]
-    scores: list[float] = []
-    for _ in range(resamples):
-        drawn = [part[i] for part in (with_lesion, without) if part for i in rng.integers(len(part), size=len(part))]
-        scores.append(float(_sensitivity_at(*_curve(drawn)).mean()))
-    low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(result.score, float(low), float(high), f"bootstrap over slides, {resamples} resamples", level)
 
 
 def evaluation_mask(tumour: NDArray[np.bool_], level: int = 5, mpp_l0: float = 0.243) -> NDArray[np.int32]:

@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from selfvitmil import stain
+from selfvitmil.engine import num_cores
 from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
-from selfvitmil.pretrain.sources import RUN, Indices, Pixels, TileReader, TileSource
+from selfvitmil.pretrain.sources import Indices, Pixels, TileReader, TileSource
+from selfvitmil.readers import RUN
 
 # ---------------------------------------------------------------------------------------------------- order, pure
 
@@ -217,8 +219,7 @@ def _end_with_trainer() -> None:
 
 def default_workers() -> int:
     """One per core that this process may use, less one for the training itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1)
+    return max(num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1)
 
 
 def read_all(source: TileSource, requests: Iterator[Request], workers: int) -> Iterator[Pixels]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
@@ -31,6 +30,12 @@ from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = {"dino": "vit_small_patch16_224", "simclr": "resnet18_instancenorm"}
+STRENGTHS: dict[str, dict[str, Any]] = {
+    "dino": {"global_scale": (0.4, 1.0), "brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1},
+    "simclr": {"global_scale": (0.08, 1.0), "brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2},
+}
+"""What large views show and how strongly colours change, by method, where the settings do not say it: DINO's numbers,
+and those of DSMIL's SimCLR."""
 OWN_SCALE = 0.15
 """By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
 
@@ -108,9 +113,11 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
 def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
     """How the views of a tile are made: two large ones, with DINO small ones besides."""
     large = settings.global_px or tile_px
+    given = {name: getattr(settings, name) for name in STRENGTHS[settings.method]}
+    strengths = {name: STRENGTHS[settings.method][name] if value is None else value for name, value in given.items()}
     base = ViewRecipe(
         size_px=large,
-        scale=settings.global_scale,
+        scale=strengths.pop("global_scale"),
         hflip=settings.hflip,
         vflip=settings.vflip,
         right_angles=settings.right_angles,
@@ -118,11 +125,8 @@ def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -
         stain_scale=settings.stain_scale,
         stain_shift=settings.stain_shift,
         jitter=settings.jitter,
-        brightness=settings.brightness,
-        contrast=settings.contrast,
-        saturation=settings.saturation,
-        hue=settings.hue,
         grey=settings.grey,
+        **strengths,
     )
     if settings.method == "simclr":
         return (replace(base, blur=settings.blur[2]),) * 2
@@ -174,9 +178,8 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             "weights of one network do not fit another",
             "Leave pretrain.architecture out, or start from other weights",
         )
-    differing = [
-        ours for ours, theirs in names.items() if theirs in args and told.model_args.get(theirs) != args[theirs]
-    ]
+    shape = _shape_of(encoder.backbone)
+    differing = [ours for ours in names if getattr(settings, ours) not in (None, shape.get(ours))]
     if differing:
         raise EncoderError(
             f"{settings.init.rstrip('/').split('/')[-1]}: has another {differing[0]} than pretrain.{differing[0]}",
@@ -184,6 +187,15 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             f"Leave pretrain.{differing[0]} out, or start from other weights",
         )
     return encoder
+
+
+def _shape_of(backbone: Any) -> dict[str, int | None]:
+    """What the settings of the same names say of a ViT; nothing for other networks."""
+    if not has_class_token(backbone):
+        return {}
+    heads = backbone.blocks[0].attn.num_heads
+    depth = len(backbone.blocks)
+    return {"width": backbone.embed_dim, "depth": depth, "heads": heads, "patch_px": patch_px_of(backbone)}
 
 
 def patch_px_of(backbone: Any) -> int | None:
@@ -228,12 +240,7 @@ class Branch(nn.Module):
     def forward(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         # Views of one size go through the network together: with DINO that makes two passes.
         embeddings_RD = torch.cat([self.embed(self.backbone, view_VB3SS.flatten(0, 1)) for view_VB3SS in views])
-        if not isinstance(self.head, DinoHead):
-            return self.head(embeddings_RD), embeddings_RD
-        bottleneck_RD = functional.normalize(losses.at_least_float32(self.head.mlp(embeddings_RD)), dim=-1)
-        # Divided by a temperature of 0.04, cosines in bfloat16 would be off by up to 0.1.
-        with torch.autocast(embeddings_RD.device.type, enabled=False):
-            return self.head.last_layer(bottleneck_RD), embeddings_RD
+        return self.head(embeddings_RD), embeddings_RD
 
 
 class Learner(nn.Module):

@@ -11,9 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 @dataclass(frozen=True)
 class CosineSchedule:
@@ -34,10 +31,6 @@ class CosineSchedule:
             return self.warmup_start + (self.base - self.warmup_start) * step / max(self.warmup_steps - 1, 1)
         done = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
         return self.final + 0.5 * (self.base - self.final) * (1 + math.cos(math.pi * done))
-
-    def values(self) -> NDArray[np.float64]:
-        """The values of all steps, for a plot of the whole run."""
-        return np.array([self.value_at(step) for step in range(self.total_steps)])
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,6 @@ class TeacherTemperature:
         if self.ramp == "step":
             return self.warmup_temp
         return self.warmup_temp + (self.temp - self.warmup_temp) * epoch / max(self.warmup_epochs - 1, 1)
-
-    def values(self, total_steps: int) -> NDArray[np.float64]:
-        """The values of all steps, for a plot of the whole run."""
-        return np.array([self.value_at(step) for step in range(total_steps)])
 
 
 # ---- numbers that fit batch and data -------------------------------------------------------------------------------

@@ -20,14 +20,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil import stain
-from selfvitmil.errors import ConfigError, SlideError, StainError
+from selfvitmil import artefact, stain
+from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.packs import PackFile, open_pack_of, pack_path
+from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
-from selfvitmil.tiles import read_tiles
+from selfvitmil.tiles import check_mpp, read_tiles
 
-RUN = 16
-"""Neighbouring tiles of a slide that are read one after the other."""
 MAX_OPEN_PACKS = 64
 """Files that a reader of packs holds open at once."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -43,11 +42,11 @@ class TrainSlide:
     path: Path
     table: Path
     mpp: float | None = None
-    """Microns per level-0 pixel from the cohort, over whatever the slide says."""
+    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
 
 
 class TileReader(Protocol):
-    """Reads tiles, in any process: it travels to the workers. `what` is an entry of the source's `read_requests`."""
+    """Reads tiles, in any process: it travels to the workers. `what` is what the source's `request` returned."""
 
     def read(self, group: int, what: Any) -> Pixels: ...
 
@@ -91,7 +90,8 @@ class SlideReader:
     """Reads tiles from slides; knows only their paths, so that starting a worker is cheap."""
 
     paths: Sequence[Path]
-    mpps: Sequence[float | None]
+    mpps: Sequence[float]
+    """Microns per level-0 pixel."""
     names: Sequence[str]
     size_px: int
     tile_mpp: float
@@ -128,13 +128,14 @@ class SlideTiles:
         *,
         stain_method: Literal["slide", "tile", "none"],
         reader: str = "auto",
-        slide_mpp: float | None = None,
     ):
         if not slides:
             raise ConfigError(
                 "there is no slide to train on", "none of the chosen split has a tile table", "Run `selfvitmil tile`"
             )
         tables = [read_tiles(slide.table) for slide in slides]
+        for slide, table in zip(slides, tables, strict=True):
+            check_mpp(table, slide.mpp)
         shapes = {(table.size_px, table.mpp) for table in tables}
         if len(shapes) > 1:
             raise ConfigError(
@@ -152,12 +153,15 @@ class SlideTiles:
         self._places = [table.coords_l0 for table in tables]
         """Where the reader finds the tiles of each slide."""
         self.ids = np.concatenate([tile_ids(table.slide, table.coords_l0) for table in tables])
-        self._digests = [table.digest for table in tables]
+        self._identities = [
+            f"{slide.slide} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
+            for slide, table in zip(slides, tables, strict=True)
+        ]
         maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
         self._maps = np.stack(maps) if stain_method == "slide" else None
         self.reader: TileReader = SlideReader(
             paths=[slide.path for slide in slides],
-            mpps=[slide.mpp or slide_mpp for slide in slides],
+            mpps=[table.slide_mpp for table in tables],
             names=self.names,
             size_px=self.size_px,
             tile_mpp=tile_mpp,
@@ -174,9 +178,9 @@ class SlideTiles:
         return None if self._maps is None else self._maps[groups]
 
     def identity(self) -> list[str]:
-        """What the trained weights depend on: names, places of the tiles, stain maps."""
+        """What the trained weights depend on: names and content of the slides, places of the tiles, stain maps."""
         maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
-        return [*(f"{name} {digest}" for name, digest in zip(self.names, self._digests, strict=True)), maps]
+        return [*self._identities, maps]
 
 
 @dataclass
@@ -327,7 +331,9 @@ def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
         raise SlideError(
-            f"{path.name}: cannot be read as an image", str(error).replace(str(path), path.name), "Remove or replace it"
+            f"{path.name}: cannot be read as an image",
+            artefact.without_folders(str(error), [path.parent]),
+            "Remove or replace it",
         ) from None
     if pixels.shape[:2] != shape_px:
         raise SlideError(
@@ -343,10 +349,8 @@ def _pixels(tiles: Iterable[NDArray[np.uint8]], normalize: bool) -> Pixels:
     done, unfitted = [], 0
     for tile in tiles:
         if normalize:
-            try:
-                tile = stain.normalize_tile(tile)
-            except StainError:
-                unfitted += 1
+            tile, fitted = stain.normalize_or_keep(tile)
+            unfitted += not fitted
         done.append(tile)
     return Pixels(_channels_first(np.stack(done)), unfitted)
 

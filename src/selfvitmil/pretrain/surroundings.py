@@ -100,13 +100,16 @@ def stop_on_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 def choose_precision(precision: str, device: torch.device) -> torch.dtype:
     """The type of the networks' products."""
     if precision == "auto":
         if device.type != "cuda":
             return torch.float32  # bf16 is several times slower on most CPUs
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    return PRECISIONS[precision]
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:

@@ -48,14 +48,16 @@ def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    convolution = vit.patch_embed.proj
+    tokens_BHWD = patch_product(images_B3HW, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias)
+    return tokens_BHWD if vit.dynamic_img_size else tokens_BHWD.flatten(1, 2)
+
+
+def patch_product(images_B3HW: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A convolution whose windows do not overlap, as the one matrix product that it is: (B, H, W, D) of the windows."""
     batch, _, height, width = images_B3HW.shape
-    p, q = convolution.kernel_size
-    rows, columns = height // p, width // q
-    patches = images_B3HW.reshape(batch, 3, rows, p, columns, q).permute(0, 2, 4, 1, 3, 5)
-    patches = patches.reshape(batch, rows, columns, 3 * p * q)
-    tokens = functional.linear(patches, convolution.weight.flatten(1), convolution.bias)
-    return tokens if vit.dynamic_img_size else tokens.flatten(1, 2)
+    p, q = weight.shape[2:]
+    patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
+    return functional.linear(patches.flatten(3), weight.flatten(1), bias)
 
 
 def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor:

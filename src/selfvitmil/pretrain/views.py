@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -41,6 +41,8 @@ SOLARIZE_FROM = 0.5
 """Brightness from which solarizing inverts: halfway between grey levels 127 and 128 of 255."""
 _BLOCK = {True: 2**20, False: 2**28}
 """Numbers of an image block: on a CPU (True) what stays in its caches, elsewhere what bounds the memory."""
+_PRODUCTS = {"cuda": torch.float16}
+"""What products are computed in: on a GPU off by up to 0.7 grey levels of 255, float32 elsewhere."""
 _GREY = (0.299, 0.587, 0.114)
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
 
@@ -87,26 +89,6 @@ class ViewRecipe:
     """Probability of inverting everything brighter than half."""
 
 
-def dino_recipes(
-    num_local: int = 8,
-    local_px: int = 96,
-    local_scale: tuple[float, float] = (0.05, 0.4),
-    base: ViewRecipe | None = None,
-) -> tuple[ViewRecipe, ...]:
-    """DINO's multi-crop: two global views, different in blur and solarize, then local ones. `base` has the rest."""
-    base = base or ViewRecipe()
-    first, second = replace(base, blur=1.0, solarize=0.0), replace(base, blur=0.1, solarize=0.2)
-    local = replace(base, size_px=local_px, scale=local_scale, blur=0.5, solarize=0.0)
-    return (first, second, *[local] * num_local)
-
-
-def simclr_recipes(base: ViewRecipe | None = None) -> tuple[ViewRecipe, ...]:
-    """SimCLR's two views, alike: crops of almost any size and twice DINO's colour jitter. `base` has the rest."""
-    base = base or ViewRecipe()
-    strong = replace(base, scale=(0.08, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
-    return (replace(strong, blur=0.5, solarize=0.0),) * 2
-
-
 @torch.no_grad()
 def make_views(
     tiles_B3HW: torch.Tensor,
@@ -118,29 +100,25 @@ def make_views(
     *,
     seed: int = 0,
     maps_B33: np.ndarray | torch.Tensor | None = None,
-    stains: np.ndarray | None = None,
     dtype: torch.dtype = torch.float32,
-    product_dtype: torch.dtype | None = None,
     render: Callable[..., torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """All views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) for every run of recipes of equal size.
 
     `tile_ids_B` (int64) names the tiles; with `seed`, `step` and the number of the view it decides everything random.
-    `maps_B33` are maps of stain normalization (`stain.apply_maps`), applied first. `stains` (3, 2) are the stain
-    vectors that stain jitter moves along, by default those that normalized tiles have. `mean` and `std` are per channel
-    of tiles from 0 to 1; `dtype` is that of the result. Products are computed in `product_dtype`: by default float16 on
-    a GPU (off by up to 0.7 grey levels of 255) and float32 elsewhere. `render` may be a compiled `render_view`.
+    `maps_B33` are maps of stain normalization (`stain.apply_maps`), applied first. Stain jitter moves along the stains
+    that normalized tiles have. `mean` and `std` are per channel of tiles from 0 to 1; `dtype` is that of the result.
+    `render` may be a compiled `render_view`.
     """
     assert tiles_B3HW.dtype == torch.uint8, tiles_B3HW.dtype
     assert tiles_B3HW.shape == (len(tile_ids_B), 3, *tiles_B3HW.shape[-2:]), tiles_B3HW.shape
     device = tiles_B3HW.device
     if maps_B33 is not None:
         tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
-    if product_dtype is None:
-        product_dtype = torch.float16 if device.type == "cuda" else torch.float32
+    product_dtype = _PRODUCTS.get(device.type, torch.float32)
     # One pass for cast and new order; whole grey levels are exact in float16 and bfloat16.
     tiles_BH3W = tiles_B3HW.transpose(1, 2).to(product_dtype, memory_format=torch.contiguous_format)
-    basis = stain_basis(stain.REFERENCE.stains if stains is None else stains)
+    basis = stain_basis(stain.REFERENCE.stains)
     uniforms_VBU = random_uniforms(tile_ids_B.to(device), step, len(recipes), NUM_UNIFORMS, seed)
     height, width = tiles_B3HW.shape[-2:]
     views: list[torch.Tensor] = []
