@@ -17,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from selfvitmil.artefact import Failure
 from selfvitmil.bags import read_bag
-from selfvitmil.cli import main
+from selfvitmil.cli import _show, main
+from selfvitmil.pipeline import Summary
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import read_tiles
 
@@ -100,7 +102,11 @@ def test_synth_refuses_a_folder_with_things_in_it(tmp_path: Path):
         (["tyle", "study"], "tile"),
         (["tile"], "STUDY"),
         (["tile", "study", "--tile.mmp", "0.5"], "--tile.mpp"),
-        (["tile", "study", "--tile.mpp", "-1"], "greater than 0"),
+        (["tile", "study", "--tile.mpp", "-1"], "--tile.mpp: Input should be greater than 0"),
+        (["tile", "study", "--workers", "-1"], "selfvitmil: --workers: Input should be greater"),
+        (["tile", "study", "--workers", "0", "another"], "another: more than this command takes"),
+        (["run", "."], "here: this folder is empty"),
+        (["run", "./"], "here: this folder is empty"),
         (["tile", "study", "--tile.overlap-px", "224"], "leaves no way forward"),
         (["tile", "study"], "no cohort.csv yet"),
         (["tile", "study", "--cohort", "nowhere"], "nowhere"),
@@ -108,10 +114,21 @@ def test_synth_refuses_a_folder_with_things_in_it(tmp_path: Path):
     ],
 )
 def test_usage_errors_end_with_2_and_say_what_was_meant(arguments: list[str], says: str, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     done = selfvitmil(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
+
+
+def test_text_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]):
+    table = (("slide", "AUC [range]"), ("case[old]_1", "0.9 [0.8, 1.0]"), ("a:cat:[/b]", ""))
+    failure = Failure("b[1]", "tile", "b[1].svs: no [tissue]", "Look :eyes: at it")
+    _show(Summary(("line [bold] :cat:",), (failure,), table))
+    out = capsys.readouterr().out
+    told = [each for row in table for each in row]
+    for text in (*told, "line [bold] :cat:", "FAILED b[1] (tile): b[1].svs: no [tissue]. Look :eyes: at it"):
+        assert text in out
 
 
 def test_a_plain_address_is_refused(made: Path, tmp_path: Path):

@@ -11,6 +11,7 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 from selfvitmil import artefact, pipeline
 from selfvitmil.cohort import read_cohort
 from selfvitmil.encoder import build_encoder, save_encoder
+from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pipeline.outlook import STAGES, Request, look_ahead
 from selfvitmil.pipeline.record import RunRecord, read_record, write_record
 from selfvitmil.pipeline.running import PAPER_TILES, camelyon16_lines
@@ -248,12 +250,16 @@ def test_training_that_was_stopped_goes_on(fresh: Path):
     assert "was begun with other settings or other tiles" in changed.stderr
 
 
-def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path):
-    done = run(fresh, "--compare.baseline", "max")
+def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise ConfigError("of a test")
+
+    monkeypatch.setattr("selfvitmil.pipeline.running.compare", refuse)
+    done = run(fresh)
     assert done.returncode == 2
     assert re.search(r"(?m)^embed +done", done.stdout)
     assert re.search(r"(?m)^compare +could not be done", done.stdout)
-    assert "compare.baseline" in done.stderr
+    assert "of a test" in done.stderr
 
 
 def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path):
@@ -314,6 +320,12 @@ def test_an_empty_folder(tmp_path: Path):
     assert not (tmp_path / "study").exists()
 
 
+def test_a_folder_of_slides_is_no_study(place: Path):
+    done = run(place / "made" / "slides")
+    assert done.returncode == 2
+    assert "A study is a folder of its own: name a new one, and give this one with --cohort slides" in done.stderr
+
+
 def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_path: Path):
     slides = place / "made" / "slides"
     done = run(tmp_path / "study", "--cohort", slides)
@@ -324,6 +336,80 @@ def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_
     assert unsplit.returncode == 2
     assert "--pretrain.transductive" in unsplit.stderr
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"train": {"aggregator": "dsml"}}, "unknown aggregator 'dsml', did you mean 'dsmil'"),
+        ({"train": {"positive": "tumour"}}, "train.positive 'tumour', the classes are normal, tumor"),
+        ({"train": {"options": {"hiden": 8}}}, "no method has 'hiden'"),
+        ({"train": {"options": {"mean": {"hiden": 8}}}}, "unknown setting 'hiden' of aggregator mean"),
+        ({"train": {"options": {"q": "liner"}}}, "q='liner', did you mean 'linear'"),
+        ({"train": {"warmup_epochs": 9}}, "warmup_epochs=9"),
+        ({"train": {"aggregator": "dsmil-lc"}}, "tile.parent_mpp names no coarser scale"),
+        ({"tile": {"parent_mpp": [2.0]}, "compare": {"methods": []}}, "dsmil-lc needs vectors of tiles at 2 um/px too"),
+        ({"compare": {"methods": ["mean", "abmill"]}}, "unknown method 'abmill', did you mean 'abmil'"),
+        ({"compare": {"baseline": "mena"}}, "compare.baseline 'mena' is not among the methods, did you mean 'mean'"),
+        ({"compare": {"baseline": "dsmil-lc", "methods": ["dsmil-lc"]}}, "compare.baseline 'dsmil-lc' has no maps"),
+        ({"localize": {"of_class": "tumour"}}, "localize.of_class 'tumour', the classes are normal, tumor"),
+        ({"localize": {"parts": []}}, "localize.parts"),
+        ({"localize": {"score": "attention"}}, "localize.score 'attention' with mean"),
+        ({"train": {"positive": "normal"}, "compare": {"supervised": "probe"}}, "no slide of normal has an annotation"),
+    ],
+)
+def test_what_learning_would_refuse_is_refused_before_any_work(fresh: Path, flags: dict[str, Any], says: str):
+    settings = pipeline.study_settings(fresh, flags)
+    with pytest.raises(ConfigError) as refused:
+        look_ahead(fresh, Request(), settings)
+    assert says in str(refused.value)
+    assert "Nothing was done" in str(refused.value)
+    look_ahead(fresh, Request(until="tile"), settings)  # who stops before that need not care
+
+
+def test_three_classes_are_refused_what_is_for_two(fresh: Path):
+    one = {**cohort_of(fresh)[0], "split": "", "annotation": ""}
+    names = [(f"{label}{k}", label) for label in "abc" for k in range(6)]
+    write_rows(fresh, [{**one, "slide": name, "label": label, "patient": name} for name, label in names])
+    asked = {
+        "evaluate": {"calibration": "platt"},
+        "compare": {"supervised": "probe"},
+        "train": {"positive": "a"},
+        "localize": {"of_class": "d"},
+    }
+    for section, values in asked.items():
+        settings = pipeline.study_settings(fresh, {"train": {"folds": 2}, section: values})
+        with pytest.raises(ConfigError, match=f"{section}.{next(iter(values))}"):
+            look_ahead(fresh, Request(), settings)
+
+
+@pytest.mark.parametrize("section", ["embed", "train", "supervised"])
+def test_a_device_that_is_none_is_refused_before_any_work(fresh: Path, section: str):
+    before = snapshot(fresh)
+    done = run(fresh, f"--{section}.device", "gpu")
+    assert done.returncode == 2
+    assert f"{section}.device 'gpu' cannot be used here" in done.stderr
+    assert snapshot(fresh) == before
+
+
+def test_an_untrained_encoder_needs_one_of_the_study_to_be_like(fresh: Path):
+    folder = fresh.parent / "from_elsewhere"
+    save_encoder(folder, build_encoder("mean_color", img_size=32))
+    settings = pipeline.study_settings(fresh, {"compare": {"random_encoder": True}})
+    request = Request(encoder=str(folder))
+    with pytest.raises(ConfigError, match=r"Copy its folder to encoders/from_elsewhere"):
+        look_ahead(fresh, request, settings)
+    shutil.copytree(folder, fresh / "encoders" / "from_elsewhere")
+    look_ahead(fresh, Request(encoder="from_elsewhere"), settings)
+
+
+def test_an_encoder_that_does_not_fit_is_refused_before_any_work(fresh: Path):
+    folder = fresh.parent / "other_scale"
+    save_encoder(folder, build_encoder("mean_color", img_size=32, mpp=4.0))
+    with pytest.raises(EncoderError, match="made for 4 microns per pixel"):
+        look_ahead(fresh, Request(encoder=str(folder)), pipeline.study_settings(fresh, {}))
+    with pytest.raises(ConfigError, match=r"does not do as a folder's name.*a_b"):
+        look_ahead(fresh, Request(name="a b"), pipeline.study_settings(fresh, {}))
 
 
 def set_format(table: Path, version: int) -> None:
@@ -600,6 +686,8 @@ def test_status_tells_failures_and_unfinished_training(study: Path):
 
 
 def test_status_of_what_is_no_study(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert "file: this is a file" in selfvitmil("status", tmp_path / "file").stderr
     assert selfvitmil("status", tmp_path / "nowhere").returncode == 2
     told = said(selfvitmil("status", tmp_path))
     assert "no cohort.csv yet" in told

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,8 @@ from made_view import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_
 from selfvitmil import cli, open_slide
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.lesions import find_lesions
-from selfvitmil.localize.maps import read_map
+from selfvitmil.localize.maps import read_map, write_map
+from selfvitmil.report.slides import ends
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.view import app as app_module
 from selfvitmil.view import export, files, index, server, tiles
@@ -191,6 +193,22 @@ def test_a_map_arrives_as_it_is(client: TestClient, study: Path) -> None:
     assert data["verdict"]["classes"] == ["normal", "tumor"]
 
 
+def test_tiles_are_ranked_by_what_is_behind_a_score_that_was_cut_off(client: TestClient, study: Path) -> None:
+    """As in report and predictions, and by digits that are not sent."""
+    path = study / "maps/vit_dsmil/Meier_01.h5"
+    slide_map = read_map(path)
+    behind = np.full(len(slide_map), 0.25, np.float32)
+    behind[[3, 20, 7, 11]] = (0.999991, 0.999993, 0.999992, 0.5)
+    score = np.where(behind > 0.9, 1, behind / 2).astype(np.float32)
+    write_map(path, replace(slide_map, kind="instance", score=score, columns={"instance": behind}), "made")
+    slide, model = ids(client)["Meier_01"], models(client)["vit_dsmil"]
+    data = client.get(f"/api/slides/{slide}/maps/{model}.json").json()
+    assert {data["instance"][tile] for tile in (3, 7, 20)} == {1.0}
+    rest = [tile for tile in range(len(score)) if tile not in (20, 7, 3, 11)]
+    assert data["strongest_first"] == [20, 7, 3, 11, *rest]
+    assert ends(read_map(path), 5)[0].tolist() == data["strongest_first"][:5]
+
+
 def test_lesions_and_annotations_have_their_outlines(client: TestClient, study: Path) -> None:
     slide, model = ids(client)["Meier_01"], models(client)["vit_dsmil"]
     (lesion,) = client.get(f"/api/slides/{slide}/lesions/{model}.json").json()
@@ -250,7 +268,7 @@ def test_a_damaged_map_or_table_hides_nothing_else(study: Path) -> None:
         reasons = [failure["reason"] for failure in data["failures"]]
         assert len(reasons) == 3
         assert sum("the map of vit_dsmil is not shown" in reason for reason in reasons) == 2
-        assert "failures.csv cannot be read" in reasons
+        assert sum(reason.startswith("failures.csv: not a readable table") for reason in reasons) == 1
 
 
 def test_ten_thousand_slides_are_read_once(tmp_path: Path, study: Path, monkeypatch: pytest.MonkeyPatch) -> None:

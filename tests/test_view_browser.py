@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from PIL import Image, ImageDraw
 pytest.importorskip("playwright.sync_api", reason="no Playwright: the viewer cannot be tried in a browser")
 
 import viewing
-from selfvitmil.localize.maps import SlideMap, read_map
+from selfvitmil.localize.lesions import hottest_first
+from selfvitmil.localize.maps import SlideMap, read_map, write_map
 from selfvitmil.view.export import write_folder
 from viewing import MadeStudy, make_study, serving
 
@@ -311,6 +313,32 @@ def test_keys_go_from_tile_to_tile(desk: SimpleNamespace, request: Any, study: M
     assert float(hash_of(page)["w"]) < slide_map.frame.size_l0[0]  # closer than the whole slide
 
 
+def test_of_equal_scores_the_strongest_tile_is_that_of_the_report(
+    desk: SimpleNamespace, tmp_path: Path, study: MadeStudy
+):
+    """Many scores are cut off at 1: then what is behind them decides, in more digits than are sent."""
+    slide_map = map_of(study)
+    rng = np.random.default_rng(0)
+    cut = np.flatnonzero(slide_map.score >= 0.5)
+    behind = np.zeros(len(slide_map), np.float32)
+    behind[cut] = 0.9999 + 1e-5 * rng.permutation(len(cut)) / len(cut)
+    score = (behind > 0).astype(np.float32)
+    changed = replace(slide_map, kind="instance", score=score, columns={"instance": behind})
+    write_map(tmp_path / "maps" / "vit_dsmil" / "node_01.h5", changed, "made")
+    order = hottest_first(changed)
+    assert order[0] != cut[0]
+    page = desk.page
+    with serving(MadeStudy(tmp_path, study.rows[:1], {}).viewed()) as url:
+        open_page(page, url)
+        page.wait_for_selector("html[data-slide]")
+        for key, tile in (("t", order[0]), ("n", order[1]), ("n", order[2])):
+            page.keyboard.press(key)
+            wait(page, lambda tile=tile: hash_of(page).get("tile") == str(tile))
+        assert page.locator("#tile-place").inner_text() == f"3 of {len(cut)}"
+        page.goto("about:blank")
+        desk.requests.clear()
+
+
 def test_lesions_can_be_gone_to(desk: SimpleNamespace, address: str, study: MadeStudy):
     page = desk.page
     open_page(page, address)
@@ -482,6 +510,64 @@ def test_dark_and_light(desk: SimpleNamespace, address: str):
 
 
 # ---------------------------------------------------------------------------------------------------- what is missing
+
+
+def test_an_annotation_that_comes_late_is_not_drawn_on_the_next_slide(desk: SimpleNamespace, address: str):
+    page = desk.page
+
+    def go(name: str) -> None:
+        rows(page, re.compile(name)).click()
+        wait(page, lambda: page.locator("#slide-name").text_content() == name)
+        page.wait_for_selector("#pane-first[data-tiles=loaded]")
+
+    open_page(page, address)
+    go("node_02")  # nobody outlined anything there
+    held: list[Any] = []
+    page.route("**/annotation.json", lambda route: held.append(route))
+    go("node_01")
+    wait(page, lambda: len(held) == 1)
+    go("node_02")
+    page.wait_for_selector("html[data-slide]")
+    with page.expect_response("**/annotation.json"):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    choose_model(page, "vit_dsmil")
+    choose_model(page, "vit_abmil")
+    assert page.get_by_label("Annotation").is_disabled()
+
+
+def test_a_slide_whose_annotation_cannot_be_read_still_has_its_map(desk: SimpleNamespace, address: str):
+    page = desk.page
+    refusal = {"status": 502, "json": {"error": "node_01.xml: it is cut short"}}
+    page.route("**/annotation.json", lambda route: route.fulfill(**refusal))
+    open_page(page, address)
+    page.wait_for_selector("html[data-slide]")
+    page.locator("#map-controls").wait_for(state="visible")
+    assert page.locator("#pane-first .trouble").inner_text().endswith("is not shown: node_01.xml: it is cut short")
+    assert page.get_by_label("Annotation").is_disabled()
+    assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []
+    desk.troubles.clear()
+
+
+def test_a_map_that_cannot_be_read_takes_no_other_along(desk: SimpleNamespace, address: str):
+    page = desk.page
+    open_page(page, address)
+    first, second = (
+        page.get_by_label("Model", exact=True).locator("option").nth(k).get_attribute("value") for k in (0, 1)
+    )
+    page.goto("about:blank")
+    refusal = {"status": 502, "json": {"error": "the map is cut short"}}
+    page.route(f"**/maps/{second}.json", lambda route: route.fulfill(**refusal))
+    open_page(page, f"{address}#model={first}&beside={second}")
+    page.wait_for_selector("html[data-slide]")
+    assert "cut short" in page.locator("#map-told").inner_text()
+    assert page.locator("#map-controls").is_visible()  # of the other one
+    page.get_by_label("Model", exact=True).select_option(second)
+    wait(page, lambda: hash_of(page).get("model") == second)
+    page.wait_for_selector("html[data-slide]")
+    assert not page.locator("#map-controls").is_visible()  # the map before is not taken for it
+    assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []
+    desk.troubles.clear()
 
 
 def test_study_without_maps_and_labels(desk: SimpleNamespace, tmp_path: Path, study: MadeStudy):

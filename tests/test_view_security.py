@@ -22,6 +22,7 @@ from urllib.parse import unquote
 import pytest
 
 from made_view import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
+from selfvitmil.artefact import Failure, record_failures
 from selfvitmil.cohort import read_cohort
 from selfvitmil.names import names_of
 from selfvitmil.slides.synthetic import make_hostile
@@ -529,6 +530,30 @@ def test_pseudonyms_hide_every_name_in_an_exported_folder(study: Path, tmp_path:
             text = path.relative_to(out).as_posix().encode() + path.read_bytes()
             for name in (b"Meier", b"Anna", b"Bert", b"unlabelled", b"study/"):
                 assert name not in text, path
+
+
+def test_pseudonyms_hide_the_order_of_the_cohort(study: Path, tmp_path: Path) -> None:
+    packaged_files()
+    true_names = ["Meier_01", "other", "unlabelled", "missing"]
+    key = [f"slide,{name},slide-00{9 - k}" for k, name in enumerate(true_names)]
+    (study / "pseudonyms.csv").write_text("\n".join(["kind,name,pseudonym", *key]) + "\n")
+    failures = [Failure(name, "check", "it is small", "Look at it") for name in true_names]
+    record_failures(study, "check", true_names, failures)
+    (study / "maps/vit_dsmil/other.h5").write_bytes(b"damaged")
+    names = names_of(study, read_cohort(study / "cohort.csv"), pseudonyms=True)
+    shown = viewed(study, names)
+    data = shown.study_data()
+    assert [row["name"] for row in data["slides"]] == ["slide-006", "slide-007", "slide-008", "slide-009"]
+    assert len(data["failures"]) == 6
+    assert [one["name"] for one in data["failures"]] == sorted(one["name"] for one in data["failures"])
+    out = tmp_path / "out"
+    export.write_folder(shown, out, slides=true_names[:3], say=lambda _: None)
+    written = json.loads((out / "data/study.js").read_text().removeprefix("window.SELFVITMIL_DATA = ").rstrip(";\n"))
+    ids = [row["id"] for row in written["study"]["slides"]]
+    assert [row["name"] for row in written["study"]["slides"]] == ["slide-007", "slide-008", "slide-009"]
+    for files in ([out / f"data/{id}.js" for id in ids], [out / f"thumbnails/{id}.jpg" for id in ids]):
+        assert files == sorted(files, key=lambda path: path.stat().st_mtime_ns)  # files are older and younger too
+    assert [row["name"] for row in viewed(study).study_data()["slides"]] == true_names  # who sees names sees the table
 
 
 def test_our_page_asks_nobody_else_and_runs_nothing_inline() -> None:

@@ -1,22 +1,37 @@
 """What a run must not begin with: each check raises, before anything is touched, an error that says so.
 
 The rules: files of a newer version are left alone; an encoder, which took hours, is neither overwritten nor used in
-place of another one; a slide that an encoder has seen is not tested on unnoticed; labels that cannot be learned from
-are found before the slides are worked on.
+place of another one; a slide that an encoder has seen is not tested on unnoticed; labels that cannot be learned from,
+and methods, options or maps that cannot be had, are found before the slides are worked on, by the very functions that
+would refuse them later.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.folder import is_slide
 from selfvitmil.cohort.table import listing
-from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, SelfVitMilError
 from selfvitmil.pipeline.encoders import SLIDES_FILE
+from selfvitmil.pipeline.methods import (
+    TWO_SCALES,
+    check_supervised,
+    coarse_mpp,
+    compared_methods,
+    options_for,
+    try_method,
+)
 from selfvitmil.pipeline.study import CohortSource
 from selfvitmil.settings import PretrainSettings, StudySettings, read_toml
+
+if TYPE_CHECKING:
+    from selfvitmil.encoder import EncoderConfig
+    from selfvitmil.evaluate import Trial
 
 
 def check_study(study: Path, source: CohortSource) -> None:
@@ -29,10 +44,11 @@ def check_study(study: Path, source: CohortSource) -> None:
     what = "is empty" if study.exists() else "does not exist yet"
     if inside:
         what = f"holds {listing(inside, 4)} and no cohort.csv"
+    how = "Give --cohort with a folder of slides or a table of them; `selfvitmil demo` makes slides to try with"
+    if any(map(is_slide, inside)):
+        how = f"A study is a folder of its own: name a new one, and give this one with --cohort {study.name}"
     raise ConfigError(
-        f"{study.name}: this folder {what}",
-        "so there are no slides to work on, and nothing was done",
-        "Give --cohort with a folder of slides or a table of them; `selfvitmil demo` makes slides to try with",
+        f"{study.name}: this folder {what}", "so there are no slides to work on, and nothing was done", how
     )
 
 
@@ -73,25 +89,101 @@ def _format_of(path: Path) -> int | None:
         return None
 
 
-def check_labels(cohort: Cohort, settings: StudySettings) -> None:
-    """Try the split that learning will use: days of work on slides must not end at labels that do not do."""
-    from selfvitmil.evaluate import Cases, make_splits
-    from selfvitmil.evaluate.cases import Case
+def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
+    """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
+    from selfvitmil.evaluate import Cases, make_splits, seal
+    from selfvitmil.evaluate.cases import Case, check_two_classes, ordered_classes
 
     labelled = cohort.select(labelled=True)
-    classes = cohort.classes
-    cases = tuple(Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows)
     try:
-        if len(classes) < 2:
-            what = f"one class only ({classes[0]})" if classes else "no labelled slide"
-            raise ConfigError(
-                f"the cohort has {what}", "a classifier needs slides of two classes at least", "Give --labels"
-            )
-        make_splits(Cases(cases, classes, cohort, 0, "", ""), settings.train, settings.evaluate)
+        if not labelled.rows:
+            how = "Give --labels with a table of slides and their labels"
+            raise ConfigError("the cohort has no labelled slide", "there is nothing to learn from", how)
+        check_two_classes(set(cohort.classes), "the cohort")
+        classes = ordered_classes(cohort.classes, settings.train.positive)
+        found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
+        cases = Cases(tuple(found), classes, cohort, 0, "", "")
+        return seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
     except SelfVitMilError as error:
-        why = f"{error.why}; nothing was done" if error.why else "nothing was done"
-        how = f"{error.how}. To go as far as that needs no labels, add --until embed"
-        raise type(error)(error.what, why, how) from None
+        how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
+        raise _nothing_done(error, how) from None
+
+
+def check_learning(cohort: Cohort, settings: StudySettings, trial: Trial, stages: Collection[str]) -> None:
+    """ConfigError for what a stage that learns or maps would refuse, once all stages before it are done."""
+    from selfvitmil.localize.scores import shown_class
+    from selfvitmil.pipeline.localizing import choose_slides
+
+    train, localize, baseline = settings.train, settings.localize, settings.compare.baseline
+    outlined = "lesions" in stages and bool(outlined_slides(cohort))
+    try:
+        if "compare" in stages:
+            for method in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)):
+                mapped = outlined and method != TWO_SCALES
+                try_method(method, options_for(method, train), trial.num_classes, localize if mapped else None)
+            if outlined and baseline == TWO_SCALES:
+                what, why = f"compare.baseline {baseline!r} has no maps", "maps are compared by the outlined lesions"
+                raise ConfigError(what, why, "Name another baseline, or add --until localize")
+            if settings.compare.supervised != "none":
+                check_supervised(trial.class_names, cohort)
+        if {"evaluate", "localize", "lesions"} & set(stages):
+            try_method(train.aggregator, train, trial.num_classes, localize if "localize" in stages else None)
+        if "localize" in stages:
+            shown_class(trial.class_names, 0, localize.of_class)
+            choose_slides(trial, localize.parts, (), cohort)
+    except SelfVitMilError as error:
+        raise _nothing_done(error, error.how) from None
+
+
+def outlined_slides(cohort: Cohort) -> list[str]:
+    """Slides by whose outlined lesions maps are judged."""
+    return [row.slide for row in cohort.rows if row.annotation is not None and row.split in ("test", None)]
+
+
+def _nothing_done(error: SelfVitMilError, how: str) -> SelfVitMilError:
+    return type(error)(error.what, error.why, f"{how}. Nothing was done" if how else "Nothing was done")
+
+
+def check_scales(config: EncoderConfig | None, settings: StudySettings, stages: Collection[str]) -> None:
+    """An error where an encoder, or the one that will be trained (None), is not for the tiles that it shall see."""
+    from selfvitmil.encoder import check_fits
+
+    tile, stain = settings.tile, settings.stain.method
+    methods = compared_methods(settings, two_scales=bool(tile.parent_mpp)) if "compare" in stages else ()
+    methods += (settings.train.aggregator,) if "evaluate" in stages else ()
+    try:
+        if config is not None:
+            check_fits(config, tile.mpp, tile.size_px, stain)
+        if TWO_SCALES in methods:
+            _check_coarse(config, coarse_mpp(tile), settings)
+    except SelfVitMilError as error:
+        raise _nothing_done(error, error.how) from None
+
+
+def check_untrained(study: Path, encoder: str, settings: StudySettings, stages: Collection[str]) -> None:
+    """ConfigError where the row of an untrained encoder is asked for and there is none in the study to make it like."""
+    there = (study / "encoders" / encoder / "config.json").exists()
+    if "compare" in stages and settings.compare.random_encoder and not there:
+        raise ConfigError(
+            f"compare.random_encoder, and {encoder} is not among the study's encoders",
+            "an untrained one is made like an encoder of the study",
+            f"Copy its folder to encoders/{encoder} of the study, or leave the row out. Nothing was done",
+        )
+
+
+def _check_coarse(config: EncoderConfig | None, mpp: float, settings: StudySettings) -> None:
+    from selfvitmil.encoder import check_fits
+
+    try:
+        if config is None:
+            raise EncoderError(f"the encoder that is trained here is for tiles at {settings.tile.mpp:g} um/px alone")
+        check_fits(config, mpp, settings.tile.size_px, settings.stain.method)
+    except EncoderError as error:
+        raise ConfigError(
+            f"{TWO_SCALES} needs vectors of tiles at {mpp:g} um/px too",
+            error.what,
+            f"Name compare.methods without {TWO_SCALES}, or give --encoder with one that fits any scale",
+        ) from None
 
 
 def check_training_split(cohort: Cohort, settings: StudySettings) -> None:

@@ -238,6 +238,9 @@ def _folder(study: Path) -> Iterator[Check]:
     free_gb = shutil.disk_usage(place).free / 1e9
     remedy = f"Free some, or use another disk; `selfvitmil plan {study.name}` says how much a study needs"
     yield _judged("disk", free_gb >= LOW_DISK_GB, f"{free_gb:.1f} GB free for {study.name}", remedy)
+    if not place.is_dir():
+        yield Check("writing", "FAIL", f"{place.name} is a file, and a study is a folder", "Name another folder")
+        return
     if not os.access(place, os.W_OK):
         yield Check(
             "writing", "FAIL", f"{place.name or place} cannot be written to", f"chmod u+w {place}, or another folder"

@@ -20,6 +20,7 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline import door
 from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_source, training_tiles
+from selfvitmil.pipeline.methods import compared_methods
 from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
@@ -124,13 +125,21 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
     door.check_study(study, request.source)
     if request.name is not None and not request.trains_encoder:
         raise ConfigError(f"--name {request.name} was given", f"and {request.encoder} is trained already")
+    if request.name is not None and encoder_name(request.name) != request.name:
+        what = f"--name {request.name} does not do as a folder's name"
+        raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}")
     cohort, lines = find_cohort(study, request.source)
     door.check_formats(study)
     if set(request.stages) - set(STAGES[: STAGES.index("compare")]):
-        door.check_labels(cohort, settings)
+        door.check_learning(cohort, settings, door.check_labels(cohort, settings), request.stages)
     if "pretrain" in request.stages:
         door.check_training_split(cohort, settings)
     ahead = _Ahead(study, request, settings, cohort, offline)
+    if "embed" in request.stages and (request.trains_encoder or ahead.loaded is not None):
+        config = None if request.trains_encoder else ahead.loaded.config
+        door.check_scales(config, settings, request.stages)
+    if not request.trains_encoder:
+        door.check_untrained(study, ahead.encoder, settings, request.stages)
     stages = tuple(getattr(ahead, stage) for stage in request.stages)
     return Outlook(cohort, stages, ahead.encoder, ahead.source, (*lines, *ahead.lines()))
 
@@ -268,7 +277,7 @@ class _Ahead:
             self.study, self.cohort, self.tiling, self.encoder, self.source, self.settings, stage="embed"
         )
         untrained = self.request.trains_encoder and bool(self.pretrain.todo)
-        identity = None if untrained else self._identity()
+        identity = None if untrained or self.loaded is None else self.loaded.identity()
         todo = {
             slide: why
             for slide in self.cohort.slides
@@ -292,23 +301,20 @@ class _Ahead:
         note = None if identity is None else stale_reason(job, identity)
         return None if note is None else _why(note)
 
-    def _identity(self) -> str | None:
-        """Of the encoder's weights; None where only a hub could tell and is not asked."""
+    @cached_property
+    def loaded(self) -> Any:
+        """The encoder; None where only a hub has it and is not asked."""
         from selfvitmil.encoder import load_encoder
 
-        if self.offline and not Path(self.source).exists():
-            return None
-        return load_encoder(self.source).identity()
+        return None if self.offline and not Path(self.source).exists() else load_encoder(self.source)
 
     # ------------------------------------------------------------------------------------------------ learning
     # These stages decide by themselves which of their files they use again; here is what is there.
 
     @property
     def compare(self) -> StageOutlook:
-        from selfvitmil.aggregate import NAMES
-
         rows = self.settings.compare
-        number = len(rows.methods) or len(NAMES) - (not self.settings.tile.parent_mpp)
+        number = len(compared_methods(self.settings, two_scales=bool(self.settings.tile.parent_mpp)))
         number += rows.random_encoder + rows.mean_color + (rows.supervised != "none")
         return self._judge("compare", f"{number} methods")
 
@@ -334,7 +340,7 @@ class _Ahead:
 
     @property
     def lesions(self) -> StageOutlook:
-        outlined = [row.slide for row in self.cohort.rows if row.annotation is not None and row.split in ("test", None)]
+        outlined = door.outlined_slides(self.cohort)
         if not outlined:
             return StageOutlook("lesions", words="nothing: no slide to test on has outlined lesions")
         todo = dict.fromkeys(outlined, "outlined")

@@ -24,6 +24,7 @@ from selfvitmil.pipeline.measuring import (
     measure_slides,
     measure_training,
 )
+from selfvitmil.pipeline.methods import compared_methods
 from selfvitmil.pipeline.outlook import Outlook, Request, StageOutlook, look_ahead
 from selfvitmil.pipeline.record import read_record
 from selfvitmil.pipeline.running import as_before, device_lines
@@ -125,12 +126,9 @@ def _untrained(settings: StudySettings) -> Any:
 
 
 def _methods(request: Request, settings: StudySettings) -> list[str]:
-    from selfvitmil.aggregate import NAMES
-
     if request.one_method:
         return [settings.train.aggregator]
-    chosen = settings.compare.methods or NAMES
-    return [name for name in chosen if name in NAMES and (name != "dsmil-lc" or settings.tile.parent_mpp)]
+    return list(compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)))
 
 
 # ---------------------------------------------------------------------------------------------------- reckoning

@@ -53,6 +53,8 @@ def predict(
 
     if Path(os.path.abspath(out)) == package.folder:
         raise ConfigError(f"{out.name}: this is the folder of the model", "it must stay as it is", "Name another --out")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out.name}: this is a file", "answers go into a folder", "Name another --out")
     cohort = find_new_slides(slides)
     judge = Judge(package, settings.localize, settings.embed.device)
     with open_study(out, "predict"):
@@ -74,7 +76,7 @@ def predict(
 
 
 def find_new_slides(places: Sequence[Path]) -> Cohort:
-    """The slides that were named, or lie in folders that were named; ConfigError where two have one name."""
+    """The slides that were named, or lie in folders that were named, each once; ConfigError where two have one name."""
     rows: list[SlideRow] = []
     for place in places:
         path = Path(os.path.abspath(place))
@@ -83,6 +85,7 @@ def find_new_slides(places: Sequence[Path]) -> Cohort:
         else:
             # All .dcm files of a folder are one slide, which is named after the folder.
             rows.append(SlideRow(path.parent.name if path.suffix.lower() == ".dcm" else path.stem.strip(), path))
+    rows = list({row.path: row for row in rows}.values())
     if not rows:
         raise ConfigError("no slide was named", how="Give files of slides, or folders that hold some")
     places_of: dict[str, list[str]] = {}
@@ -141,7 +144,7 @@ def _embed(
             row.slide: EmbedJob(
                 row.slide, row.path, _table(out, tiling, row.slide), _bag(out, tiling, scale.name, row.slide),
                 str(package.folder / scale.folder), scale.name, settings.stain.method, settings.embed,
-                settings.slide.reader, settings.slide.mpp,
+                settings.slide.reader,
             )
             for row in rows
         }  # fmt: skip

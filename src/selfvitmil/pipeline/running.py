@@ -134,8 +134,8 @@ class _Course:
         table: tuple[tuple[str, ...], ...] = ()
         lines: list[str] = []
         if "compare" in self.did:
-            table = outcome_table(self.study)
-            lines += outcome_lines(self.study, self.settings.train.aggregator)
+            table = outcome_table(self.study, self.settings)
+            lines += outcome_lines(self.study, self.settings)
         if "report" in self.did and (self.study / "report" / "index.html").exists():
             lines += [f"report: {self.study / 'report' / 'index.html'}", f"viewer: selfvitmil view {self.study}"]
         return Summary(tuple(lines), table=table)
@@ -173,7 +173,7 @@ def _functions(
         "pretrain": lambda: pretrain(study, outlook.encoder, settings),
         "embed": lambda: embed(study, [outlook.source], settings, device_engine),
         "compare": lambda: compare(study, own, choice, settings, device_engine),
-        "evaluate": lambda: evaluate(study, own, choice, settings),
+        "evaluate": lambda: evaluate(study, own, choice, settings, engine),
         "localize": localize_,
         "lesions": lesions_,
         "report": report_,
@@ -264,6 +264,8 @@ def device_lines(settings: StudySettings, outlook: Outlook, before: RunRecord | 
     """Lines on the GPU: gone since the last run, or more than one; ConfigError when one is asked for and not there."""
     import torch
 
+    from selfvitmil.aggregate.store import choose_device
+
     device, busy = _device(), [stage for stage in ("pretrain", "embed") if outlook.of(stage).todo]
     for section in ("embed", "train", "supervised"):
         wanted = getattr(settings, section).device
@@ -274,6 +276,14 @@ def device_lines(settings: StudySettings, outlook: Outlook, before: RunRecord | 
                 "so nothing was done",
                 f"Use --{section}.device auto to go on with the CPU; `selfvitmil doctor` looks for the GPU",
             )
+        try:
+            choose_device(wanted)
+        except ConfigError:
+            raise ConfigError(
+                f"{section}.device {wanted!r} cannot be used here",
+                "so nothing was done",
+                f"Use --{section}.device auto; others are cpu, cuda, and cuda:1 for the second GPU",
+            ) from None
     lines: list[str] = []
     if before is not None and before.device != "CPU" and device == "CPU" and busy:
         lines.append(

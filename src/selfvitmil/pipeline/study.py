@@ -57,29 +57,32 @@ def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
 
 
 def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
-    """The study's cohort, extended by `source` when one is given, and stored; and lines that tell what was added."""
+    """The study's cohort, extended by what `source` gives, and stored; and lines that tell what was added."""
     cohort, lines = find_cohort(study, source)
-    own = study / "cohort.csv"
-    if source.cohort is not None and source.cohort.resolve() != own.resolve():
-        write_cohort(own, cohort)
+    if source.cohort is not None or source.labels is not None:
+        own = study / "cohort.csv"
+        if not own.exists() or read_cohort(own).rows != cohort.rows:
+            write_cohort(own, cohort)
     return cohort, lines
 
 
 def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
     """The cohort as `study_cohort` would store it, without storing it."""
     own = study / "cohort.csv"
-    if source.cohort is None:
-        if not own.exists():
-            raise ConfigError(
-                f"{study.name}: this study has no cohort.csv yet",
-                "so there is nothing to work on",
-                "Give --cohort with a folder of slides or a table of them",
-            )
-        return read_cohort(own), []
-    if own.exists() and source.cohort.resolve() == own.resolve():
-        return read_cohort(own), []
+    table = own if source.cohort is None else source.cohort
+    is_own = table.resolve() == own.resolve()
+    if is_own and not own.exists():
+        raise ConfigError(
+            f"{study.name}: this study has no cohort.csv yet",
+            "so there is nothing to work on",
+            "Give --cohort with a folder of slides or a table of them",
+        )
+    if is_own:
+        _refuse_idle_flags(source)
+        if source.labels is None:
+            return read_cohort(own), []
     cohort = read_cohort(
-        source.cohort,
+        table,
         labels=source.labels,
         label_column=source.label_column,
         slides_folder=source.slides_folder,
@@ -99,6 +102,22 @@ def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
             if slides
         ]
     return cohort, [*lines, *(f"note: {warning}" for warning in cohort.warnings)]
+
+
+def _refuse_idle_flags(source: CohortSource) -> None:
+    """ConfigError for flags that say how to read a table which was not given: the study's own needs none of them."""
+    if source.slides_folder is not None:
+        raise ConfigError(
+            f"--slides-folder {source.slides_folder.name} without a table that needs it",
+            "the study's cohort.csv names the files of its slides itself",
+            "Give the table with --cohort, or correct the column path of cohort.csv",
+        )
+    if source.label_column is not None and source.labels is None:
+        raise ConfigError(
+            f"--label-column {source.label_column} without a table of labels",
+            "in the study's cohort.csv the column of the label is `label`",
+            "Give the table with --labels",
+        )
 
 
 def _feature_files(folder: Path | None) -> Mapping[str, Path] | None:

@@ -80,7 +80,8 @@ class StudyStatus:
 def status(study: Path) -> StudyStatus:
     """Look at a study; ConfigError when the folder is not there."""
     if not study.is_dir():
-        raise ConfigError(f"{study.name}: there is no such folder", how="Name the folder of a study")
+        what = "this is a file, and a study is a folder" if study.exists() else "there is no such folder"
+        raise ConfigError(f"{study.name}: {what}", how="Name the folder of a study")
     slides, trouble = _slides(study)
     failures = artefact.read_failures(study)
     record = read_record(study)

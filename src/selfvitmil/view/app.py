@@ -98,11 +98,11 @@ class Kept:
 class Viewer:
     """Answers to requests."""
 
-    def __init__(self, study: ViewedStudy, static: dict[str, StaticFile], threads: int | None = None):
+    def __init__(self, study: ViewedStudy, static: dict[str, StaticFile]):
         self.study = study
         self.static = static
         self.open_slides = tiles.OpenSlides(MAX_OPEN_SLIDES)
-        self.pool = ThreadPoolExecutor(threads or min(8, max(2, os.cpu_count() or 2)), "view")
+        self.pool = ThreadPoolExecutor(min(8, max(2, os.cpu_count() or 2)), "view")
         self.list_pool = ThreadPoolExecutor(2, "list")  # a list scrolled through must not hold up the slide looked at
         self.looking = ThreadPoolExecutor(2, "look")  # and what is kept already waits for nothing that is being made
         self.tiles = Kept(self.pool, TILE_BYTES)
@@ -242,10 +242,9 @@ def make_app(
     hosts: HostNames,
     token: str | None = None,
     cookie: str = "selfvitmil",
-    threads: int | None = None,
 ) -> ASGIApp:
     """The whole application, guarded."""
-    viewer = Viewer(study, static, threads)
+    viewer = Viewer(study, static)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette):

@@ -89,7 +89,8 @@ def write_folder(
 def choose_slides(study: ViewedStudy, names: Sequence[str]) -> tuple[list[ViewedSlide], list[str]]:
     """The slides that were named, else those with maps, else all; not more than `MAX_SLIDES` of those not named."""
     if names:
-        return [study.slides[study.id_of(name)] for name in names], []
+        wanted = {study.id_of(name) for name in names}
+        return [slide for id, slide in study.slides.items() if id in wanted], []
     with_maps = [slide for slide in study.slides.values() if study.maps_of(slide)]
     possible = with_maps or list(study.slides.values())
     notes: list[str] = []

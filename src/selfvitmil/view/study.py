@@ -20,6 +20,7 @@ from selfvitmil import __version__, artefact
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, SlideRow
+from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
 from selfvitmil.names import Names, names_of
 from selfvitmil.settings import StudySettings
@@ -49,8 +50,11 @@ class ViewedStudy:
         self.settings = settings
         self.names = names or names_of(folder, cohort, pseudonyms=False)
         self.slides: dict[str, ViewedSlide] = {}
-        for row in cohort.rows:
-            source = Source(row.path, settings.slide.reader, row.mpp or settings.slide.mpp)
+        # Accession numbers follow dates, and so does the cohort's order: it must not outlive the names.
+        rows = sorted(cohort.rows, key=lambda row: self.names.slide(row.slide)) if self.names.hidden else cohort.rows
+        given = settings.slide
+        for row in rows:
+            source = Source(row.path, given.reader, row.mpp or given.forced_mpp, given.mpp)
             name = self.names.slide(row.slide)
             slide = ViewedSlide(opaque_id("s", name), name, row, source)
             self.slides[slide.id] = slide
@@ -90,7 +94,7 @@ class ViewedStudy:
             "pseudonyms": self.names.hidden,
             "models": [model_data(model) for model in models],
             "slides": [self._slide_row(slide, models, failed.get(slide.row.slide)) for slide in self.slides.values()],
-            "failures": [self._failure_data(failure) for failure in (*failures, *found.failures)],
+            "failures": self._failures_data((*failures, *found.failures)),
         }
 
     def _recorded_failures(self) -> list[Failure]:
@@ -99,8 +103,8 @@ class ViewedStudy:
             return []
         try:
             return artefact.read_failures(self.folder)
-        except (OSError, ValueError, TypeError):  # one table that was edited by hand hides no slide
-            return [Failure("", "view", "failures.csv cannot be read", "Remove it; the next command writes it anew")]
+        except ArtefactError as error:  # one table that was edited by hand hides no slide
+            return [Failure.of("", "view", error)]
 
     def _slide_row(self, slide: ViewedSlide, models: Sequence[Model], failure: Failure | None) -> dict[str, Any]:
         row = slide.row
@@ -122,6 +126,10 @@ class ViewedStudy:
             "annotation": row.annotation is not None,
             "verdicts": {model.id: short_verdict(model, row.slide) for model in models if row.slide in model.maps},
         }
+
+    def _failures_data(self, failures: Iterable[Failure]) -> list[dict[str, Any]]:
+        told = [self._failure_data(failure) for failure in failures]
+        return sorted(told, key=lambda one: one["name"]) if self.names.hidden else told
 
     def _failure_data(self, failure: Failure) -> dict[str, Any]:
         return {
@@ -154,6 +162,8 @@ class ViewedStudy:
 
     def map_text(self, slide: ViewedSlide, model: str) -> str:
         """The map of a slide as JSON: the longest answer there is, so it is written straight."""
+        from selfvitmil.localize.lesions import hottest_first
+
         slide_map = read_map(self.map_entry(slide, model).path)
         numbers = {"score": slide_map.score, "detection": slide_map.detection, **slide_map.columns}
         if slide_map.annotated is not None:
@@ -171,7 +181,10 @@ class ViewedStudy:
             "verdict": verdict_data(asdict(slide_map.verdict)),
             "columns": list(numbers),
         }
-        arrays = {"coords": ",".join(map(str, slide_map.coords_l0.ravel().tolist()))}
+        arrays = {
+            "coords": ",".join(map(str, slide_map.coords_l0.ravel().tolist())),
+            "strongest_first": ",".join(map(str, hottest_first(slide_map).tolist())),
+        }
         arrays.update((name, ",".join(map(number_text, values.tolist()))) for name, values in numbers.items())
         return f"{to_json(head)[:-1]},{','.join(f'{json.dumps(name)}:[{text}]' for name, text in arrays.items())}}}"
 

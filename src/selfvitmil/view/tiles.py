@@ -76,6 +76,9 @@ class Source:
     path: Path
     reader: str
     mpp: float | None
+    """Over what the file says."""
+    otherwise_mpp: float | None = None
+    """Where the file does not say it."""
 
     def state(self) -> tuple[int, int, int]:
         """Changes when the file does; FileNotFoundError when it is gone."""
@@ -141,7 +144,7 @@ def _close(place: _Place) -> None:
 
 def open_source(source: Source) -> OpenedSlide:
     """Open a slide; SlideError when it does not open."""
-    slide = open_slide(source.path, reader=source.reader, mpp=source.mpp)
+    slide = open_slide(source.path, reader=source.reader, mpp=source.mpp, otherwise_mpp=source.otherwise_mpp)
     mpp = slide.info.mpp.value
     if mpp is None:
         slide = open_slide(source.path, reader=source.reader, mpp=1.0)  # any value serves: levels are ratios

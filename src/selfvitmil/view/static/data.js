@@ -58,7 +58,6 @@
  * @property {number} tile_size
  * @property {number} overlap
  * @property {number} max_level
- * @property {number} [min_level]
  * @property {boolean} annotation
  * @property {string[]} maps model ids
  *
@@ -78,6 +77,7 @@
  * @property {Verdict} verdict
  * @property {string[]} columns
  * @property {number[]} coords x0, y0, x1, y1, ...
+ * @property {number[]} strongest_first the tiles from the strongest to the weakest, as report and predictions have them
  * (and, each under its name, the values of the tiles: see SCORE_NAMES; null where there is none)
  * @property {string[]} [warnings]
  *

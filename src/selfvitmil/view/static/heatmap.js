@@ -55,6 +55,9 @@ export class TileMap {
     this.scores = Object.keys(SCORE_NAMES).filter((name) => Array.isArray(/** @type {any} */ (json)[name]));
     /** @type {Map<string, Float32Array>} */
     this.byName = new Map(this.scores.map((name) => [name, floats(/** @type {any} */ (json)[name])]));
+    /** Where each tile comes in reports, which know more digits than were sent: this decides between equal values. */
+    this.places = new Int32Array(this.count);
+    json.strongest_first.forEach((tile, place) => void (this.places[tile] = place));
     /** @type {Map<string, number>} */
     this.tops = new Map();
     /** @type {Map<string, Int32Array>} */
@@ -117,7 +120,7 @@ export class TileMap {
     if (!order) {
       const values = this.values(score);
       const known = (/** @type {number} */ tile) => (Number.isNaN(values[tile]) ? -Infinity : values[tile]);
-      order = Int32Array.from(values.keys()).sort((a, b) => known(b) - known(a) || a - b);
+      order = Int32Array.from(values.keys()).sort((a, b) => known(b) - known(a) || this.places[a] - this.places[b]);
       this.orders.set(score, order);
     }
     return order;

@@ -171,14 +171,31 @@ class Viewer {
       if (turn !== this.turn) return;
       this.slide = slide;
       await this.#openPanes(view);
-      if (row.status === "failed") this.panes[0].say(row.problem);
-      this.outlines = slide.annotation ? await this.data.annotation(slide.id) : [];
     } catch (error) {
       if (turn === this.turn) this.#noSlide(wordsOf(error));
       return;
     }
     if (turn !== this.turn) return;
-    await this.#openMaps(turn);
+    await this.#openOutlines(turn, row);
+    if (turn === this.turn) await this.#openMaps(turn);
+  }
+
+  /**
+   * Load what people outlined; without it the slide and its maps are shown all the same.
+   *
+   * @param {number} turn
+   * @param {import("./data.js").SlideRow} row
+   */
+  async #openOutlines(turn, row) {
+    if (row.problem) this.panes[0].say(row.problem);
+    if (!this.slide?.annotation) return;
+    try {
+      const outlines = await this.data.annotation(row.id);
+      if (turn === this.turn) this.outlines = outlines;
+    } catch (error) {
+      const words = `The annotation of this slide is not shown: ${wordsOf(error)}`;
+      if (turn === this.turn) this.panes[0].say([row.problem, words].filter(Boolean).join(" "));
+    }
   }
 
   /** @param {import("./state.js").View|null} view */
@@ -209,9 +226,8 @@ class Viewer {
 
   // ------------------------------------------------------------------------------------------ maps
 
-  /** @param {string} model @returns {Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>} */
-  #mapOf(model) {
-    const id = /** @type {string} */ (this.slide?.id);
+  /** @param {string} id @param {string} model @returns {Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>} */
+  #mapOf(id, model) {
     const key = `${id} ${model}`;
     let kept = this.maps.get(key);
     if (!kept) {
@@ -231,23 +247,22 @@ class Viewer {
     const slide = this.slide;
     if (!slide) return;
     delete document.documentElement.dataset.slide; // until its maps are there
-    if (this.state.beside !== null) await this.#openPanes(this.panes[0].view());
-    this.panel.explain(this.#whyNoMap());
     const { model, beside } = this.state;
-    const wanted = [model, beside].map((id) => (id && slide.maps.includes(id) ? this.#mapOf(id) : null));
-    try {
-      const [first, second] = await Promise.all(wanted);
-      const stale = turn !== this.turn || model !== this.state.model || beside !== this.state.beside;
-      if (stale) return;
-      [first, second].forEach((made, k) => {
-        this.found[k] = made?.lesions ?? [];
-        this.panes[k].setMap(made?.map ?? null);
-        const rings = this.found[k].flatMap((lesion) => lesion.rings);
-        this.panes[k].setOutlines(rings, this.outlines.flatMap((outline) => outline.rings));
-      });
-    } catch (error) {
-      if (turn === this.turn) this.panel.explain(wordsOf(error));
-    }
+    const stale = () => turn !== this.turn || model !== this.state.model || beside !== this.state.beside;
+    if (beside !== null) await this.#openPanes(this.panes[0].view());
+    if (stale()) return;
+    this.panel.explain(this.#whyNoMap());
+    const wanted = [model, beside].map((id) => (id && slide.maps.includes(id) ? this.#mapOf(slide.id, id) : null));
+    const results = await Promise.allSettled(wanted);
+    if (stale()) return;
+    results.forEach((result, k) => {
+      const made = result.status === "fulfilled" ? result.value : null;
+      if (result.status === "rejected") this.panel.explain(wordsOf(result.reason));
+      this.found[k] = made?.lesions ?? [];
+      this.panes[k].setMap(made?.map ?? null);
+      const rings = this.found[k].flatMap((lesion) => lesion.rings);
+      this.panes[k].setOutlines(rings, this.outlines.flatMap((outline) => outline.rings));
+    });
     if (this.state.tile !== null && this.map && this.state.tile >= this.map.count) this.state.tile = null;
     this.#showLesions();
     this.#redraw();

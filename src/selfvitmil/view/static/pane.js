@@ -155,7 +155,7 @@ export class Pane {
         height: Math.ceil(slide.height / shrink),
         tileSize: slide.tile_size,
         tileOverlap: slide.overlap,
-        minLevel: slide.min_level ?? 0,
+        minLevel: 0,
         maxLevel: slide.max_level,
         getTileUrl: tileUrl,
       });
@@ -255,11 +255,6 @@ export class Pane {
 
   home() {
     this.osd.viewport.goHome();
-  }
-
-  /** Give the slide the keyboard. */
-  focus() {
-    this.osd.canvas.focus({ preventScroll: true });
   }
 
   // ------------------------------------------------------------------------------------------ drawing
