@@ -123,6 +123,24 @@ def test_default_learning_rates_go_with_the_dimension_unless_given(name):
     assert given.for_dim(7).lr == 1e-3
 
 
+@EACH
+def test_a_given_min_lr_holds_for_any_dimension(name):
+    plain = recipe_of(name, TrainSettings())
+    double = 2 * (plain.lr_dim or 1)
+    scaled = recipe_of(name, TrainSettings(min_lr=plain.lr / 4)).for_dim(double)
+    assert scaled.min_lr == plain.lr / 4
+    assert scaled.lr == plain.for_dim(double).lr
+
+
+def test_a_given_min_lr_is_compared_with_the_learning_rate_that_is_used():
+    plain = recipe_of("self-vit-mil", TrainSettings())
+    assert plain.lr_dim is not None
+    recipe = recipe_of("self-vit-mil", TrainSettings(min_lr=1.5 * plain.lr))
+    assert recipe.for_dim(plain.lr_dim // 2).min_lr == 1.5 * plain.lr
+    with pytest.raises(ConfigError, match=rf"min_lr=.* above lr=.* for {plain.lr_dim} dimensions"):
+        recipe.for_dim(plain.lr_dim)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 import planted
+from selfvitmil import artefact
+from selfvitmil.artefact import Failure
 from selfvitmil.bags import read_bag
+from selfvitmil.encoder import EncoderConfig, build_encoder, load_encoder, save_encoder
+from selfvitmil.errors import ConfigError
+from selfvitmil.pipeline.learning import FeatureChoice, _make_baseline, find_features
+from selfvitmil.settings import StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
 from test_cli import Done, rows_of, selfvitmil
 
@@ -58,8 +64,9 @@ def test_train_writes_models_and_opens_no_test_slide(study: Path):
 
 
 def test_evaluate_tells_of_every_test_slide(study: Path):
-    done = learn("evaluate", study, "--train.aggregator", "max")
+    done = learn("evaluate", study, "--train.aggregator", "max", "--evaluate.confidence", 0.975)
     assert done.returncode == 0, done.stderr
+    assert "97.5 % interval" in done.stdout
     folder = study / "results" / "features_vit_max"
     rows = rows_of(folder / "predictions.csv")
     truth = {row["slide_id"]: row["label"] for row in rows_of(study.parent / "foreign" / "labels.csv")}
@@ -162,8 +169,6 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     study = folder / "study"
     small = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--tile.parent-mpp", 4.0, "--workers", 0)
     assert selfvitmil("tile", study, "--cohort", folder / "slides" / "cohort.csv", *small).returncode == 0
-    from selfvitmil.encoder import build_encoder, save_encoder
-
     args = {"embed_dim": 24, "depth": 4, "num_heads": 2}
     encoder = build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args, stain="slide")
     save_encoder(study / "encoders" / "tiny", encoder)
@@ -196,6 +201,55 @@ def test_compare_with_all_kinds_of_rows(embedded: Path):
     fine = read_bag(next((bags / "1mpp_64px_0px" / "features_tiny").glob("*.h5")))
     joined = read_bag(next((bags / "1mpp_64px_0px+4mpp_64px_0px" / "features_tiny").glob("*.h5")))
     assert joined.dim == 2 * fine.dim
+
+
+def test_baselines_follow_the_tiles_and_the_encoder_of_the_study(tmp_path: Path):
+    args = {"embed_dim": 24, "depth": 4, "num_heads": 2}
+
+    def settings(**stages: object) -> StudySettings:
+        return StudySettings.model_validate({"tile": {"mpp": 0.5, "size_px": 64}, **stages})
+
+    def make(name: str, like: str = "own", **stages: object) -> list[str]:
+        return _make_baseline(tmp_path, name, like, settings(**stages))
+
+    def stored(name: str) -> EncoderConfig:
+        return load_encoder(tmp_path / "encoders" / name).config
+
+    save_encoder(tmp_path / "encoders" / "own", build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args))
+    for name in ("mean_color", "untrained_own"):
+        assert make(name) == []
+        before = (tmp_path / "encoders" / name / "model.safetensors").stat().st_mtime_ns
+        assert make(name) == []  # current: not touched
+        assert (tmp_path / "encoders" / name / "model.safetensors").stat().st_mtime_ns == before
+    assert make("mean_color", tile={"mpp": 1.0, "size_px": 64}, stain={"method": "none"}) == [
+        "encoders/mean_color made again: other mpp, stain than before"
+    ]
+    assert (stored("mean_color").mpp, stored("mean_color").stain) == (1.0, "none")
+    other = build_encoder("vit_tiny_patch16_224", img_size=64, model_args={**args, "embed_dim": 32})
+    save_encoder(tmp_path / "encoders" / "own", other)
+    assert make("untrained_own") == ["encoders/untrained_own made again: other model_args than before"]
+    assert stored("untrained_own").model_args == other.config.model_args
+    trained = build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args, trained_on="train split of demo")
+    save_encoder(tmp_path / "encoders" / "mean_color", trained)
+    with pytest.raises(ConfigError, match="encoders/mean_color is no baseline"):
+        make("mean_color")
+    assert stored("mean_color").trained_on == "train split of demo"
+    weights = tmp_path / "encoders" / "untrained_own" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert make("untrained_own") == ["encoders/untrained_own made again: it was damaged"]
+    assert make("untrained_own") == []
+
+
+def test_vectors_that_could_not_be_made_anew_are_not_learned_from(embedded: Path, tmp_path: Path):
+    shutil.copytree(embedded / "bags", tmp_path / "bags")
+    settings = resolve_settings(None, {"tile": {"mpp": 1.0, "size_px": 64}})
+    found = find_features(tmp_path, FeatureChoice("tiny"), settings).files
+    failed, *others = sorted(found)
+    failure = Failure(failed, "embed tiny 1mpp_64px_0px", "its slide is gone", "")
+    artefact.record_failures(tmp_path, failure.stage, [failed], [failure])
+    assert sorted(find_features(tmp_path, FeatureChoice("tiny"), settings).files) == others
+    artefact.record_failures(tmp_path, failure.stage, [failed], [])
+    assert find_features(tmp_path, FeatureChoice("tiny"), settings).files == found
 
 
 def test_export_writes_what_the_other_tool_reads(embedded: Path, tmp_path: Path):

@@ -106,6 +106,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "FAIL writing" in done.stdout
 
 
+def test_a_file_where_a_study_would_be(tmp_path: Path):
+    (tmp_path / "study").touch()
+    check = found(tmp_path / "study")["writing"]
+    assert (check.verdict, check.found) == ("FAIL", "study is a file, and a study is a folder")
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")

@@ -152,8 +152,8 @@ def test_captions_of_curves():
     assert "OPTIMISTIC" not in svg
     assert "<title>ROC of DSMIL</title>" in svg
 
-    plain = words(figures.pr_figure(labels, ensemble, unit="patients", class_names=NAMES, resamples=100))
-    assert "17 normal and 12 tumor patients. Band" in plain
+    plain = words(figures.pr_figure(labels, ensemble, class_names=NAMES, resamples=100))
+    assert "17 normal and 12 tumor slides. Band" in plain
     assert "Mark" not in plain
     silent = words(figures.pr_figure(labels, ensemble, threshold=2.0, resamples=100))
     assert "no precision, as nothing is called positive" in silent
@@ -167,14 +167,12 @@ def test_captions_of_curves():
 
 
 def test_calibration_draws_bins_with_wilson_limits_and_counts():
-    labels, (scores, other, _) = cohort()
-    figure = figures.draw_calibration(
-        labels, scores, seed_probabilities=[scores, other], uncalibrated=scores**2, num_bins=5, threshold=0.4
-    )
+    labels, (scores, *_) = cohort()
+    figure = figures.draw_calibration(labels, scores, uncalibrated=scores**2, threshold=0.4)
     upper, lower = figure.axes
     expected, limits, counts, gap = [], [], [], 0.0
-    for k in range(5):
-        inside = [i for i, score in enumerate(scores) if min(int(score * 5), 4) == k]
+    for k in range(10):
+        inside = [i for i, score in enumerate(scores) if min(int(score * 10), 9) == k]
         counts.append([sum(1 for i in inside if labels[i] == value) for value in (0, 1)])
         if inside:
             mean, share = scores[inside].mean(), labels[inside].mean()
@@ -186,7 +184,6 @@ def test_calibration_draws_bins_with_wilson_limits_and_counts():
     np.testing.assert_allclose([path.vertices for path in upper.collections[0].get_paths()], limits, atol=1e-12)
     heights = [bar.get_height() for bar in lower.patches]  # pyright: ignore[reportAttributeAccessIssue]
     assert heights == [pair[0] for pair in counts] + [pair[1] for pair in counts]
-    assert len(lines(upper, "seed")) == 2
     assert len(lines(upper, "before")) == 1
     text = words(figures.to_svg(figure))
     assert f"ECE {gap:.3f}" in text
@@ -198,13 +195,14 @@ def test_calibration_draws_bins_with_wilson_limits_and_counts():
 def test_calibration_of_several_classes_is_that_of_the_class_called():
     rng = np.random.default_rng(2)
     labels, probabilities = rng.integers(0, 3, 40), rng.dirichlet([1, 1, 1], 40)
-    upper, lower = figures.draw_calibration(labels, probabilities, class_names="abc", num_bins=1).axes
-    right = probabilities.argmax(axis=1) == labels
-    np.testing.assert_allclose(
-        points(lines(upper, "ensemble")[0]), [(probabilities.max(axis=1).mean(), right.mean())], atol=1e-12
-    )
+    upper, lower = figures.draw_calibration(labels, probabilities, class_names="abc").axes
+    right, stated = probabilities.argmax(axis=1) == labels, probabilities.max(axis=1)
+    bins = [[i for i, value in enumerate(stated) if min(int(value * 10), 9) == k] for k in range(10)]
+    expected = [(stated[inside].mean(), right[inside].mean()) for inside in bins if inside]
+    np.testing.assert_allclose(points(lines(upper, "ensemble")[0]), expected, atol=1e-12)
     assert upper.get_ylabel() == "share that is right"
-    assert [bar.get_height() for bar in lower.patches] == [sum(~right), sum(right)]  # pyright: ignore
+    heights = [bar.get_height() for bar in lower.patches]  # pyright: ignore
+    assert heights == [sum(~right[inside]) for inside in bins] + [sum(right[inside]) for inside in bins]
 
 
 def test_confusion_shows_counts_shares_and_limits():
@@ -304,9 +302,7 @@ def all_figures(protocol: figures.Protocol = "honest") -> dict[str, Figure]:
         "roc": figures.draw_roc(labels, ensemble, seed_scores=seeds, resamples=100, **told),
         "pr": figures.draw_pr(labels, ensemble, seed_scores=seeds, resamples=100, **told),
         "roc3": figures.draw_roc(three, by_class, class_names="abc", resamples=100, protocol=protocol),
-        "calibration": figures.draw_calibration(
-            labels, ensemble, seed_probabilities=seeds, uncalibrated=ensemble**2, **told
-        ),
+        "calibration": figures.draw_calibration(labels, ensemble, uncalibrated=ensemble**2, **told),
         "confusion": figures.draw_confusion([[15, 2], [3, 9]], NAMES, threshold_from=YOUDEN, protocol=protocol),
         "auc": figures.draw_auc([replace(row, judged_on=on) for row in forest_rows()]),
         "history": figures.draw_history([history] * 2, [3, 4], protocol=protocol),

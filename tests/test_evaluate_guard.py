@@ -13,7 +13,7 @@ import pytest
 import planted
 from selfvitmil.cohort import Split
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.evaluate import protocol
+from selfvitmil.evaluate import models
 from selfvitmil.evaluate.cases import Cases
 from selfvitmil.evaluate.guard import FINAL_SCORING, SealedLabelError, SealedLabels
 from selfvitmil.evaluate.protocol import fit_method, judge_method, run_method
@@ -126,13 +126,13 @@ def labels_found(things: Iterator[Any]) -> dict[str, int]:
 def peeking(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Every training first collects all the labels that it can reach."""
     reached: list[dict[str, int]] = []
-    honest_train = protocol.train_aggregator
+    honest_train = models.train_aggregator
 
     def train(*args: Any, **kwargs: Any) -> Any:
         reached.append(labels_found(reachable([args, kwargs])))
         return honest_train(*args, **kwargs)
 
-    monkeypatch.setattr(protocol, "train_aggregator", train)
+    monkeypatch.setattr(models, "train_aggregator", train)
     return reached
 
 
@@ -163,7 +163,7 @@ def test_a_trainer_that_is_handed_the_seal_fails(tmp_path: Path, monkeypatch: py
         attempts.append("open")
         return labels_found(reachable(trial))
 
-    monkeypatch.setattr(protocol, "train_aggregator", train)
+    monkeypatch.setattr(models, "train_aggregator", train)
     with pytest.raises(SealedLabelError, match="_05_0: its label is sealed"):
         fit_method("mean", trial, QUICK)
     assert attempts == ["open"]

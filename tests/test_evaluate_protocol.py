@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from random import Random
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 import planted
 from selfvitmil.aggregate.train import load_model, score
-from selfvitmil.cohort import Cohort, Split, write_splits
+from selfvitmil.cohort import Cohort, Split
 from selfvitmil.errors import ArtefactError, CohortError, ConfigError
-from selfvitmil.evaluate import protocol
+from selfvitmil.evaluate import models, protocol
 from selfvitmil.evaluate.cases import Cases
 from selfvitmil.evaluate.protocol import MethodResult, check_models, fit_method, run_method, stored_models
 from selfvitmil.evaluate.trial import make_splits, seal
@@ -77,14 +78,13 @@ def test_given_split_wins_where_there_is_one(tmp_path: Path):
 def test_split_files_lose_failed_slides_and_get_a_validation(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=8, splits=True)
     names = sorted(cases.by_slide)
-    write_splits(
-        tmp_path / "splits",
-        [Split("mine", tuple(names[:6] + names[8:14]), (), tuple(names[6:8] + names[14:]))],
-        cases.cohort,
-    )
+    sides = itertools.zip_longest(names[:6] + names[8:14], names[6:8] + names[14:], fillvalue="")
+    rows = [f"{k},{train},,{test}\n" for k, (train, test) in enumerate(sides)]
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "splits_7.csv").write_text("".join([",train,val,test\n", *rows]))
     lost = cases.only(set(names) - {names[0], names[15]})
     (split,) = make_splits(lost, changed(QUICK, split="files", split_folder=tmp_path / "splits"))
-    assert split.name == "mine"
+    assert split.name == "fold7"
     assert split.test == (*names[6:8], names[14])
     assert sorted([*split.train, *split.val]) == names[1:6] + names[8:14]
     assert len(split.val) == 3
@@ -358,7 +358,7 @@ def test_stored_models_are_those_of_a_fit_and_are_never_trained(tmp_path: Path, 
     cases, train = planted.planted(tmp_path, patients=6), changed(QUICK, split="k-fold", folds=3)
     trial, folder = seal(cases, make_splits(cases, train), HONEST), tmp_path / "models"
     fitted = fit_method("mean", trial, train, folder=folder, score_test=False)
-    monkeypatch.setattr(protocol, "train_aggregator", None)
+    monkeypatch.setattr(models, "train_aggregator", None)
     stored = stored_models("mean", trial, train, folder)
     assert stored.fitted.choices == fitted.choices
     for own, other in zip(stored.fitted.runs, fitted.runs, strict=True):

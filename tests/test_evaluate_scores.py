@@ -364,6 +364,17 @@ def test_overlapping_test_sets_are_never_pooled():
     assert row.seed_aucs == pytest.approx(np.mean(aucs, axis=1))
 
 
+def test_a_seed_that_calls_nothing_positive_has_no_ppv_and_the_others_have():
+    rows = [
+        replace(row, decision=0) if row.seed == 1 else replace(row, decision=1)
+        for row in several(splits=3, overlap=True)
+    ]
+    over = score_method(result_of(rows), EVALUATE).slide["over_seeds"]
+    assert over["ppv"] == {"mean": 0.5, "sd": 0.0, "seeds": 2}  # half of all slides are positive
+    assert over["npv"] == {"mean": 0.5, "sd": None, "seeds": 1}
+    assert over["accuracy"]["seeds"] == 3
+
+
 def test_a_slide_counts_once():
     rows = random_rows(7, 6)
     with pytest.raises(MetricError, match="s0: several predictions"):

@@ -8,12 +8,14 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfvitmil import artefact
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.table import (
     PUBLISHED,
@@ -28,6 +30,8 @@ from selfvitmil.evaluate.table import (
     table_notes,
 )
 from selfvitmil.metrics import Interval, paired_auc_test
+from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
+from selfvitmil.settings import EvaluateSettings, StudySettings
 
 YOUDEN = "Youden's point of the validation slides"
 ON = JudgedOn("demo", "given test split", (("normal", 80), ("tumor", 49)))
@@ -371,3 +375,39 @@ def test_rows_judged_otherwise_do_not_stand_in_one_table():
             render([row("dsmil"), row("max", judged_on=replace(ON, protocol="optimistic"))])
         with pytest.raises(MetricError, match="without rows"):
             render([])
+
+
+# ---------------------------------------------------------------------------------------------------- ends of runs
+
+
+@pytest.mark.parametrize(
+    ("protocol", "folder"), [("honest", "results/compare"), ("optimistic", "results/compare_optimistic")]
+)
+def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: str, tmp_path: Path):
+    for place, auc in (("results/compare", 0.7), ("results/compare_optimistic", 0.9)):
+        made = row("self-vit-mil", auc, judged_on=replace(ON, protocol=place.partition("_")[2] or "honest"))
+        artefact.write_text(tmp_path / place / "table.csv", table_csv([made]))
+        artefact.write_text(tmp_path / place / "lesions.csv", f"maps_of,hit_rate\nself-vit-mil,{auc}\n")
+    settings = StudySettings(evaluate=EvaluateSettings(protocol=protocol))
+    header, line = outcome_table(tmp_path, settings)
+    expected = 0.9 if protocol == "optimistic" else 0.7
+    assert header[1:] == ("AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
+    assert ("OPTIMISTIC" in header[0]) == (protocol == "optimistic")
+    assert line[1].startswith(f"{expected:.3f} [")
+    assert line[3:] == ("0.700", "0.780", f"{expected:.2f}")
+    (told,) = outcome_lines(tmp_path, settings)
+    assert told.startswith(f"AUC of self-vit-mil: {expected:.3f} [")
+    assert ("OPTIMISTIC" in told) == (protocol == "optimistic")
+
+
+def test_a_run_on_three_classes_ends_with_the_macro_auc(tmp_path: Path):
+    on = replace(ON, counts=(("a", 3), ("b", 4), ("c", 5)))
+    made = row("self-vit-mil", 0.876, judged_on=on, sensitivity=None, specificity=None)
+    artefact.write_text(tmp_path / "results" / "compare" / "table.csv", table_csv([made]))
+    header, line = outcome_table(tmp_path, StudySettings())
+    shown = dict(zip(header, line, strict=True))
+    assert shown["macro AUC [95 %]"] == "0.876 [0.776, 0.926]"
+    assert (shown["acc."], shown["bal. acc."]) == ("0.750", "0.740")
+    (told,) = outcome_lines(tmp_path, StudySettings())
+    assert told.startswith("macro AUC of self-vit-mil: 0.876 [0.776, 0.926]")
+    assert "3 a and 4 b and 5 c slides" in told

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -13,9 +15,11 @@ from planted import planted
 from selfvitmil import pipeline
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import read_bag
+from selfvitmil.engine import Engine
 from selfvitmil.localize.maps import read_map
-from selfvitmil.pipeline import CohortSource, FeatureChoice
-from selfvitmil.settings import StudySettings, resolve_settings
+from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary
+from selfvitmil.settings import EngineSettings, StudySettings, resolve_settings
+from test_cli import rows_of
 
 TILE_L0 = 448
 
@@ -62,9 +66,14 @@ def choice_of(study: Path) -> FeatureChoice:
     return FeatureChoice(folder=study.parent / "foreign" / "features_vit")
 
 
+def evaluated(study: Path, settings: StudySettings) -> Summary:
+    with Engine(EngineSettings(workers=0)) as engine:
+        return pipeline.evaluate(study, CohortSource(), choice_of(study), settings, engine)
+
+
 def test_lesions_of_one_method(study: Path):
     settings = settings_of()
-    pipeline.evaluate(study, CohortSource(), choice_of(study), settings)
+    evaluated(study, settings)
     summary = pipeline.evaluate_lesions(study, CohortSource(), choice_of(study), settings)
     assert not summary.failures
     told = json.loads((study / "results" / "features_vit_dsmil" / "lesions.json").read_text())
@@ -101,3 +110,54 @@ def test_lesions_of_two_methods_side_by_side(study: Path):
 def test_models_that_are_not_there_are_not_made(study: Path):
     with pytest.raises(Exception, match="no current models"):
         pipeline.evaluate_lesions(study, CohortSource(), choice_of(study), settings_of(aggregator="chowder"))
+
+
+def test_an_older_map_of_a_slide_that_fails_now_is_not_judged(study: Path, tmp_path: Path):
+    shutil.copytree(study.parent, tmp_path / "copy")
+    copy, settings = tmp_path / "copy" / "study", settings_of()
+    evaluated(copy, settings)
+    before = pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    assert not before.failures
+    with h5py.File(copy.parent / "foreign" / "features_vit" / "tumor_12_0.h5", "r+") as file:
+        coords = file["coords"][()]
+        coords[0] = (10**7, 10**7)  # far outside of the slide
+        file["coords"][...] = coords
+    assert (copy / "maps" / "features_vit_dsmil" / "tumor_12_0.h5").exists()
+    summary = pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    assert [failure.slide for failure in summary.failures] == ["tumor_12_0"]
+    told = json.loads((copy / "results" / "features_vit_dsmil" / "lesions.json").read_text())
+    assert told["slides"]["positive"] == 2
+    judged = {row["slide"] for row in rows_of(copy / "results" / "features_vit_dsmil" / "lesion_slides.csv")}
+    assert "tumor_13_0" in judged
+    assert "tumor_12_0" not in judged
+    assert [(row["slide"], row["stage"]) for row in rows_of(copy / "failures.csv")] == [("tumor_12_0", "lesions")]
+
+
+def test_results_keep_nothing_of_earlier_ones_and_all_that_is_the_users(study: Path, tmp_path: Path):
+    shutil.copytree(study.parent, tmp_path / "copy")
+    copy, settings = tmp_path / "copy" / "study", settings_of(epochs=2)
+    several = settings_of(epochs=2, split="monte-carlo", folds=3, seeds=1)
+    folder = copy / "results" / "features_vit_dsmil"
+    figures = {f"{name}.svg" for name in ("roc", "pr", "calibration", "confusion")}
+    lesions = {"lesions.json", "lesion_slides.csv", "froc.svg"}
+
+    def there() -> set[str]:
+        return {path.name for path in folder.iterdir()}
+
+    def evaluate(settings: StudySettings) -> str:
+        return "\n".join(evaluated(copy, settings).lines)
+
+    evaluate(settings)
+    pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    for name in ("my_roc.svg", "notes.txt"):
+        (folder / name).write_text("mine")
+    assert "removed" not in evaluate(settings)
+    assert there() >= figures | lesions  # of the same models as before
+    assert "lesions.json, lesion_slides.csv, froc.svg removed" in evaluate(several)
+    per_split = {f"repeat{k}_{name}" for k in range(3) for name in figures}
+    assert there() == {
+        "predictions.csv", "metrics.json", "settings.toml", "training.svg", *per_split, "my_roc.svg", "notes.txt",
+    }  # fmt: skip
+    evaluate(settings)
+    assert not there() & per_split
+    assert there() >= {*figures, "my_roc.svg", "notes.txt"}

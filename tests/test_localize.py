@@ -154,6 +154,19 @@ def test_instance_probabilities_by_hand():
         np.testing.assert_allclose(told.instance_NC, expected.detach().numpy(), rtol=1e-6)
 
 
+def test_the_tiles_of_clam_are_judged_by_each_class_alone():
+    """Each class has a two-way classifier of tiles, whose softmax over out and in is the probability."""
+    module, bag = module_of("clam-sb", 3, hidden=0), bag_of(5)
+    with torch.no_grad():
+        classifiers = module.get_submodule("instance_classifiers")
+        classifiers.get_parameter("bias").copy_(torch.tensor([16.0, 0.0] * 3))  # nothing is of any class
+        two_way = classifiers(torch.from_numpy(bag.features_ND.astype(np.float32))).reshape(5, 3, 2)
+    (told,) = score_tiles(module, [bag])
+    assert told.instance_NC is not None
+    np.testing.assert_allclose(told.instance_NC, two_way.softmax(2)[..., 1].numpy(), rtol=1e-4)
+    assert told.instance_NC.max() < 0.01
+
+
 def test_chowder_that_scores_evidence_lowest_is_turned_round():
     module, bag = module_of("chowder", slide_hidden=(), scorer_hidden=0), bag_of(12, lesion=3)
     with torch.no_grad():
@@ -461,9 +474,9 @@ class StudyAt:
         told["train"] = {**QUICK, "aggregator": method, **told.get("train", {})}
         told["evaluate"] = {"bootstrap": 100, **told.get("evaluate", {})}
         chosen = resolve_settings(None, told)
-        if command is not pipeline.localize:
-            return command(self.study, source, choice, chosen)
         with Engine(EngineSettings(workers=0)) as engine:
+            if command is not pipeline.localize:
+                return command(self.study, source, choice, chosen, engine)
             return pipeline.localize(self.study, source, choice, chosen, engine, name, slides)
 
     def maps(self, model: str = "features_vit_dsmil") -> dict[str, SlideMap]:
@@ -720,8 +733,8 @@ def test_two_scales(tmp_path: Path):
     test = two_scale_study(study)
     told = {"train": {**QUICK, "aggregator": "dsmil-lc", "options": {"bottleneck": 4}}, "tile": {"parent_mpp": [2.0]}}
     chosen = resolve_settings(None, told)
-    pipeline.train(study, CohortSource(), FeatureChoice(), chosen)
     with Engine(EngineSettings(workers=0)) as engine:
+        pipeline.train(study, CohortSource(), FeatureChoice(), chosen, engine)
         summary = pipeline.localize(study, CohortSource(), FeatureChoice(), chosen, engine)
     assert [failure.slide for failure in summary.failures] == ["s19"]
     assert "it is of another slide" in summary.failures[0].reason

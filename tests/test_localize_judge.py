@@ -34,7 +34,7 @@ from selfvitmil.localize.lesion_scores import SCORES, FrocDraws, froc_curve
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import write_map
 from selfvitmil.localize.methods import common_cases, compare_lesions
-from selfvitmil.metrics import FPS, CaseDetections, froc_interval, wilson
+from selfvitmil.metrics import FPS, CaseDetections, wilson
 from selfvitmil.metrics.detection import _curve, _sensitivity_at
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
 
@@ -230,16 +230,15 @@ def step_ap(label, score):
     return float(np.mean([label[score >= value].mean() for value in score[label]]))
 
 
-@pytest.mark.parametrize("tumour_share", [0.5, 0.25])
-def test_tile_scores_by_pairs_and_steps(tumour_share):
+def test_tile_scores_by_pairs_and_steps():
     lesions = [blob(4), blob(5), negative(6)]
-    scores = judge_lesions(lesions, [], SETTINGS, EVALUATE, tumour_share=tumour_share)
+    scores = judge_lesions(lesions, [], SETTINGS, EVALUATE)
     labels, detections, aucs, aps = [], [], [], []
     for lesion, slide in zip(lesions, scores.slides, strict=True):
         boxes = shapely.box(*lesion.slide_map.boxes_l0.T)
         share = shapely.area(shapely.intersection(boxes, union_of(lesion.annotations or ()))) / shapely.area(boxes)
-        known = (share >= tumour_share) | (share < 0.01)
-        label, score = share[known] >= tumour_share, lesion.slide_map.score[known]
+        known = (share >= 0.5) | (share < 0.01)
+        label, score = share[known] >= 0.5, lesion.slide_map.score[known]
         assert (slide.tumour_tiles, slide.normal_tiles) == (label.sum(), (~label).sum())
         assert slide.between_tiles == (~known).sum()
         labels.append(label)
@@ -432,13 +431,19 @@ def test_draws_of_slides_are_the_froc_of_repeated_slides(seed, most):
     assert np.isnan(draws(without)).all()
 
 
-def test_limits_of_froc_are_those_of_metrics():
+def test_limits_of_froc_are_those_of_slides_drawn_one_by_one():
     lesions = [blob(seed) for seed in range(6)] + [negative(seed) for seed in (10, 11, 12, 13)]
     scores = judge_lesions(lesions, [], LocalizeSettings(point_min=0.3), EvaluateSettings(bootstrap=2000))
-    other = froc_interval(scores.froc, resamples=2000, seed=1)
-    assert scores.intervals["froc"].value == other.value
-    assert scores.intervals["froc"].low == pytest.approx(other.low, abs=0.05)
-    assert scores.intervals["froc"].high == pytest.approx(other.high, abs=0.05)
+    rng, cases = np.random.default_rng(1), scores.froc.cases
+    kinds = [[case for case in cases if (case.num_lesions > 0) == positive] for positive in (True, False)]
+    drawn = [
+        _sensitivity_at(*_curve([kind[k] for kind in kinds for k in rng.integers(len(kind), size=len(kind))])).mean()
+        for _ in range(2000)
+    ]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    assert scores.intervals["froc"].value == scores.froc.score
+    assert scores.intervals["froc"].low == pytest.approx(low, abs=0.05)
+    assert scores.intervals["froc"].high == pytest.approx(high, abs=0.05)
 
 
 def test_patients_are_drawn_whole():

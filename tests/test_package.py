@@ -275,7 +275,7 @@ def test_microns_per_pixel_can_be_given(model: Path, tmp_path: Path):
     synthetic.make_slide(path, 1003, size=SIZE, layout="tiff")
     with_mpp = done(selfvitmil("predict", model, path, "--out", tmp_path / "a", "--workers", 0, "--no-maps"))
     assert "mpp" not in outside(answers_of(tmp_path / "a")["nameless"]), with_mpp.stdout
-    flags = ("--workers", 0, "--no-maps", "--slide.mpp", 0.5)
+    flags = ("--workers", 0, "--no-maps", "--slide.mpp", 0.5, "--slide.force-mpp")
     done(selfvitmil("predict", model, path, "--out", tmp_path / "b", *flags))
     answer = answers_of(tmp_path / "b")["nameless"]
     assert answer["slide_mpp"] == 0.5
@@ -316,6 +316,8 @@ def test_the_card_tells_data_threshold_and_figures(study: Path, model: Path):
     assert f"| auc | {auc['value']:.3f} | {auc['low']:.3f} to {auc['high']:.3f} |" in card
     assert "Youden on validation" in card
     assert "no medical device" in card
+    assert "; 95 % intervals;" in card
+    assert "keep_min_lr" not in card
     counts = metrics["slides"]["given"]["test"]["slides"]
     assert f"| tested on | {counts['normal']} | {counts['tumor']} |" in card
 

@@ -272,7 +272,7 @@ def test_page_tells_what_the_study_holds(study: Path, plain: str):
     assert f"Left out: {WRONG}: it is positive and has no annotation" in text
     assert "1 of 3 test slides are called wrongly" in text
     assert "0.988 0.0031" in text  # the lesion
-    assert "compare: self-vit-mil, 1 trainings 1.0 min" in text
+    assert "compare: self-vit-mil, 1 training 1.0 min" in text
     # 10 steps of 32 tiles by its settings, at 8 tiles a second
     assert "pretraining of vit about 40 s" in text
     alts = [alt for _, _, alt in Page(plain).pictures]
@@ -493,15 +493,15 @@ def test_results_are_chosen_by_name(study: Path, tmp_path: Path):
 def test_sections_go_to_positives_and_errors_first(study: Path):
     held = contents.read_contents(study)
     findings = held.findings()
-    assert [slides.choose(held, findings, most).slides for most in (9, 2, 1, 0)] == [
+    assert [slides.choose(held, names.Names(), findings, most).slides for most in (9, 2, 1, 0)] == [
         (NASTY, WRONG, GONE),  # by probability: 0.9, 0.3, 0.2
         (NASTY, WRONG),
         (NASTY,),
         (),
     ]
-    assert slides.choose(held, findings, 1).possible == 3
+    assert slides.choose(held, names.Names(), findings, 1).possible == 3
     late = {**findings, NASTY: replace(findings[NASTY], part="train")}
-    assert slides.choose(held, late, 9).slides == (WRONG, GONE, NASTY)
+    assert slides.choose(held, names.Names(), late, 9).slides == (WRONG, GONE, NASTY)
 
 
 def test_decisions_of_several_classes():
@@ -594,6 +594,32 @@ def test_optimistic_results_say_so(tmp_path: Path):
     write_results(tmp_path / "results" / "r_optimistic", [one], [score_method(one, EVALUATE)], EVALUATE)
     text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
     assert "OPTIMISTIC: epoch and threshold were chosen on the test slides" in text
+
+
+@pytest.mark.parametrize(
+    ("overlap", "words"),
+    [
+        (False, "20 normal, 20 tumor, each in one of 5 splits"),
+        (True, "4 normal, 4 tumor in 5 of 5 splits, which overlap"),
+    ],
+)
+def test_slides_and_trainings_of_all_splits_are_told(overlap: bool, words: str, tmp_path: Path):
+    rows = [
+        replace(row, slide=f"s{0 if overlap else split}_{k}", split=f"fold{split}", label=k % 2, seed=seed)
+        for split in range(5)
+        for seed in (0, 1, None)
+        for k, row in enumerate(8 * predictions(seed)[:1])
+    ]
+    runs = tuple(Run(f"fold{split}", seed, 3, "current", 60.0, (), {}, {}) for split in range(5) for seed in (0, 1))
+    one = result(predictions=tuple(rows), runs=runs)
+    scored, folder = score_method(one, EVALUATE), tmp_path / "results"
+    write_results(folder / "alone", [one], [scored], EVALUATE)
+    write_results(folder / "compare", [one], [scored], EVALUATE)
+    artefact.write_text(folder / "compare" / "table.csv", table_csv([comparison_row(one, scored, judged_on(one, "c"))]))
+    text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
+    assert f"test slides {words}" in text
+    assert "compare: self-vit-mil, 10 trainings 10 min" in text
+    assert "took no time" not in text
 
 
 # ---------------------------------------------------------------------------------------------------- the command

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,8 @@ from selfvitmil import stain
 from selfvitmil.aggregate import supervised
 from selfvitmil.aggregate.supervised import (
     AnnotatedSlide,
-    label_bag,
+    TileProbe,
     label_slides,
-    label_tiles,
-    load_probe,
     load_tile_network,
     save_probe,
     score_slides,
@@ -32,13 +31,17 @@ from selfvitmil.aggregate.supervised import (
     train_tile_network,
 )
 from selfvitmil.aggregate.supervised.balance import BalancedOrder
+from selfvitmil.aggregate.supervised.files import read_model
+from selfvitmil.aggregate.supervised.labels import Coverage, coverage_of_bag, coverage_of_table, label_by_coverage
 from selfvitmil.aggregate.supervised.scores import slide_probability
-from selfvitmil.aggregate.train import score
+from selfvitmil.aggregate.train import BagStore, score
 from selfvitmil.annotations import Annotation, write_annotations
-from selfvitmil.bags import Bag
-from selfvitmil.cohort import SlideRow
+from selfvitmil.bags import Bag, write_bag
+from selfvitmil.cohort import SlideRow, make_cohort
 from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError, EncoderError
+from selfvitmil.evaluate import Run, find_cases, make_splits, seal
 from selfvitmil.metrics import auc
+from selfvitmil.pipeline.supervised import SupervisedRow
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, SupervisedSettings
 from selfvitmil.slides import open_slide
@@ -65,6 +68,16 @@ def table_of(slide: str = "s", columns: int = 10, rows: int = 10) -> TileTable:
     coords = np.stack([x.ravel(), y.ravel()], axis=1).astype(np.int64)
     tissue = np.ones(len(coords), np.float32)
     return TileTable(slide, coords, tissue, 20, 0.5, 0, 0.25, (columns * 40, rows * 40))
+
+
+def labels_of(
+    coverage: Coverage | None, number: int, positive: bool = True, min_overlap: float = 0.25, use_unannotated=False
+) -> np.ndarray:
+    return label_by_coverage("s", number, coverage, positive, min_overlap, use_unannotated)
+
+
+def label_tiles(table: TileTable, annotation: Sequence[Annotation] | None, **how: Any) -> np.ndarray:
+    return labels_of(coverage_of_table(table, annotation), len(table), **how)
 
 
 def box(x0: float, y0: float, x1: float, y1: float, group: str = "Tumor") -> Annotation:
@@ -132,9 +145,9 @@ def test_tiles_of_a_feature_file_are_labelled_like_those_of_a_table():
     table = table_of()
     regions = [box(30, 30, 210, 170)]
     bag = Bag("s", np.zeros((100, 2), np.float16), table.coords_l0, tile_extent=40.0)
-    assert np.array_equal(label_bag(bag, regions, positive=True), label_tiles(table, regions, positive=True))
+    assert np.array_equal(labels_of(coverage_of_bag(bag, regions), 100), label_tiles(table, regions))
     with pytest.raises(BagError, match="level-0"):
-        label_bag(replace(bag, unit="um"), regions, positive=True)
+        coverage_of_bag(replace(bag, unit="um"), regions)
 
 
 class Study:
@@ -249,6 +262,14 @@ def slow_fit(x: np.ndarray, y: np.ndarray, l2: float) -> np.ndarray:
     return optimize.minimize(objective, np.zeros(x.shape[1] + 1), method="BFGS", options={"gtol": 1e-8}).x
 
 
+@torch.inference_mode()
+def tiles_by(probe: TileProbe, bag: Bag) -> np.ndarray:
+    """Probability of each tile to be tumour."""
+    logits_NC = probe(BagStore("cpu").features(bag)).instance_logits_NC
+    assert logits_NC is not None
+    return logits_NC[:, 0].sigmoid().numpy()
+
+
 def rows_of(planted: Planted, slides: Sequence[AnnotatedSlide]) -> tuple[np.ndarray, np.ndarray]:
     """Vectors and labels of the tiles that may be learned from: all of negative slides, tumour of positive ones."""
     x, y = [], []
@@ -283,7 +304,7 @@ def test_the_probe_is_the_solution_of_another_solver_and_validation_chooses_its_
     assert found.bias.item() == pytest.approx(w[-1], abs=2e-3)
     bag = planted.bags["slide08"]
     z = (bag.features_ND - mean) / std @ w[:-1] + w[-1]
-    assert np.allclose(trained.module.score_bag(bag), 1 / (1 + np.exp(-z)), atol=2e-3)
+    assert np.allclose(tiles_by(trained.module, bag), 1 / (1 + np.exp(-z)), atol=2e-3)
     assert trained.num_tiles == {"train_tumour": 30, "train_normal": 180, "val_tumour": 10, "val_normal": 60}
 
 
@@ -294,7 +315,7 @@ def test_slides_are_scored_by_their_most_suspicious_tiles(tmp_path: Path, pool: 
     trained = train_probe(planted.training, planted.validation, planted.bags, options)
     bags = [planted.bags[slide.slide] for slide in planted.test]
     for slide, result in zip(planted.test, score(trained.module, bags), strict=True):
-        tiles = trained.module.score_bag(planted.bags[slide.slide])
+        tiles = tiles_by(trained.module, planted.bags[slide.slide])
         expected = max(tiles) if pool == "max" else sum(sorted(tiles)[-k:]) / min(k, len(tiles))
         assert result.slide == slide.slide
         assert result.probabilities == (pytest.approx(expected, abs=1e-9),)
@@ -306,7 +327,7 @@ def test_slides_are_scored_by_their_most_suspicious_tiles(tmp_path: Path, pool: 
     weight = trained.module.scorer.weight.detach()[0].numpy()
     towards = weight / (weight @ weight) * trained.module.input_std_D.numpy()
     sure = replace(bags[0], features_ND=bags[0].features_ND + 28 * towards)
-    probabilities = trained.module.score_bag(sure)
+    probabilities = tiles_by(trained.module, sure)
     assert probabilities.min() > 1 - 1e-6
     assert len(set(probabilities)) > 50
 
@@ -330,15 +351,16 @@ def test_a_probe_in_files(tmp_path: Path):
         save_probe(tmp_path / name, trained, {"encoder": "vit", "split": "given"})
     for file in ("model.safetensors", "config.json", "metrics.jsonl"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    probe, config = load_probe(tmp_path / "a")
+    tensors, config = read_model(tmp_path / "a", "supervised-probe")
     assert config["encoder"] == "vit"
     assert config["l2"] == trained.l2
-    bag = planted.bags["slide09"]
-    assert np.array_equal(probe.score_bag(bag), trained.module.score_bag(bag))
+    probe, bag = TileProbe(8), planted.bags["slide09"]
+    probe.load_state_dict(tensors)
+    assert np.array_equal(tiles_by(probe, bag), tiles_by(trained.module, bag))
     weights = tmp_path / "a" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ArtefactError, match="damaged"):
-        load_probe(tmp_path / "a")
+        read_model(tmp_path / "a", "supervised-probe")
     with pytest.raises(ArtefactError, match="is a supervised-probe"):
         load_tile_network(tmp_path / "b")
 
@@ -501,6 +523,46 @@ def test_a_network_does_not_score_tiles_that_it_was_not_made_for(made: list[Anno
     started = train_tile_network(made[:2], made[2:4], tmp_path / "n", supervised_again, stain_method="slide")
     assert started.network.encoder.config.mean == trained.network.encoder.config.mean
     assert started.network.encoder.config.provenance == {"method": "supervised", "init": "encoder"}
+
+
+@pytest.mark.parametrize("method", ["resnet18", "probe"])
+def test_rows_of_both_protocols_lie_apart_and_tell_the_time_of_their_training(
+    method: str, made: list[AnnotatedSlide], tmp_path: Path
+):
+    parts = ["train"] * 4 + ["val"] * 2 + ["test"] * 2
+    rows = [
+        SlideRow(one.slide, one.path, "tumor" if one.label else "normal", one.patient, part, annotation=one.annotation)
+        for one, part in zip(made, parts, strict=True)
+    ]
+    lines: list[dict] = []
+
+    def run(protocol: str) -> Run:
+        told = {"tile": TILE, "supervised": TINY.model_dump(), "compare": {"supervised": method}}
+        settings = StudySettings.model_validate({**told, "evaluate": {"protocol": protocol}})
+        cases = find_cases(make_cohort(rows), files, tiling="1mpp_32px_0px")
+        trial = seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+        study = made[0].path.parent
+        row = SupervisedRow(study, settings, cases, trial, tmp_path / "models" / "vit", BagStore("cpu"), lines.append)
+        return row.run(trial.splits[0], 0)
+
+    files = {}
+    for one in made:
+        assert one.table is not None
+        table = read_tiles(one.table)
+        vectors = np.random.default_rng(0).normal(size=(len(table), 4))
+        files[one.slide] = tmp_path / "features_vit" / f"{one.slide}.h5"
+        write_bag(files[one.slide], vectors, table, "vit", {})
+    honest, optimistic = run("honest"), run("optimistic")
+    folders = {path.parent.parent.name for path in (tmp_path / "models").rglob("config.json")}
+    assert folders == {"given", "given_optimistic"}
+    again = run("honest")
+    if method == "resnet18":
+        assert [line["epoch"] for line in lines] == [1, 2, 1, 2]  # of two trainings
+        assert {line["method"] for line in lines} == {"resnet18"}
+        assert (honest.note, optimistic.note, again.note) == ("made", "made", "current")
+        assert again.seconds == honest.seconds == sum(line["seconds"] for line in lines[:2])
+    told = [{slide: each.probabilities for slide, each in run_.test.items()} for run_ in (honest, again)]
+    assert told[0] == told[1]
 
 
 @pytest.mark.gpu

@@ -55,7 +55,8 @@ Flat = Parameter(name="*")
 EngineOption = Annotated[EngineSettings, Flat]
 Study = Annotated[Path, Parameter(help="Folder of the study; made if it is not there.")]
 LabelsOption = Annotated[
-    Path | None, Parameter(help="Table of labels (csv or xlsx) for a folder, or STAMP's clini table.")
+    Path | None,
+    Parameter(help="Table of labels (csv or xlsx) for slides that have none yet: of --cohort, else the study's own."),
 ]
 LabelColumnOption = Annotated[str | None, Parameter(help="Column of the label in that table, where it is not `label`.")]
 ResultsOption = Annotated[str | None, Parameter(help="What to call the folder of results.")]
@@ -290,13 +291,17 @@ def train(
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
     tile: TileSettings = TileSettings(),
+    engine: EngineOption = EngineSettings(),
 ):
     """Train an aggregator on slide labels, with several seeds; the test slides stay closed."""
     from selfvitmil import pipeline
+    from selfvitmil.engine import Engine
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile)
-    return _end([pipeline.train(study, source, choice, pipeline.study_settings(study, flags))])
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
+    settings = pipeline.study_settings(study, flags)
+    with Engine(settings.engine) as workers:
+        return _end([pipeline.train(study, source, choice, settings, workers)])
 
 
 @app.command
@@ -313,17 +318,20 @@ def evaluate(
     evaluate: EvaluateSettings = EvaluateSettings(),
     localize: LocalizeSettings = LocalizeSettings(),
     tile: TileSettings = TileSettings(),
+    engine: EngineOption = EngineSettings(),
 ):
     """Judge an aggregator on the test slides: figures with intervals, predictions, curves. Trains what is missing."""
     from selfvitmil import pipeline
+    from selfvitmil.engine import Engine
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
+    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, engine=engine)
     settings = pipeline.study_settings(study, flags)
-    steps = [lambda: pipeline.evaluate(study, source, choice, settings, name)]
-    if lesions:
-        steps.append(lambda: pipeline.evaluate_lesions(study, pipeline.CohortSource(), choice, settings, name))
-    return _end(step() for step in steps)
+    with Engine(settings.engine) as workers:
+        steps = [lambda: pipeline.evaluate(study, source, choice, settings, workers, name)]
+        if lesions:
+            steps.append(lambda: pipeline.evaluate_lesions(study, pipeline.CohortSource(), choice, settings, name))
+        return _end(step() for step in steps)
 
 
 @app.command
@@ -673,7 +681,9 @@ def _show(summary: Summary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
+    # Names of slides and figures in brackets are no markup, and `:x:` in a name is no picture.
+    width = None if sys.stdout.isatty() else 160
+    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False, width=width)
     if summary.table:
         header, *rows = summary.table
         table = Table(*header, box=None, pad_edge=False)
@@ -683,20 +693,22 @@ def _show(summary: Summary) -> None:
         if len(rows) > MAX_ROWS:
             console.print(f"... and {len(rows) - MAX_ROWS} more")
     for line in summary.lines:
-        console.print(line, markup=False)
+        console.print(line)
     for failure in summary.failures[:MAX_ROWS]:
-        console.print(f"FAILED {failure.slide} ({failure.stage}): {failure.reason}. {failure.remedy}", markup=False)
+        console.print(f"FAILED {failure.slide} ({failure.stage}): {failure.reason}. {failure.remedy}")
     if summary.failures:
-        console.print(f"{len(summary.failures)} failed; see failures.csv", markup=False)
+        console.print(f"{len(summary.failures)} failed; see failures.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the `selfvitmil` command; `arguments` default to those of the process."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # Messages name folders, and `.` is no name.
+    given = [str(Path(each).resolve()) if each.rstrip("/") in (".", "..") else each for each in given]
     try:
-        status = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
-        cause = error.__cause__
-        _complain(describe(cause) if isinstance(cause, ValidationError) else str(error))
+        _complain(_usage(error))
         status = 2
     except SelfVitMilError as error:
         _complain(str(error))
@@ -705,6 +717,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _complain("interrupted; what is finished stays, the same command goes on from there")
         status = 130
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage(error: cyclopts.CycloptsError) -> str:
+    """What is wrong with the arguments, in words."""
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"{' '.join(error.unused_tokens or ())}: more than this command takes. See its --help"
+    if not isinstance(error.__cause__, ValidationError):
+        return str(error)
+    section = error.argument.name if error.argument is not None else "*"
+    return f"{'--' if section == '*' else f'{section}.'}{describe(error.__cause__)}"
 
 
 def _complain(message: str) -> None:

@@ -98,6 +98,10 @@ class ClamSb(Abmil):
         bag = self.bag_loss(output.logits_C, label)
         return self.bag_weight * bag + (1 - self.bag_weight) * self._instance_loss(output, label)
 
+    def instance_probabilities(self, logits_NC: Tensor) -> Tensor:
+        """One sigmoid per class whatever their number: each class has a two-way classifier of its own."""
+        return logits_NC.sigmoid()
+
     def _instance_loss(self, output: ClamOutput, label: Tensor | float) -> Tensor:
         most_KC, least_KC = output.most_attended_KC, output.least_attended_KC
         if most_KC.shape[0] == 0:

@@ -95,6 +95,12 @@ class Aggregator(nn.Module):
             return output.logits_C.sigmoid()
         return output.logits_C.softmax(0)
 
+    def instance_probabilities(self, logits_NC: Tensor) -> Tensor:
+        """Probability of each class for each instance by itself, from its logits: (N, C)."""
+        if self.num_classes == 1 or self.one_sigmoid_per_class:
+            return logits_NC.sigmoid()
+        return logits_NC.softmax(1)
+
     def target(self, label: Tensor | float, like: Tensor) -> Tensor:
         """The label as (C,) numbers between 0 and 1, without waiting for the device."""
         given = torch.as_tensor(label, device=like.device)

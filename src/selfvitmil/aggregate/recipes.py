@@ -57,17 +57,23 @@ class Recipe:
     """In words: where the numbers come from."""
     lr_dim: int | None = None
     """Dimensions that `lr` is meant for, see `for_dim`; None means that it holds for any."""
+    keep_min_lr: bool = False
+    """Whether `min_lr` was set, and so holds for any dimension while `lr` does not."""
 
     def for_dim(self, dim: int) -> Recipe:
         """The recipe for embeddings of `dim` dimensions: learning rates go with 1 / dim where `lr_dim` says so.
 
         A step of Adam moves every weight by about `lr`, and so the logit of a linear scorer by `lr` times the sum of
         |h_i| over the dimensions. Published rates agree with that: 1e-4 for 512 (DSMIL), 2e-5 for 3840 (Self-ViT-MIL).
+        ConfigError where the rate would have to rise to a `min_lr` that was set.
         """
         if self.lr_dim is None:
             return self
         factor = min(self.lr_dim / dim, MAX_LR / self.lr)
-        return replace(self, lr=self.lr * factor, min_lr=self.min_lr * factor, lr_dim=None)
+        min_lr = self.min_lr if self.keep_min_lr else self.min_lr * factor
+        scaled = replace(self, lr=self.lr * factor, min_lr=min_lr, lr_dim=None)
+        _check_lr(scaled, f" (the method's for {dim} dimensions)")
+        return scaled
 
 
 # ---------------------------------------------------------------------------------------------------- ours
@@ -274,15 +280,26 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     if "lr" in given:
         given.setdefault("min_lr", given["lr"] * recipe.min_lr / recipe.lr)
         recipe = replace(recipe, lr_dim=None)
+    elif "min_lr" in given and recipe.lr_dim is not None:
+        recipe = replace(recipe, keep_min_lr=True)
     if "epochs" in given:
         given.setdefault("warmup_epochs", min(recipe.warmup_epochs, given["epochs"] - 1))
     recipe = replace(recipe, **given, options=options)
-    if recipe.min_lr > recipe.lr:
-        raise ConfigError(f"min_lr={recipe.min_lr} above lr={recipe.lr}", "the learning rate falls towards min_lr")
+    if recipe.lr_dim is None:  # else `for_dim` does, which knows the learning rate
+        _check_lr(recipe)
     if recipe.warmup_epochs >= recipe.epochs:
         why = f"{recipe.epochs} epochs are all that there are"
         raise ConfigError(f"warmup_epochs={recipe.warmup_epochs}", why, "Set train.warmup_epochs to fewer")
     return recipe
+
+
+def _check_lr(recipe: Recipe, which: str = "") -> None:
+    if recipe.min_lr > recipe.lr:
+        raise ConfigError(
+            f"min_lr={recipe.min_lr:g} above lr={recipe.lr:g}{which}",
+            "the learning rate falls towards min_lr",
+            "Lower train.min_lr, or set train.lr too",
+        )
 
 
 def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
@@ -295,7 +312,7 @@ def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
     return {**shared, **(own if isinstance(own, dict) else {})}
 
 
-_NOT_OVERRULED = ("options", "source", "lr_dim")
+_NOT_OVERRULED = ("options", "source", "lr_dim", "keep_min_lr")
 _OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT_OVERRULED)
 
 

@@ -175,9 +175,7 @@ def _instance_logits(module: Aggregator, output: AggregatorOutput) -> Tensor | N
 
 def _instance_probabilities(module: Aggregator, output: AggregatorOutput) -> Tensor | None:
     logits_NC = _instance_logits(module, output)
-    if logits_NC is None or module.num_classes == 1 or module.one_sigmoid_per_class:
-        return None if logits_NC is None else logits_NC.sigmoid()
-    return logits_NC.softmax(1)
+    return None if logits_NC is None else module.instance_probabilities(logits_NC)
 
 
 # ---------------------------------------------------------------------------------------------------- leaving out

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,15 +59,19 @@ def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
     On a machine that others use too, that wait is 50 times the work: threads spin at barriers for one that is not
     running. How many threads there are depends on the bags alone, so results stay the same to the bit.
     """
-    before = torch.get_num_threads()
-    small = device.type == "cpu" and max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
-    if small:
+    before, one = torch.get_num_threads(), one_thread_does(bags, device)
+    if one:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        if small:
+        if one:
             torch.set_num_threads(before)
+
+
+def one_thread_does(bags: Iterable[Bag], device: torch.device) -> bool:
+    """Whether a second thread of the CPU would not help with the largest of these bags."""
+    return device.type == "cpu" and max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
 
 
 class BagStore:

@@ -3,6 +3,7 @@
 cases.py        a cohort and its feature files -> cases: labelled slides with a sound bag
 guard.py        the seal on test labels
 trial.py        splits, with the test labels under seal
+models.py       trainings, and the models that they leave
 protocol.py     a method over splits and seeds: trained, scored, decided
 choices.py      threshold and calibration, and where they come from
 predictions.py  predictions.csv

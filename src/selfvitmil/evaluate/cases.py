@@ -92,7 +92,7 @@ class Cases:
     def only(self, slides: Collection[str]) -> Cases:
         """Those of the given slides, for a comparison of features that not all slides have."""
         kept = tuple(case for case in self.cases if case.slide in slides)
-        _check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
+        check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
         return replace(self, cases=kept)
 
     def lines(self) -> list[str]:
@@ -148,8 +148,8 @@ def find_cases(
             "there is nothing to learn from",
             "Fill the column label of cohort.csv, or give --labels",
         )
-    _check_two_classes(set(cohort.classes), "the cohort")
-    classes = _ordered(cohort.classes, positive)
+    check_two_classes(set(cohort.classes), "the cohort")
+    classes = ordered_classes(cohort.classes, positive)
     cases: list[Case] = []
     failures: list[Failure] = []
     facts: dict[str, _Facts] = {}
@@ -171,7 +171,7 @@ def find_cases(
             failures[0].reason,
             "Name the folder of the feature files, or embed the slides first",
         )
-    _check_two_classes({classes[case.label] for case in cases}, "what is left of the cohort")
+    check_two_classes({classes[case.label] for case in cases}, "what is left of the cohort")
     first = facts[cases[0].slide]
     notes = _notes(cohort, bag_files, facts)
     named = first.encoder or encoder
@@ -214,7 +214,7 @@ def _named(slide: str, files: Mapping[str, Path], what: str, how: str) -> Path:
     return files[slide]
 
 
-def _ordered(classes: tuple[str, ...], positive: str | None) -> tuple[str, ...]:
+def ordered_classes(classes: tuple[str, ...], positive: str | None) -> tuple[str, ...]:
     """Class names in the order of their numbers: the positive one of two comes last."""
     if positive is None:
         return classes
@@ -224,7 +224,7 @@ def _ordered(classes: tuple[str, ...], positive: str | None) -> tuple[str, ...]:
     return tuple(sorted(classes, key=positive.__eq__))
 
 
-def _check_two_classes(names: set[str], whole: str) -> None:
+def check_two_classes(names: set[str], whole: str) -> None:
     if len(names) < 2:
         raise ConfigError(
             f"{whole} has {f'one class only ({min(names)})' if names else 'no labelled slide'}",

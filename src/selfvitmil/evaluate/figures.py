@@ -59,6 +59,8 @@ BLUES = LinearSegmentedColormap.from_list("blues", ["#ffffff", "#cfe3f0", "#5aa3
 WIDTH_IN = 4.8
 SMALL_PT = 8.5
 LINE_PT = 11.5
+NUM_BINS = 10
+"""Of stated probabilities, in figures of calibration."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "selfvitmil",
@@ -96,7 +98,6 @@ class CurveOptions(TypedDict, total=False):
     """Where it came from, as in `Youden's point of the validation slides`."""
     groups: ArrayLike | None
     """Patients, who are drawn whole in intervals and bands."""
-    unit: str
     protocol: Protocol
     level: float
     resamples: int
@@ -200,9 +201,9 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def _counts(label: Labels, names: Sequence[str], unit: str) -> str:
+def _counts(label: Labels, names: Sequence[str]) -> str:
     parts = [f"{int((label == k).sum())} {name}" for k, name in enumerate(names)]
-    return f"{', '.join(parts[:-1])} and {parts[-1]} {unit}."
+    return f"{', '.join(parts[:-1])} and {parts[-1]} slides."
 
 
 def with_limits(interval: Interval) -> str:
@@ -284,7 +285,6 @@ def _draw_curves(
     threshold: float | ArrayLike | None = None,
     threshold_from: str = "",
     groups: ArrayLike | None = None,
-    unit: str = "slides",
     protocol: Protocol = "honest",
     level: float = 0.95,
     resamples: int = 1000,
@@ -301,7 +301,7 @@ def _draw_curves(
     perfect = any(auc(label == k, given[:, k] if several else given) == 1 for k in range(1 - several, len(class_names)))
     whole = "patients drawn whole, " if groups is not None else ""
     caption = [
-        _counts(label, class_names, unit),
+        _counts(label, class_names),
         "Each panel: one class against the rest." if several else "",
         _seeds_words(len(seeds)),
         f"Band: pointwise {percent(level)} limits ({whole}{resamples:,} bootstrap resamples).",
@@ -445,13 +445,10 @@ def draw_calibration(
     probabilities: ArrayLike,
     title: str = "Calibration",
     *,
-    seed_probabilities: Sequence[ArrayLike] = (),
     uncalibrated: ArrayLike | None = None,
     class_names: Sequence[str] = ("negative", "positive"),
     threshold: float | ArrayLike | None = None,
     threshold_from: str = "",
-    num_bins: int = 10,
-    unit: str = "slides",
     protocol: Protocol = "honest",
     level: float = 0.95,
 ) -> Figure:
@@ -462,12 +459,10 @@ def draw_calibration(
     """
     label, given = _check(labels, probabilities, class_names)
     several = given.ndim == 2
-    seeds = list(seed_probabilities) if len(seed_probabilities) > 1 else []
     before = "" if uncalibrated is None else f" ({brier(label, uncalibrated):.3f} before scaling)"
     caption = [
-        _counts(label, class_names, unit),
-        _seeds_words(len(seeds)),
-        f"Bars: {percent(level)} Wilson limits of the share in each bin; below: {unit} per bin.",
+        _counts(label, class_names),
+        f"Bars: {percent(level)} Wilson limits of the share in each bin; below: slides per bin.",
         f"Brier score {brier(label, given):.3f}{before}.",
         "" if threshold is None else f"Vertical line: {_threshold_words(threshold, threshold_from)}.",
     ]
@@ -476,32 +471,28 @@ def draw_calibration(
         return top_class(label, these) if several else (label, check_scores(these, len(label)))
 
     def binned(these: ArrayLike) -> Reliability:
-        return reliability(*binary(these), num_bins, level=level)
+        return reliability(*binary(these), NUM_BINS, level=level)
 
     figure = Figure()
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     before_scaling = None if uncalibrated is None else binned(uncalibrated)
-    handles = _share_lines(upper, binned(given), [binned(one) for one in seeds], before_scaling)
+    handles = _share_lines(upper, binned(given), before_scaling)
     for cut in _cuts(threshold):
         handles["threshold"] = upper.axvline(cut, color=ORANGE, lw=1.3, ls=(0, (4, 2)), label="threshold")
     _unit_square(upper, "", "share that is right" if several else f"share of {shorten(class_names[1], 20)}")
     upper.set_aspect("auto")
-    bars = _count_bars(lower, *binary(given), num_bins)
+    bars = _count_bars(lower, *binary(given))
     lower.set_xlabel("probability of the class called" if several else f"probability of {shorten(class_names[1], 30)}")
-    lower.set_ylabel(unit)
+    lower.set_ylabel("slides")
     handles |= zip(("wrong", "right") if several else class_names, bars, strict=True)
     return finish(figure, 4.8, title, caption, handles, protocol)
 
 
-def _share_lines(
-    axes: Axes, seen: Reliability, seeds: Sequence[Reliability], before: Reliability | None
-) -> dict[str, Any]:
-    """Observed shares over stated probabilities: of the ensemble with limits, of each seed, and before scaling."""
+def _share_lines(axes: Axes, seen: Reliability, before: Reliability | None) -> dict[str, Any]:
+    """Observed shares over stated probabilities: with limits, and before scaling."""
     (even,) = axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (1, 2)))
     handles: dict[str, Any] = {}
     notes = [f"ECE {seen.ece:.3f}"]
-    for one in seeds:
-        (handles["each seed"],) = axes.plot(one.probability, one.share, label="seed", color=BLUE, lw=0.7, alpha=0.55)
     if before is not None:
         (handles["before scaling"],) = axes.plot(
             before.probability, before.share, "s--", label="before", color=GREY, mfc="white", ms=5, lw=1
@@ -510,17 +501,17 @@ def _share_lines(
     axes.vlines(seen.probability, seen.low, seen.high, color=BLUE, lw=1.3)
     (thick,) = axes.plot(seen.probability, seen.share, "o-", label="ensemble", color=BLUE, mec="white", ms=7, lw=2.2)
     _note(axes, notes, "lower right")
-    return {"ensemble" if seeds else "model": thick, **handles, "perfect": even}
+    return {"model": thick, **handles, "perfect": even}
 
 
-def _count_bars(axes: Axes, truth: Labels, stated: Floats, num_bins: int) -> list[Any]:
+def _count_bars(axes: Axes, truth: Labels, stated: Floats) -> list[Any]:
     """How many samples of either class fall into each bin, stacked."""
-    index = np.minimum((stated * num_bins).astype(np.int64), num_bins - 1)
-    left, base = np.arange(num_bins) / num_bins, np.zeros(num_bins)
+    index = np.minimum((stated * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    left, base = np.arange(NUM_BINS) / NUM_BINS, np.zeros(NUM_BINS)
     bars = []
     for k, color in enumerate((PALE, BLUE)):
-        count = np.bincount(index[truth == k], minlength=num_bins)
-        bars.append(axes.bar(left, count, 0.94 / num_bins, base, align="edge", color=color, ec=GREY, lw=0.5))
+        count = np.bincount(index[truth == k], minlength=NUM_BINS)
+        bars.append(axes.bar(left, count, 0.94 / NUM_BINS, base, align="edge", color=color, ec=GREY, lw=0.5))
         base = base + count
     axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     axes.grid(visible=True, axis="y")
@@ -537,7 +528,6 @@ def draw_confusion(
     title: str = "Confusion matrix",
     *,
     threshold_from: str = "",
-    unit: str = "slides",
     protocol: Protocol = "honest",
     level: float = 0.95,
 ) -> Figure:
@@ -554,7 +544,7 @@ def draw_confusion(
     truth = np.repeat(np.arange(size), counts.sum(axis=1))
     limits = f", with {percent(level)} Wilson limits" if size <= 3 else ""
     caption = [
-        _counts(truth, class_names, unit),
+        _counts(truth, class_names),
         f"Right: {right} of {total}, {with_limits(wilson(right, total, level))}.",
         f"{'Colour' if size > 8 else 'Percentages'}: share of the true class{limits}.",
         f"Decision: {threshold_from}." if threshold_from else "",

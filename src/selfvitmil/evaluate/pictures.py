@@ -6,7 +6,7 @@ A figure that cannot be drawn, say for want of a class among few test slides, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,14 @@ from selfvitmil.evaluate.scores import Samples, are_disjoint, samples_of
 from selfvitmil.settings import EvaluateSettings
 
 History = Sequence[Mapping[str, Any]]
+CURVES = ("roc", "pr", "calibration", "confusion")
+"""Figures of test slides."""
+
+
+def figure_files(splits: Iterable[str]) -> list[str]:
+    """Names of all files that `write_figures` may have written for results on these splits."""
+    prefixes = ("", *(f"{split}_" for split in splits))
+    return [*(f"{prefix}{name}.svg" for prefix in prefixes for name in CURVES), "training.svg"]
 
 
 def write_figures(

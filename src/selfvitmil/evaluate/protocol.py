@@ -13,43 +13,36 @@
 slides, and the labels are opened at the start with that reason.
 
 The ensemble is the mean of the seeds' probabilities, with a threshold and a calibration of its own.
-Models lie in <folder>/<split>/seed<k>/ (<split>_optimistic under that protocol); one whose stored hash of recipe,
-seed, slides, labels and feature files is current is used again. Who must not train asks for `stored_models`, or only
-whether they are current (`check_models`).
+Models lie in <folder>/<split>/seed<k>/ (<split>_optimistic under that protocol); one that is current is used again
+(`models.py`). Who must not train asks for `stored_models`, or only whether they are current (`check_models`).
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import artefact
 from selfvitmil.aggregate import Aggregator
-from selfvitmil.aggregate.recipes import recipe_of
-from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model
+from selfvitmil.aggregate.train import BagScore, BagStore
 from selfvitmil.aggregate.train import score as score_bags
-from selfvitmil.aggregate.train import train as train_aggregator
 from selfvitmil.cohort import Split
-from selfvitmil.errors import ArtefactError, SelfVitMilError
+from selfvitmil.errors import ArtefactError
 from selfvitmil.evaluate.cases import BagFile, Case, Cases
 from selfvitmil.evaluate.choices import Choice, choose
 from selfvitmil.evaluate.guard import FINAL_SCORING
+from selfvitmil.evaluate.models import Model, Report, Training, trainings_of
 from selfvitmil.evaluate.predictions import Prediction, Values
-from selfvitmil.evaluate.trial import Trial, TrialSplit, seal
+from selfvitmil.evaluate.trial import Trial, seal
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
-VERSION = 1
-"""Of what a training does with its inputs; a higher one makes stored models stale."""
-
-Report = Callable[[dict[str, Any]], None]
 Floats = NDArray[np.float64]
 
 
@@ -114,101 +107,48 @@ def fit_method(
     folder: Path | None = None,
     store: BagStore | None = None,
     report: Report | None = None,
+    notes: Mapping[Path, str] = MappingProxyType({}),
     score_test: bool = True,
 ) -> Fitted:
     """Train the aggregator `name` on every split with every seed, score bags, choose thresholds and calibrations.
 
     `title` names the row where it is not `name`; `folder` keeps the models (models/<tiling>/<encoder>/<aggregator>);
-    `report` is told every epoch with method, split and seed. With `score_test=False` test bags are not even opened.
+    `report` is told every epoch with method, split and seed. `notes` are those of models that were made just now, by
+    their folders; other stored models have the note `current`. With `score_test=False` test bags are not even opened.
     """
     # One store for all trainings: bags are checked, measured and uploaded once.
-    fitter = _Fitter(name, trial, train, folder, store or BagStore.of(train), report)
-    runs = [fitter.run(split, seed, score_test) for split in trial.splits for seed in _seeds(train)]
+    fitter = _Fitter(trial, store or BagStore.of(train))
+    trainings = trainings_of(name, trial, train, folder)
+    runs = [fitter.run(training, report, notes, score_test) for training in trainings]
     return conclude(title or name, name, runs, trial)
-
-
-def _seeds(train: TrainSettings) -> range:
-    return range(train.seed, train.seed + train.seeds)
-
-
-@dataclass(frozen=True, eq=False)
-class _Model:
-    module: Aggregator
-    epoch: int
-    note: str
-    seconds: float
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Fitter:
     """What all trainings of a method share."""
 
-    name: str
     trial: Trial
-    train: TrainSettings
-    folder: Path | None
     store: BagStore
-    report: Report | None
 
-    def run(self, split: TrialSplit, seed: int, score_test: bool) -> Run:
-        return self.judged(self._model(split, seed), split, seed, score_test)
+    def run(self, training: Training, report: Report | None, notes: Mapping[Path, str], score_test: bool) -> Run:
+        """The stored model where it is current, else a new one, and what it says of its slides."""
+        model = training.stored()
+        if isinstance(model, str):
+            with self.trial.labels.training(str(training)):
+                model = training.make(model, self.trial.bag, self.store, report)
+        elif training.place is not None:
+            model = replace(model, note=notes.get(training.place, model.note))
+        return self.judged(training, model, score_test)
 
-    def judged(self, model: _Model, split: TrialSplit, seed: int, score_test: bool) -> Run:
-        scored = self._scored(model, self.trial.chosen_on(split))
+    def judged(self, training: Training, model: Model, score_test: bool) -> Run:
+        (split,) = (each for each in self.trial.splits if each.name == training.split)
+        scored = self._scored(model, training.chosen_on)
         test = self._scored(model, split.test) if score_test else {}
-        return Run(split.name, seed, model.epoch, model.note, model.seconds, model.warnings, scored, test)
+        return Run(split.name, training.seed, model.epoch, model.note, model.seconds, model.warnings, scored, test)
 
-    def _model(self, split: TrialSplit, seed: int) -> _Model:
-        """The stored model where it is current, else a new one, stored where there is a folder."""
-        made_from = _made_from(self.name, self.trial, self.train, split, seed)
-        place = None if self.folder is None else _place(self.folder, self.trial, split, seed)
-        stored = _stored(place, made_from)
-        if isinstance(stored, _Model):
-            return stored
-        chosen_on = self.trial.chosen_on(split)
-        trained = self._trained(split, chosen_on, seed)
-        if place is not None:
-            # An old config must not stay beside new weights, should we be killed in between.
-            (place / "config.json").unlink(missing_ok=True)
-            save_model(place, trained, {"made_from": made_from, **self._about(split, chosen_on, seed)})
-        return _Model(trained.module, trained.epoch, stored, _training_seconds(trained.history), trained.warnings)
-
-    def _trained(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> Trained:
-        """A new training, which is handed nothing but labelled bags of training and validation."""
-        where = {"method": self.name, "split": split.name, "seed": seed}
-        report = None if self.report is None else partial(_tell, self.report, where)
-        training, validation = (
-            [LabelledBag(case.slide, self.trial.bag(case), case.label) for case in part]
-            for part in (split.train, chosen_on)
-        )
-        with self.trial.labels.training(f"{self.name}, {split.name}, seed {seed}"):
-            return train_aggregator(
-                self.name, training, validation, self.trial.num_classes, self.train, seed,
-                store=self.store, report=report,
-            )  # fmt: skip
-
-    def _about(self, split: TrialSplit, chosen_on: Sequence[Case], seed: int) -> dict[str, Any]:
-        """What the model's folder tells of its origin."""
-        return {
-            "split": split.name,
-            "seed": seed,
-            "classes": list(self.trial.class_names),
-            "protocol": self.trial.evaluate.protocol,
-            "epoch_from": self.trial.where,
-            "encoder": self.trial.encoder,
-            "tiling": self.trial.tiling,
-            "trained_on": [case.slide for case in split.train],
-            "chosen_on": [case.slide for case in chosen_on],
-        }
-
-    def _scored(self, model: _Model, cases: Sequence[BagFile]) -> dict[str, BagScore]:
+    def _scored(self, model: Model, cases: Sequence[BagFile]) -> dict[str, BagScore]:
         scores = score_bags(model.module, [self.trial.bag(case) for case in cases], store=self.store)
         return {case.slide: score for case, score in zip(cases, scores, strict=True)}
-
-
-def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
-    report({**where, **line})
 
 
 # ---------------------------------------------------------------------------------------------------- stored models
@@ -226,85 +166,43 @@ class Stored:
 
 def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[str, str]:
     """Split -> hash of what its models were made from; ArtefactError unless all of them are there and current."""
-    for split in trial.splits:
-        _current_models(name, trial, train, folder, split)
-    return {
-        split.name: artefact.hash_of([_made_from(name, trial, train, split, seed) for seed in _seeds(train)])
-        for split in trial.splits
-    }
+    made_from: dict[str, list[str]] = {}
+    for training in _current_models(name, trial, train, folder):
+        made_from.setdefault(training.split, []).append(training.about["made_from"])
+    return {split: artefact.hash_of(hashes) for split, hashes in made_from.items()}
 
 
 def stored_models(
     name: str, trial: Trial, train: TrainSettings, folder: Path, *, store: BagStore | None = None
 ) -> Stored:
     """What `fit_method` gives without test slides, and the models, but nothing is trained: ArtefactError instead."""
-    fitter = _Fitter(name, trial, train, folder, store or BagStore.of(train), None)
-    modules: dict[tuple[str, int], Aggregator] = {}
-    runs: list[Run] = []
-    for split in trial.splits:
-        for seed, model in _current_models(name, trial, train, folder, split).items():
-            modules[split.name, seed] = model.module
-            runs.append(fitter.judged(model, split, seed, score_test=False))
+    fitter = _Fitter(trial, store or BagStore.of(train))
+    current = _current_models(name, trial, train, folder)
+    modules = {(training.split, training.seed): model.module for training, model in current.items()}
+    runs = [fitter.judged(training, model, score_test=False) for training, model in current.items()]
     return Stored(modules, conclude(name, name, runs, trial))
 
 
-def _current_models(
-    name: str, trial: Trial, train: TrainSettings, folder: Path, split: TrialSplit
-) -> dict[int, _Model]:
-    """The models of a split by seed; ArtefactError where any is missing, damaged or stale."""
-    current: dict[int, _Model] = {}
+def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
+    """All models by training; ArtefactError, naming the split, where any is missing, damaged or stale."""
+    current: dict[Training, Model] = {}
     problems: dict[str, list[str]] = {}
-    for seed in _seeds(train):
-        found = _stored(_place(folder, trial, split, seed), _made_from(name, trial, train, split, seed))
-        if isinstance(found, _Model):
-            current[seed] = found
-        else:
-            reason = "there is none" if found == "made" else found.removeprefix("made again: ")
-            problems.setdefault(reason, []).append(f"seed{seed}")
-    if problems:
-        told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
-        raise ArtefactError(
-            f"{name}: no current models of {split.name} ({told})",
-            "trained models are used here, and none is trained",
-            f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
-        )
+    for split in trial.splits:
+        for training in trainings_of(name, trial, train, folder, [split]):
+            found = training.stored()
+            if isinstance(found, Model):
+                current[training] = found
+            else:
+                reason = "there is none" if found == "made" else found.removeprefix("made again: ")
+                problems.setdefault(reason, []).append(f"seed{training.seed}")
+        if problems:
+            told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
+            raise ArtefactError(
+                f"{name}: no current models of {split.name} ({told})",
+                "trained models are used here, and none is trained",
+                f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
+            )
     return current
-
-
-def model_name(split: str, optimistic: bool) -> str:
-    """Folder of the models of a split: the protocols do not overwrite each other's."""
-    return f"{split}_optimistic" if optimistic else split
-
-
-def _place(folder: Path, trial: Trial, split: TrialSplit, seed: int) -> Path:
-    return folder / model_name(split.name, trial.optimistic) / f"seed{seed}"
-
-
-def _made_from(name: str, trial: Trial, train: TrainSettings, split: TrialSplit, seed: int) -> str:
-    """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
-    recipe = {key: value for key, value in asdict(recipe_of(name, train)).items() if key != "source"}
-    parts = (split.train, trial.chosen_on(split))
-    slides = [[(case.slide, case.label, case.identity) for case in part] for part in parts]
-    return artefact.hash_of(VERSION, name, recipe, seed, trial.class_names, slides)
-
-
-def _stored(place: Path | None, made_from: str) -> _Model | str:
-    """The stored model where it is current, else the note for a new one."""
-    if place is None or not (place / "config.json").exists():
-        return "made"
-    try:
-        module, config = load_model(place)
-        lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        seconds = _training_seconds([json.loads(line) for line in lines])
-    except (SelfVitMilError, OSError, ValueError, KeyError):
-        return "made again: the stored model was damaged"
-    if config.get("made_from") != made_from:
-        return "made again: other settings, labels, slides or features than before"
-    return _Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
-
-
-def _training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
-    return sum(float(line["seconds"]) for line in history)
 
 
 # ---------------------------------------------------------------------------------------------------- choosing

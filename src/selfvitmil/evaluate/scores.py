@@ -399,7 +399,7 @@ def _over_seeds_of_means(by_split: Mapping[str, Json], seeds: Sequence[int]) -> 
     means = []
     for seed in seeds:
         over = _spread([own["seeds"][str(seed)] for own in by_split.values()], "splits")
-        means.append({name: None if told is None else {"value": told["mean"]} for name, told in over.items()})
+        means.append({name: None if told["mean"] is None else {"value": told["mean"]} for name, told in over.items()})
     return _spread(means, "seeds")
 
 

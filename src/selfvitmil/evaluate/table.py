@@ -151,8 +151,7 @@ class JudgedOn:
     split: str
     """Which slides of the cohort these are, in words: `given test split`, `test parts of 5 folds` ..."""
     counts: tuple[tuple[str, int], ...]
-    """Class names in class order with the number of samples of each."""
-    unit: Literal["slides", "patients"] = "slides"
+    """Class names in class order with the number of slides of each."""
     protocol: Literal["honest", "optimistic"] = "honest"
     camelyon16_test: bool = False
     """These are Camelyon16's official test slides, on which the published numbers were made."""
@@ -160,7 +159,7 @@ class JudgedOn:
     @property
     def words(self) -> str:
         """For instance `80 normal + 49 tumor slides`."""
-        return " + ".join(f"{count} {name}" for name, count in self.counts) + f" {self.unit}"
+        return " + ".join(f"{count} {name}" for name, count in self.counts) + " slides"
 
 
 @dataclass(frozen=True)
@@ -424,7 +423,7 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
 def _judged_words(on: JudgedOn) -> str:
     text = f"Measured on {on.words} of {on.cohort} ({on.split})."
     if on.protocol == "optimistic":
-        text = f"OPTIMISTIC: epoch and threshold were chosen on the {on.unit} that judge; expect less on others. {text}"
+        text = f"OPTIMISTIC: epoch and threshold were chosen on the slides that judge; expect less on others. {text}"
     return text
 
 
@@ -484,7 +483,7 @@ def _record(row: ComparisonRow) -> dict[str, str]:
         "protocol": on.protocol,
         "cohort": on.cohort,
         "test": on.split,
-        **{f"test_{on.unit}": ";".join(f"{name}={count}" for name, count in on.counts)},
+        "test_slides": ";".join(f"{name}={count}" for name, count in on.counts),
         "features": row.features,
         "num_seeds": str(row.num_seeds),
         **_interval_record("macro_auc" if len(on.counts) > 2 else "auc", row.auc),

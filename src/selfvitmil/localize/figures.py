@@ -35,6 +35,8 @@ from selfvitmil.words import shorten
 COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 MARKS = ("1/4", "1/2", "1", "2", "4", "8")
+LESION_FILES = ("lesions.json", "lesion_slides.csv", "lesions.csv", "lesions.md", "froc.svg")
+"""All that is written here into a folder of results, of one model or of several."""
 
 
 @styled

@@ -16,7 +16,7 @@ Scores, of the test cases:
   challenge's evaluation mask, isolated tumour cells apart, with outlined tumour under such a tile.
 * The threshold is that of `THRESHOLDS` with the largest mean Dice over outlined validation slides, the middle one of
   equals; without such slides it is the setting `lesion_threshold`. No test slide has a say.
-* Single tiles: one is tumour from `tumour_share` of it outlined on, normal below `NORMAL_SHARE`, and neither between,
+* Single tiles: one is tumour from `TUMOUR_SHARE` of it outlined on, normal below `NORMAL_SHARE`, and neither between,
   where it is left out. AUC and average precision within each slide, by score; and of all tiles of all slides together,
   by detection, which compares across slides.
 * Hit rate: how often the hottest tile, by score and among equals by what the score was made from, has outlined tumour.
@@ -200,12 +200,12 @@ class _Tiles:
     tumour: NDArray[np.bool_]
 
 
-def _judge_slide(case: LesionCase, threshold: float, tumour_share: float, frame: str) -> tuple[JudgedSlide, _Tiles]:
+def _judge_slide(case: LesionCase, threshold: float, frame: str) -> tuple[JudgedSlide, _Tiles]:
     slide_map, areas = case.slide_map, _Areas.of(case)
     marked, covered = (float(area[0]) for area in areas.at(np.array([threshold])))
     apart = slide_map.frame.stride_l0 >= slide_map.frame.extent_l0
     share = areas.outlined if apart else outlined_shares(case, slide_map.frame.extent_l0)
-    tumour, normal = share >= tumour_share, share < NORMAL_SHARE
+    tumour, normal = share >= TUMOUR_SHARE, share < NORMAL_SHARE
     known = tumour | normal
     peaks, is_itc = _lesion_peaks(case, frame) if case.positive else (np.empty(0, np.float32), np.empty(0, bool))
     touched = peaks >= np.float32(threshold)
@@ -329,10 +329,8 @@ def judge_lesions(
     val_cases: Sequence[LesionCase],
     settings: LocalizeSettings,
     evaluate: EvaluateSettings,
-    *,
-    tumour_share: float = TUMOUR_SHARE,
 ) -> LesionScores:
-    """All scores of the maps of one model; a tile is tumour from `tumour_share` of it outlined on.
+    """All scores of the maps of one model.
 
     MetricError where no slide can be judged, or cases do not belong together.
     """
@@ -345,7 +343,7 @@ def judge_lesions(
             f"none of {len(test_cases)} maps can be judged", listed or "there is no map of a test slide", "Localize"
         )
     threshold = choose_threshold(val_cases, settings)
-    judged = [_judge_slide(case, threshold.value, tumour_share, settings.froc_frame) for case in cases]
+    judged = [_judge_slide(case, threshold.value, settings.froc_frame) for case in cases]
     reasons: dict[str, str] = {}
     warnings = [f"{slide} takes no part in lesion scores: {why}" for slide, why in left_out]
     warnings += [f"{case.slide}: {text}" for case in cases for text in case.warnings]
@@ -367,7 +365,7 @@ def judge_lesions(
         threshold=threshold,
         froc=froc,
         pooled=pooled,
-        about=_about(cases[0].slide_map, settings, tumour_share),
+        about=_about(cases[0].slide_map, settings),
         evaluate=evaluate,
         reasons=reasons,
         warnings=tuple(warnings),
@@ -399,7 +397,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             )
 
 
-def _about(slide_map: SlideMap, settings: LocalizeSettings, tumour_share: float) -> Json:
+def _about(slide_map: SlideMap, settings: LocalizeSettings) -> Json:
     return {
         "model": slide_map.model,
         "method": slide_map.method,
@@ -410,7 +408,7 @@ def _about(slide_map: SlideMap, settings: LocalizeSettings, tumour_share: float)
         "froc_frame": settings.froc_frame,
         "point_radius_um": settings.point_radius_um,
         "point_min": settings.point_min,
-        "tumour_share": tumour_share,
+        "tumour_share": TUMOUR_SHARE,
         "normal_share": NORMAL_SHARE,
     }
 

@@ -115,16 +115,19 @@ def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[fl
     return extent, int(size_px or round(extent)), (warning,)
 
 
-def look_at_slide(path: Path, reader: str, mpp: float | None) -> SlideFacts:
-    """What the slide's file tells, `mpp` over what it says; of a slide that cannot be opened no more than that."""
+def look_at_slide(path: Path, reader: str, mpp: float | None, otherwise_mpp: float | None = None) -> SlideFacts:
+    """What the slide's file tells, `mpp` over what it says, `otherwise_mpp` where it says none.
+
+    Of a slide that cannot be opened no more than what was given.
+    """
     try:
-        with open_slide(path, reader=reader, mpp=mpp) as slide:
+        with open_slide(path, reader=reader, mpp=mpp, otherwise_mpp=otherwise_mpp) as slide:
             try:
                 return SlideFacts(slide.mpp, slide.size_l0)
             except MissingMppError:
                 return SlideFacts(None, slide.size_l0)
     except SlideError:
-        return SlideFacts(mpp, None)
+        return SlideFacts(mpp or otherwise_mpp, None)
 
 
 # ---------------------------------------------------------------------------------------------------- annotations

@@ -12,7 +12,7 @@ from typing import Any
 from selfvitmil.package.expected import Expected
 from selfvitmil.package.files import RESEARCH_ONLY
 from selfvitmil.settings import StudySettings
-from selfvitmil.words import markdown_list, markdown_table, value_and_limits
+from selfvitmil.words import markdown_list, markdown_table, percent, value_and_limits
 
 FIGURES = (
     "auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "ppv", "npv", "f1", "macro_f1", "pr_auc",
@@ -76,7 +76,7 @@ def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettin
         "none": "colours stay as scanned",
     }
     lines = [
-        f"tiles of {settings.tile.size_px} px, tissue in at least {settings.tile.min_tissue:.0%} of each",
+        f"tiles of {settings.tile.size_px} px, tissue in at least {percent(settings.tile.min_tissue)} of each",
         stains[settings.stain.method],
         f"training slides were scanned at {seen.least:.4g} to {seen.most:.4g} um/px and have {tiles.least:.0f} to "
         f"{tiles.most:.0f} tiles",
@@ -123,7 +123,7 @@ def _evaluation(about: Mapping[str, Any]) -> str:
             rows.append((name.replace("_", " "), *value_and_limits(told)))
     words = (
         f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices; "
-        f"{evaluation['confidence']:.0%} intervals; threshold: {about['choice']['threshold_from']}."
+        f"{percent(evaluation['confidence'])} intervals; threshold: {about['choice']['threshold_from']}."
     )
     return f"{words}\n\n{markdown_table(rows)}"
 

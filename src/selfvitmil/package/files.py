@@ -142,7 +142,7 @@ class Package:
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class PackageParts:
     """All that goes into a package."""
 
     about: Mapping[str, Any]
@@ -166,7 +166,7 @@ def check_target(folder: Path) -> None:
         raise ConfigError(what, "a package is a folder of its own", "Name a new one with --out, or remove this one")
 
 
-def write_package(folder: Path, contents: Contents) -> None:
+def write_package(folder: Path, contents: PackageParts) -> None:
     """Write the folder beside its place and move it there: it is whole or not there."""
     from selfvitmil.encoder import save_encoder
 

@@ -7,7 +7,7 @@ it with, so that one command starts its workers once.
     study.py      what all share: settings, cohort, lock, one stage over all slides
     slides.py     synth, check, tile
     encoders.py   pretrain, embed, export
-    learning.py   train, evaluate, compare; lesions.py what `--lesions` adds to the last two
+    learning.py   train, evaluate, compare; lesions.py what `--lesions` adds to the last two; methods.py which they have
     localizing.py localize; products.py what its workers make from a map
     packaging.py  package
     predicting.py predict

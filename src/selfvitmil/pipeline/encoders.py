@@ -78,9 +78,7 @@ def training_tiles(study: Path, cohort: Cohort, settings: StudySettings) -> tupl
     if settings.pretrain.packs:
         source = PackTiles(slides, stain_method=settings.stain.method)
     else:
-        source = SlideTiles(
-            slides, stain_method=settings.stain.method, reader=settings.slide.reader, slide_mpp=settings.slide.mpp
-        )
+        source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
     which = "all slides of the cohort (transductive)" if transductive else "train split"
     return source, lines, f"{which}, {len(slides)} slides"
 
@@ -116,7 +114,7 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
     with open_study(study, "embed"):
         cohort, _ = study_cohort(study, CohortSource())
         for tiling, name in pairs:
-            stage = f"embed {name} {tiling}"
+            stage = embed_stage(name, tiling)
             jobs, missing = embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
             done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
             artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
@@ -165,6 +163,11 @@ def encoder_source(study: Path, source: str) -> str:
     return str(own) if own.is_dir() else source
 
 
+def embed_stage(name: str, tiling: str) -> str:
+    """What failures.csv calls the embedding of these tiles by this encoder."""
+    return f"embed {name} {tiling}"
+
+
 def embed_jobs(
     study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
 ) -> tuple[dict[str, Any], list[Failure]]:
@@ -179,7 +182,7 @@ def embed_jobs(
         if table.exists():
             jobs[row.slide] = EmbedJob(
                 row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
-                settings.slide.reader, row.mpp or settings.slide.mpp,
+                settings.slide.reader, row.mpp,
             )  # fmt: skip
         else:
             reason = f"{row.slide}: no tile table in tiles/{tiling}"

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,24 +19,28 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil import artefact, words
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
-from selfvitmil.errors import ConfigError, MetricError
-from selfvitmil.pipeline.encoders import embed, encoder_name
+from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
+from selfvitmil.pipeline.encoders import embed, embed_stage, encoder_name
+from selfvitmil.pipeline.methods import TWO_SCALES, check_supervised, coarse_mpp, compared_methods, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
+from selfvitmil.pipeline.training import make_models
 from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Scores, Trial
+    from selfvitmil.evaluate.models import Training
 
 SECTIONS = {"preset", "tile", "train", "evaluate", "compare", "supervised"}
 """Settings that results depend on, saved beside them."""
 SHOWN = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "f1", "pr_auc", "brier", "ece")
 """Figures that `evaluate` prints; metrics.json has them all."""
+COMPARISON_FILES = ("table.csv", "table.md", "auc.svg")
+"""What only comparisons have among their results."""
 OPTIMISTIC_LINE = "OPTIMISTIC: epochs and thresholds are chosen on the test slides, so the figures flatter"
 MEAN_COLOR, UNTRAINED = "mean_color", "untrained_"
 """Names of encoders that are there for comparison."""
-TWO_SCALES = "dsmil-lc"
-"""The method that is made for the vectors of two scales, one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,15 @@ class Features:
 # ---------------------------------------------------------------------------------------------------- commands
 
 
-def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings) -> Summary:
+def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, engine: Engine) -> Summary:
     """Train an aggregator on every split with every seed; writes `models/`. Test slides are not opened."""
-    from selfvitmil.evaluate import fit_method, seal
+    from selfvitmil.evaluate import seal
 
     with open_study(study, "train"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "train")
         trial = seal(cases, splits, settings.evaluate)
         name = settings.train.aggregator
-        fitted = fit_method(
-            name, trial, settings.train, folder=features.models / name, report=_epoch_lines(), score_test=False
-        )
+        fitted = _fit(name, trial, settings.train, features.models / name, engine, score_test=False)
         artefact.write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
     table = [("split", "seed", "epoch", "validation AUC", "seconds", "")]
     table += [
@@ -90,21 +93,27 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
 
 
 def evaluate(
-    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
+    study: Path,
+    source: CohortSource,
+    choice: FeatureChoice,
+    settings: StudySettings,
+    engine: Engine,
+    name: str | None = None,
 ) -> Summary:
     """Judge an aggregator on the test slides, training what is not there yet; writes `results/<name>/`."""
-    from selfvitmil.evaluate import run_method, score_method, write_results
+    from selfvitmil.evaluate import FINAL_SCORING, judge_method, score_method, seal, write_results
     from selfvitmil.evaluate.pictures import write_figures
 
     with open_study(study, "evaluate"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
         method = settings.train.aggregator
-        result = run_method(
-            method, cases, splits, settings.train, settings.evaluate,
-            folder=features.models / method, report=_epoch_lines(),
-        )  # fmt: skip
+        trial = seal(cases, splits, settings.evaluate)
+        fitted = _fit(method, trial, settings.train, features.models / method, engine)
+        trial.labels.open(FINAL_SCORING)
+        result = judge_method(fitted, trial)
         folder = study / "results" / results_name(name or f"{features.encoder}_{method}", settings)
         scores = score_method(result, settings.evaluate)
+        lines += _remove_earlier(folder, [result])
         write_results(folder, [result], [scores], settings.evaluate)
         histories = _histories(features.models / method, result)
         undrawn = write_figures(folder, result, settings.evaluate, histories)
@@ -123,24 +132,43 @@ def compare(
     name: str | None = None,
 ) -> Summary:
     """Judge many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
+    from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, judge_method, score_method, write_results
 
     lines = _embed_baselines(study, choice, settings, engine)
     with open_study(study, "compare"):
         found, cases, splits, features = prepare(study, source, choice, settings, "compare")
         lines += found
-        rows = _rows(study, choice, settings, cases, splits, features)
-        fitted = [row.fit() for row in rows]
+        store = BagStore.of(settings.train)
+        rows = _rows(study, choice, settings, cases, splits, features, store)
+        asked = [(row.trial, training) for row in rows for training in row.trainings]
+        notes = make_models(asked, engine, store, _epoch_lines())
+        fitted = [row.fit(notes) for row in rows]
         for row in rows:  # all trainings are over: no label of a test slide was read so far
             row.trial.labels.open(FINAL_SCORING)
         results = [judge_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
         folder = study / "results" / results_name(name or "compare", settings)
+        lines += _remove_earlier(folder, results)
         write_results(folder, results, scores, settings.evaluate)
         cells, notes = _write_table(study, folder, splits, results, scores, settings)
         artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
     return Summary(tuple(lines), cases.failures, cells)
+
+
+def _fit(
+    name: str, trial: Trial, train: TrainSettings, folder: Path, engine: Engine, *, score_test: bool = True
+) -> Fitted:
+    """All trainings of one method, where that is quicker in several processes."""
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.evaluate import fit_method
+    from selfvitmil.evaluate.models import trainings_of
+
+    store, report = BagStore.of(train), _epoch_lines()
+    asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
+    notes = make_models(asked, engine, store, report)
+    return fit_method(name, trial, train, folder=folder, store=store, report=report, notes=notes, score_test=score_test)
 
 
 # ---------------------------------------------------------------------------------------------------- features
@@ -187,10 +215,20 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
         return Features(name, "external", find_bags(choice.folder), study / "models" / "external" / name)
     tiling = tiling_name(settings.tile)
     name = _only_encoder(study, tiling, choice.encoder)
-    fine = Features(name, tiling, find_bags(study / "bags" / tiling / f"features_{name}"), Path())
+    fine = Features(name, tiling, _embedded(study, tiling, name), Path())
     if not choice.two_scales:
         return replace(fine, models=study / "models" / tiling / name)
     return _on_two_scales(study, choice, settings, fine)
+
+
+def _embedded(study: Path, tiling: str, name: str) -> dict[str, Path]:
+    """Feature files of the study, by slide, without those that the last `embed` could not make anew."""
+    from selfvitmil.bags import find_bags
+
+    stage = embed_stage(name, tiling)
+    failed = {failure.slide for failure in artefact.read_failures(study) if failure.stage == stage}
+    found = find_bags(study / "bags" / tiling / f"features_{name}")
+    return {slide: path for slide, path in found.items() if slide not in failed}
 
 
 def _only_encoder(study: Path, tiling: str, wanted: str | None) -> str:
@@ -210,19 +248,15 @@ def _only_encoder(study: Path, tiling: str, wanted: str | None) -> str:
 
 
 def _on_two_scales(study: Path, choice: FeatureChoice, settings: StudySettings, fine: Features) -> Features:
-    from selfvitmil.bags import find_bags
     from selfvitmil.evaluate import CoarseScale
 
-    if not settings.tile.parent_mpp:
-        why = "tile.parent_mpp names no coarser scale"
-        raise ConfigError("vectors of two scales were asked for", why, "Tile and embed with tile.parent_mpp, e.g. 2.0")
-    tiling = tiling_name(settings.tile, settings.tile.parent_mpp[0])
+    tiling = tiling_name(settings.tile, coarse_mpp(settings.tile))
     coarse = _only_encoder(study, tiling, choice.coarse_encoder or fine.encoder)
     name = fine.encoder if coarse == fine.encoder else f"{fine.encoder}+{coarse}"
     both = f"{fine.tiling}+{tiling}"
     scale = CoarseScale(
         tiling,
-        find_bags(study / "bags" / tiling / f"features_{coarse}"),
+        _embedded(study, tiling, coarse),
         {slide: study / "tiles" / fine.tiling / f"{slide}.h5" for slide in fine.files},
         study / "bags" / both / f"features_{name}",
     )
@@ -237,7 +271,10 @@ class Row:
     """One row of a comparison, before it is trained."""
 
     trial: Trial
-    fit: Callable[[], Fitted]
+    fit: Callable[[Mapping[Path, str]], Fitted]
+    """Takes the notes of models that were made ahead."""
+    trainings: Sequence[Training] = ()
+    """Those that can be made ahead."""
 
 
 def _rows(
@@ -247,31 +284,25 @@ def _rows(
     cases: Cases,
     splits: Sequence[Split],
     features: Features,
+    store: BagStore,
 ) -> list[Row]:
     """All rows that were asked for; those of other features use the same slides in the same splits."""
-    from selfvitmil.aggregate import NAMES, settings_of
-    from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import fit_method, seal
+    from selfvitmil.evaluate.models import trainings_of
 
-    compare, store = settings.compare, BagStore.of(settings.train)
+    compare = settings.compare
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
-    for method in compare.methods:
-        if method not in NAMES:
-            raise ConfigError(f"compare.methods: unknown method {method!r}", how=f"There are {', '.join(NAMES)}")
-    methods = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
-    _check_options(settings.train.options, {method: settings_of(method) for method in methods})
-    if compare.baseline not in methods:
-        raise ConfigError(
-            f"compare.baseline {compare.baseline!r} is not among the methods", f"those are {', '.join(methods)}"
-        )
+    methods = compared_methods(settings, two_scales=two_scales)
+    if compare.supervised != "none":
+        check_supervised(cases.class_names, cases.cohort)
 
     def row(title: str, method: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial = seal(its_cases, splits, settings.evaluate)
-        own_train = options_for(method, train)
-        fit = lambda: fit_method(  # noqa: E731
-            method, trial, own_train, title=title, folder=own.models / title, store=store, report=_epoch_lines(title)
+        own_train, folder, report = options_for(method, train), own.models / title, _epoch_lines(title)
+        fit = lambda notes: fit_method(  # noqa: E731
+            method, trial, own_train, title=title, folder=folder, store=store, report=report, notes=notes
         )
-        return Row(trial, fit)
+        return Row(trial, fit, trainings_of(method, trial, own_train, folder))
 
     def on(own: Features) -> Cases:
         found = _cases(cases.cohort, own, "compare", settings.train.positive)
@@ -294,27 +325,8 @@ def _rows(
         rows.append(row(title, "self-vit-mil", own, on(own), settings.train))
     if compare.supervised != "none":
         trial = seal(cases, splits, settings.evaluate)
-        rows.append(Row(trial, lambda: _fit_supervised(study, settings, cases, trial, features, store)))
+        rows.append(Row(trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)))
     return rows
-
-
-def options_for(method: str, train: TrainSettings) -> TrainSettings:
-    """Settings to train one of many methods: an option goes to those that have it."""
-    from selfvitmil.aggregate import settings_of
-
-    known = settings_of(method)
-    options = {key: value for key, value in train.options.items() if key in known or isinstance(value, dict)}
-    return train.model_copy(update={"aggregator": method, "options": options})
-
-
-def _check_options(options: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> None:
-    """ConfigError for an option that no method of the comparison has."""
-    for key, value in options.items():
-        if isinstance(value, dict):  # of one method, whose recipe checks them
-            continue
-        if not any(key in settings for settings in known.values()):
-            names = sorted({name for settings in known.values() for name in settings})
-            raise ConfigError(f"train.options: no method has {key!r}", how=f"There are {', '.join(names)}")
 
 
 def _fit_supervised(
@@ -324,11 +336,7 @@ def _fit_supervised(
     from selfvitmil.evaluate import conclude
     from selfvitmil.pipeline.supervised import SupervisedRow
 
-    if cases.num_classes != 1:
-        raise ConfigError(
-            f"compare.supervised with {len(cases.class_names)} classes", "outlines tell tumour from normal tissue only"
-        )
-    row = SupervisedRow(study, settings, cases, trial, features.models, store)
+    row = SupervisedRow(study, settings, cases, trial, features.models, store, _epoch_lines())
     seeds = range(settings.train.seed, settings.train.seed + settings.train.seeds)
     runs = [row.run(split, seed) for split in trial.splits for seed in seeds]
     return conclude(row.title, row.method, runs, trial)
@@ -359,32 +367,57 @@ def _embed_baselines(study: Path, choice: FeatureChoice, settings: StudySettings
         return []
     name = _only_encoder(study, tiling_name(settings.tile), choice.encoder) if choice.folder is None else ""
     asked = _baselines(choice, settings, name)
-    for encoder in asked.values():
-        _make_baseline(study, encoder, name, settings)
+    with open_study(study, "compare"):
+        lines = [line for encoder in asked.values() for line in _make_baseline(study, encoder, name, settings)]
     made = embed(study, list(asked.values()), settings.model_copy(update={"tile": _one_scale(settings)}), engine)
-    return list(made.lines)
+    return [*lines, *made.lines]
 
 
 def _one_scale(settings: StudySettings) -> Any:
     return settings.tile.model_copy(update={"parent_mpp": ()})
 
 
-def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -> None:
-    """The folder of an encoder that has learned nothing: by colour alone, or `like` that of the study, untrained."""
-    from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
+def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -> list[str]:
+    """Write the folder of a baseline's encoder unless it is current; a line where that replaces another.
+
+    ConfigError where an encoder that was trained has its name.
+    """
+    from selfvitmil.encoder import load_encoder, save_encoder
+
+    folder, encoder = study / "encoders" / name, _baseline(study, name, like, settings)
+    if not (folder / "config.json").exists():
+        save_encoder(folder, encoder)
+        return []
+    try:
+        before = load_encoder(folder).config
+    except EncoderError:
+        save_encoder(folder, encoder)
+        return [f"encoders/{name} made again: it was damaged"]
+    if before.trained_on != encoder.config.trained_on:
+        raise ConfigError(
+            f"encoders/{name} is no baseline (trained on: {before.trained_on})",
+            "`compare` needs this name for an encoder that has learned nothing",
+            "Give its folder another name",
+        )
+    changed = [field for field, value in encoder.config if value != getattr(before, field)]
+    if not changed:
+        return []
+    save_encoder(folder, encoder)
+    return [f"encoders/{name} made again: other {', '.join(changed)} than before"]
+
+
+def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Encoder:
+    """An encoder that has learned nothing: by colour alone, or `like` that of the study, untrained."""
+    from selfvitmil.encoder import build_encoder, load_encoder
     from selfvitmil.pretrain.learner import seeded
 
-    if (study / "encoders" / name / "config.json").exists():
-        return
     if name == MEAN_COLOR:
         told = {"mpp": settings.tile.mpp, "stain": settings.stain.method}
-        encoder = build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **told)
-    else:
-        config = load_encoder(study / "encoders" / like).config
-        kept = config.model_dump(include={"layout", "mean", "std", "mpp", "stain"})
-        with seeded(0):
-            encoder = build_encoder(config.architecture, img_size=config.size_px, model_args=config.model_args, **kept)
-    save_encoder(study / "encoders" / name, encoder)
+        return build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **told)
+    config = load_encoder(study / "encoders" / like).config
+    kept = config.model_dump(include={"layout", "mean", "std", "mpp", "stain"})
+    with seeded(0):
+        return build_encoder(config.architecture, img_size=config.size_px, model_args=config.model_args, **kept)
 
 
 # ---------------------------------------------------------------------------------------------------- words
@@ -438,7 +471,7 @@ def _run_warnings(fitted: Fitted) -> Iterable[str]:
 
 def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The course of every training, as its model's folder tells."""
-    from selfvitmil.evaluate.protocol import model_name
+    from selfvitmil.evaluate.models import model_name
 
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in result.runs:
@@ -446,6 +479,31 @@ def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found[run.split, run.seed] = [json.loads(line) for line in lines]
     return found
+
+
+def _remove_earlier(folder: Path, results: Sequence[MethodResult]) -> list[str]:
+    """Remove what earlier results left in their folder, or it would pass for these; whatever else is there stays.
+
+    Lesion scores stay where the predictions are the same as before: they are of the same models. What to tell.
+    """
+    from selfvitmil.evaluate import read_predictions
+    from selfvitmil.evaluate.pictures import figure_files
+    from selfvitmil.localize.figures import LESION_FILES
+
+    file, before = folder / "predictions.csv", []
+    if file.exists():
+        with suppress(ArtefactError):  # a damaged one is written anew
+            before, _ = read_predictions(file)
+    ours = {*COMPARISON_FILES, *figure_files(dict.fromkeys(row.split for row in before))}
+    for path in folder.glob("*"):
+        if path.name in ours:
+            path.unlink()
+    old = [name for name in LESION_FILES if (folder / name).exists()]
+    if not old or before == [row for result in results for row in result.predictions]:
+        return []
+    for name in old:
+        (folder / name).unlink()
+    return [f"note: {', '.join(old)} removed: they judged maps of earlier models; --lesions judges those of today"]
 
 
 def _write_table(
@@ -474,7 +532,6 @@ def _write_table(
     try:
         artefact.write_text(folder / "auc.svg", auc_figure(rows))
     except MetricError as error:
-        (folder / "auc.svg").unlink(missing_ok=True)
         notes = [*notes, f"note: auc.svg is not drawn: {error}"]
     return tuple(tuple(row) for row in table_cells(rows)), notes
 
@@ -487,7 +544,7 @@ def _is_camelyon16_test(splits: Sequence[Split]) -> bool:
 
 def _score_table(told: Mapping[str, Any], confidence: float) -> tuple[tuple[str, ...], ...]:
     """The figures of slides, and of patients where they differ, for the terminal."""
-    header = ("", "ensemble", f"{confidence:.0%} interval", "mean of seeds", "sd")
+    header = ("", "ensemble", f"{words.percent(confidence)} interval", "mean of seeds", "sd")
     rows: list[tuple[str, ...]] = []
     for level in ("slide", "patient"):
         if "same_as" in told[level]:

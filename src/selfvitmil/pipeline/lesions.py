@@ -7,14 +7,16 @@ lesions and normal slides are compared with the maps. Thresholds come from valid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil import artefact, words
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.pipeline.learning import TWO_SCALES, FeatureChoice, below, options_for, prepare, results_name
+from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
 from selfvitmil.pipeline.localizing import Mapper, choose_slides
+from selfvitmil.pipeline.methods import TWO_SCALES, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
 
@@ -39,12 +41,14 @@ def evaluate_lesions(
             study, source, choice, settings, [settings.train.aggregator], "evaluate"
         )
         (own,) = judged.values()
-        scores = judge_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         folder = study / "results" / results_name(name or f"{encoder}_{settings.train.aggregator}", settings)
+        _remove_earlier(folder)
+        scores = judge_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
     lines += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
     lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {below(study, folder)}")
-    table = [("lesions", "value", f"{settings.evaluate.confidence:.0%} interval"), *_score_rows(scores.to_json())]
+    table = [("lesions", "value", f"{words.percent(settings.evaluate.confidence)} interval")]
+    table += _score_rows(scores.to_json())
     return Summary(tuple(lines), tuple(failures), tuple(table))
 
 
@@ -63,13 +67,14 @@ def compare_lesions(
         raise ConfigError(f"compare.baseline {settings.compare.baseline!r} is not among the methods that have maps")
     with open_study(study, "compare"):
         judged, _, failures, lines = _judged(study, source, choice, settings, methods, "compare")
+        folder = study / "results" / results_name(name or "compare", settings)
+        _remove_earlier(folder)
         common, warned = common_cases({method: own["test"] for method, own in judged.items()})
         scores = {
             method: judge_lesions(common[method], judged[method]["val"], settings.localize, settings.evaluate)
             for method in common
         }
         table = side_by_side(scores, settings.compare.baseline)
-        folder = study / "results" / results_name(name or "compare", settings)
         undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
     lines += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
     lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {below(study, folder)}")
@@ -94,37 +99,45 @@ def _judged(
     trial = seal(cases, splits, settings.evaluate)
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]
-    mappers: dict[str, Mapper] = {}
+    maps: dict[str, list[Path]] = {}
     for method in methods:
         own = settings.model_copy(update={"train": options_for(method, settings.train)})
         model = results_name(f"{features.encoder}_{method}", settings)
-        mappers[method] = Mapper(study, own, trial, cases.cohort, features, model)
-        failures += mappers[method].map_all(wanted)[1]
+        mapper = Mapper(study, own, trial, cases.cohort, features, model)
+        mapped, unmapped = mapper.map_all(wanted)
+        # A slide that failed now may have a map of other models: it is not judged.
+        maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
+        failures += [replace(failure, stage="lesions") for failure in unmapped]
     if not trial.optimistic:
         trial.labels.open(FINAL_SCORING)
     judged: dict[str, Judged] = {}
-    for method, mapper in mappers.items():
-        judged[method], unjudged = _cases_of(mapper.folder, cases.cohort, list(wanted))
+    for method, paths in maps.items():
+        judged[method], unjudged = _cases_of(paths, cases.cohort)
         failures += unjudged
     failures = list(dict.fromkeys(failures))
     artefact.record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
     return judged, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
 
 
-def _cases_of(folder: Path, cohort: Cohort, slides: Sequence[str]) -> tuple[Judged, list[Failure]]:
+def _remove_earlier(folder: Path) -> None:
+    """Remove an earlier judgement, which would pass for today's where maps cannot be judged any more."""
+    from selfvitmil.localize.figures import LESION_FILES
+
+    for name in LESION_FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[Judged, list[Failure]]:
     """The maps of a model beside the slides' annotations, by part."""
     from selfvitmil.localize.judge import lesion_case
 
     found: Judged = {part: [] for part in PARTS}
     failures: list[Failure] = []
-    for slide in slides:
-        path = folder / f"{slide}.h5"
-        if not path.exists():  # it failed, and is among the failures already
-            continue
+    for path in maps:
         try:
-            case = lesion_case(cohort[slide], path)
+            case = lesion_case(cohort[path.stem], path)
         except SelfVitMilError as error:
-            failures.append(Failure.of(slide, "lesions", error))
+            failures.append(Failure.of(path.stem, "lesions", error))
             continue
         found[case.slide_map.verdict.part].append(case)
     return found, failures

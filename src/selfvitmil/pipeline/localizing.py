@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from selfvitmil.localize.places import Places
     from selfvitmil.tiles import TileTable
 
-VERSION = 1
-"""Of what a map is made by; a higher one makes stored maps stale."""
+VERSION = 2
+"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM judges a tile's classes one by one."""
 SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
 MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
 """Settings of `localize` that change maps; the others change what is made from them."""
@@ -198,9 +198,9 @@ class Mapper:
                 stale.setdefault(each.split.name, []).append(prepared)
         with show_progress("localize", "slides", sum(map(len, stale.values()))) as progress:
             for name, batch in stale.items():
-                judge = self._judge(splits[name], store)
+                of_split = self._split_models(splits[name], store)
                 for prepared in batch:
-                    failure = self._write(prepared, judge, store)
+                    failure = self._write(prepared, of_split, store)
                     progress.advance(failure is not None, 1)
                     if failure is None:
                         mapped[prepared.wanted.case.slide] = Mapped(prepared.note)
@@ -238,7 +238,9 @@ class Mapper:
             check_effect(bag)
         file = self.study / "tiles" / tiling_name(self.settings.tile) / f"{row.slide}.h5"
         table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
-        places = place_tiles(bag, table, partial(look_at_slide, row.path, slide.reader, row.mpp or slide.mpp))
+        places = place_tiles(
+            bag, table, partial(look_at_slide, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
+        )
         made_from = {
             "version": VERSION,
             "settings": {
@@ -257,15 +259,15 @@ class Mapper:
 
     # ------------------------------------------------------------------------------------------------ scoring
 
-    def _judge(self, split: TrialSplit, store: BagStore) -> Judge:
+    def _split_models(self, split: TrialSplit, store: BagStore) -> SplitModels:
         """The models of a split, and the choices that the evaluation makes after them."""
         from selfvitmil.evaluate import stored_models
 
         trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
         stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
-        return Judge(stored.modules, stored.fitted.choices[split.name, None])
+        return SplitModels(stored.modules, stored.fitted.choices[split.name, None])
 
-    def _write(self, prepared: Prepared, judge: Judge, store: BagStore) -> Failure | None:
+    def _write(self, prepared: Prepared, models: SplitModels, store: BagStore) -> Failure | None:
         from selfvitmil.localize.maps import write_map
         from selfvitmil.localize.scores import make_map, score_by_seeds
 
@@ -273,10 +275,10 @@ class Mapper:
         try:
             outlines, notes = self._outlines(slide, places)
             shares, doubts = _shares(places, prepared.table, outlines)
-            scores = score_by_seeds(judge.modules.values(), prepared.bag, self.settings.localize.score, store)
+            scores = score_by_seeds(models.modules.values(), prepared.bag, self.settings.localize.score, store)
             slide_map = make_map(
                 slide, self.model, self.method, places.frame, places.coords_l0, scores,
-                self._verdict(prepared.wanted, judge, scores), self.settings.localize,
+                self._verdict(prepared.wanted, models, scores), self.settings.localize,
                 annotated=shares, warnings=(*places.warnings, *notes, *doubts),
                 details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
             )  # fmt: skip
@@ -297,17 +299,17 @@ class Mapper:
         outlines = read_annotations(file, repair=True)
         return outlines, check_outlines(outlines, places.frame.size_l0, file.name)
 
-    def _verdict(self, wanted: Wanted, judge: Judge, scores: Sequence[TileScores]) -> Verdict:
+    def _verdict(self, wanted: Wanted, models: SplitModels, scores: Sequence[TileScores]) -> Verdict:
         from selfvitmil.localize.scores import make_verdict
 
         return make_verdict(
-            [each.bag for each in scores], judge.choice, self.trial.class_names, self.settings.localize.of_class,
-            split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in judge.modules],
+            [each.bag for each in scores], models.choice, self.trial.class_names, self.settings.localize.of_class,
+            split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in models.modules],
         )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
+class SplitModels:
     """The models of one split and how their mean becomes a decision."""
 
     modules: Mapping[tuple[str, int], Aggregator]

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import SelfVitMilError, StainError
-from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.settings import SlideSettings, StudySettings, tiling_name
+
+if TYPE_CHECKING:
+    from selfvitmil.slides import Slide
 
 SAMPLE = 5
 """Slides that are looked at closely."""
@@ -82,7 +85,6 @@ def count_tiles(table: Path) -> int | None:
 
 def _candidates(rows: Sequence[SlideRow], settings: StudySettings) -> tuple[dict[str, int], set[str]]:
     """Places for tiles on every slide by its header, as far as the time goes; and slides that cannot be opened."""
-    from selfvitmil.slides import open_slide
     from selfvitmil.tiles import grid
 
     tile, places, broken = settings.tile, {}, set()
@@ -91,7 +93,7 @@ def _candidates(rows: Sequence[SlideRow], settings: StudySettings) -> tuple[dict
         if time.perf_counter() - begin > HEADERS_S:
             break
         try:
-            with open_slide(row.path, reader=settings.slide.reader, mpp=row.mpp or settings.slide.mpp) as slide:
+            with _opened(row, settings.slide) as slide:
                 places[row.slide] = len(grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px))
         except SelfVitMilError:
             broken.add(row.slide)
@@ -125,16 +127,21 @@ def _look_closely(rows: Sequence[SlideRow], settings: StudySettings) -> list[_Lo
     return looks
 
 
+def _opened(row: SlideRow, given: SlideSettings) -> Slide:
+    from selfvitmil.slides import open_slide
+
+    return open_slide(row.path, reader=given.reader, mpp=row.mpp or given.forced_mpp, otherwise_mpp=given.mpp)
+
+
 def _look(row: SlideRow, settings: StudySettings, read_s: float) -> _Look:
     """Find the tissue of one slide, place tiles on it, read some of them."""
     from selfvitmil.geometry import extent_l0
-    from selfvitmil.slides import open_slide
     from selfvitmil.tiles import boxes_l0, grid, mask_fractions
     from selfvitmil.tissue import find_tissue
 
     tile = settings.tile
     begin = time.perf_counter()
-    with open_slide(row.path, reader=settings.slide.reader, mpp=row.mpp or settings.slide.mpp) as slide:
+    with _opened(row, settings.slide) as slide:
         tissue = find_tissue(slide, settings.tissue, row.slide)
         places = grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px)
         boxes = boxes_l0(places, extent_l0(tile.size_px, tile.mpp, slide.mpp))

@@ -45,7 +45,7 @@ def package(
     `results` is the folder of results that the model card's figures come from, where it has another name than usual.
     """
     from selfvitmil.evaluate import seal, stored_models
-    from selfvitmil.package import SECTIONS, Contents, check_target, model_card, write_package
+    from selfvitmil.package import SECTIONS, PackageParts, check_target, model_card, write_package
 
     _check_asked(choice, settings)
     check_target(out)
@@ -60,7 +60,7 @@ def package(
         expected = _expected(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
         about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
-        contents = Contents(
+        contents = PackageParts(
             about,
             model_card(about, expected, carried),
             to_toml(carried, SECTIONS),
@@ -248,6 +248,8 @@ def _about(
     from selfvitmil.aggregate.recipes import recipe_of
 
     name = settings.train.aggregator
+    recipe = asdict(recipe_of(name, settings.train).for_dim(cases.dim))
+    del recipe["keep_min_lr"]  # it says how to scale, which is done
     return {
         "name": f"{features.encoder}_{name}",
         "method": name,
@@ -262,7 +264,7 @@ def _about(
         "chosen_on": {"part": trial.where, "slides": _counts(cases, split.val)["slides"]},
         "data": {part: _counts(cases, getattr(split, part)) for part in ("train", "val", "test")},
         "training": {
-            "recipe": asdict(recipe_of(name, settings.train).for_dim(cases.dim)),
+            "recipe": recipe,
             "epochs": [run.epoch for run in fitted.runs],
             "encoders": [
                 {"architecture": scale.encoder.config.architecture, "trained_on": scale.encoder.config.trained_on}

@@ -67,7 +67,12 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
         cohort, lines = study_cohort(study, source)
         jobs = {
             row.slide: CheckJob(
-                row.slide, row.path, settings.slide.reader, row.mpp or settings.slide.mpp, row.annotation
+                row.slide,
+                row.path,
+                settings.slide.reader,
+                row.mpp or settings.slide.forced_mpp,
+                row.annotation,
+                settings.slide.mpp,
             )
             for row in cohort.rows
         }
@@ -96,7 +101,7 @@ def _with_twins(rows: Sequence[Any]) -> list[Any]:
 
 def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
     """Find tissue, cut tiles, fit stains; writes `tiles/<tiling>/` and `failures.csv`."""
-    from selfvitmil.tiles import SECTIONS, tile_slide
+    from selfvitmil.tiles import SECTIONS, tile_slide, without_places
 
     name = tiling_name(settings.tile)
     folder = study / "tiles"
@@ -105,7 +110,7 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
         jobs = tile_jobs(study, cohort, settings)
         done, failures = map_slides(engine, study, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
         if done:
-            artefact.write_text(folder / name / "settings.toml", to_toml(settings, SECTIONS))
+            artefact.write_text(folder / name / "settings.toml", to_toml(without_places(settings), SECTIONS))
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
             artefact.write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)
@@ -134,7 +139,7 @@ def _pack(
     jobs = {
         row.slide: PackJob(
             row.slide, row.path, study / "tiles" / name / f"{row.slide}.h5", tile.pack_encoding, tile.pack_quality,
-            slide.reader, row.mpp or slide.mpp,
+            slide.reader, row.mpp,
         )
         for row in rows
     }  # fmt: skip

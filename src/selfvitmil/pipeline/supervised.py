@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from selfvitmil.aggregate.scoring import BagScore, score
 from selfvitmil.aggregate.supervised import (
@@ -18,9 +19,22 @@ from selfvitmil.aggregate.supervised import (
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.evaluate import Cases, Run, Trial
 from selfvitmil.evaluate.cases import BagFile, Case
+from selfvitmil.evaluate.models import model_name
 from selfvitmil.evaluate.trial import TrialSplit
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, tiling_name
+
+
+@dataclass(frozen=True, eq=False)
+class _Learned:
+    """What one training came to."""
+
+    scores: list[BagScore]
+    epoch: int
+    note: str
+    seconds: float
+    """Of the training, be it an earlier one."""
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +47,8 @@ class SupervisedRow:
     trial: Trial
     models: Path
     store: BagStore
+    report: Callable[[dict[str, Any]], None]
+    """Told every epoch of the network, with method, split and seed."""
 
     @property
     def method(self) -> str:
@@ -44,52 +60,57 @@ class SupervisedRow:
         return {"probe": "supervised probe", "resnet18": "supervised ResNet-18"}[self.method]
 
     def run(self, split: TrialSplit, seed: int) -> Run:
-        begin = time.perf_counter()
         training = [self._annotated(case) for case in split.train]
         chosen_on = self.trial.chosen_on(split)
         validation = [self._annotated(case) for case in chosen_on]
         run_one = self._probe if self.method == "probe" else self._network
         with self.trial.labels.training(f"{self.title}, {split.name}, seed {seed}"):
-            scored, epoch, note, warnings = run_one(split, training, validation, seed)
-        by_slide = {each.slide: each for each in scored}
+            learned = run_one(split, training, validation, seed)
+        by_slide = {each.slide: each for each in learned.scores}
         return Run(
             split=split.name,
             seed=seed,
-            epoch=epoch,
-            note=note,
-            seconds=time.perf_counter() - begin,
-            warnings=warnings,
+            epoch=learned.epoch,
+            note=learned.note,
+            seconds=learned.seconds,
+            warnings=learned.warnings,
             chosen_on={case.slide: by_slide[case.slide] for case in chosen_on},
             test={case.slide: by_slide[case.slide] for case in split.test},
         )
 
     def _probe(
         self, split: TrialSplit, training: Sequence[AnnotatedSlide], validation: Sequence[AnnotatedSlide], seed: int
-    ) -> tuple[list[BagScore], int, str, tuple[str, ...]]:
+    ) -> _Learned:
         learned = (*split.train, *self.trial.chosen_on(split))
         bags = {case.slide: self.trial.bag(case) for case in learned}
+        begin = time.perf_counter()
         trained = train_probe(training, validation, bags, self.settings.supervised, seed)
-        folder = self.models / "probe-supervised" / split.name / f"seed{seed}"
+        seconds = time.perf_counter() - begin
+        folder = self._place(self.models / "probe-supervised", split, seed)
         save_probe(folder, trained, {"encoder": self.trial.encoder, "split": split.name, "seed": seed})
         wanted = self._judged(split)
         scored = score(trained.module, [self.trial.bag(case) for case in wanted], store=self.store)
-        return scored, 1, "made", trained.warnings
+        return _Learned(scored, 1, "made", seconds, trained.warnings)
 
     def _network(
         self, split: TrialSplit, training: Sequence[AnnotatedSlide], validation: Sequence[AnnotatedSlide], seed: int
-    ) -> tuple[list[BagScore], int, str, tuple[str, ...]]:
-        settings = self.settings
-        folder = self.models.parent / "resnet18-supervised" / split.name / f"seed{seed}"
+    ) -> _Learned:
+        settings, where = self.settings, {"method": self.method, "split": split.name, "seed": seed}
+        folder = self._place(self.models.parent / "resnet18-supervised", split, seed)
         stain, slide = settings.stain.method, settings.slide
         trained = train_tile_network(
             training, validation, folder, settings.supervised, seed,
-            stain_method=stain, reader=slide.reader, slide_mpp=slide.mpp,
+            stain_method=stain, reader=slide.reader,
+            report=lambda line: self.report({**where, **line}),
         )  # fmt: skip
         wanted = [self._slide(case) for case in self._judged(split)]
-        scored = score_slides(
-            trained.network, wanted, settings.supervised, stain_method=stain, reader=slide.reader, slide_mpp=slide.mpp
-        )
-        return scored, trained.epoch, trained.note, trained.warnings
+        scored = score_slides(trained.network, wanted, settings.supervised, stain_method=stain, reader=slide.reader)
+        seconds = sum(float(line["seconds"]) for line in trained.history)
+        return _Learned(scored, trained.epoch, trained.note, seconds, trained.warnings)
+
+    def _place(self, folder: Path, split: TrialSplit, seed: int) -> Path:
+        """Folder of a model: the protocols do not overwrite each other's."""
+        return folder / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
 
     def _judged(self, split: TrialSplit) -> list[BagFile]:
         """The slides whose scores are wanted, each once."""

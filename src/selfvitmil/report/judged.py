@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -127,9 +128,16 @@ def _evaluation(results: Results, names: Names) -> Markup:
 
 
 def _test_words(told: Mapping[str, Any]) -> str:
+    """How many slides the figures are of; those of splits whose test slides overlap are not of any sum."""
     splits = told.get("slides") or {}
-    words = [counted(((own.get("test") or {}).get("slides")) or {}) for own in splits.values()]
-    return "; ".join(dict.fromkeys(filter(None, words)))
+    counts = [((own.get("test") or {}).get("slides")) or {} for own in splits.values()]
+    if len(counts) < 2:
+        return "".join(map(counted, counts))
+    pooled = ((told.get("slide") or {}).get("ensemble") or {}).get("counts")
+    if pooled:
+        return f"{counted(pooled)}, each in one of {len(counts)} splits"
+    listed = "; ".join(f"{text} in {number}" for text, number in Counter(map(counted, counts)).items())
+    return f"{listed} of {len(counts)} splits, which overlap"
 
 
 def _threshold_words(told: Mapping[str, Any]) -> str:
@@ -298,7 +306,7 @@ def _lesion_notes(name: str, told: Mapping[str, Any], names: Names) -> Markup:
         return join((tag("h3", name), table(("", "value"), rows, kind="headlines")))
     slides, threshold, froc = (told.get(key) or {} for key in ("slides", "threshold", "froc"))
     at = froc.get("sensitivity_at") or {}
-    left_out = [f"{names.slide(one['slide'])}: {names.text(one['why'])}" for one in slides.get("left_out") or []]
+    left_out = sorted(f"{names.slide(one['slide'])}: {names.text(one['why'])}" for one in slides.get("left_out") or [])
     warnings = [f"Warning: {text}" for text in told.get("warnings") or [] if "takes no part" not in text]
     shown = f"{told.get('mapped', '')}, scale {told.get('scale', '')}{', gated' if told.get('gated') else ''}"
     return join(

@@ -71,7 +71,7 @@ def make_page(
 ) -> tuple[str, slides.Chosen]:
     """The page as text, and the slides that have a section of their own."""
     findings = contents.findings()
-    chosen = slides.choose(contents, findings, most_slides)
+    chosen = slides.choose(contents, names, findings, most_slides)
     simple = [part(contents, names) for part in (
         sections.overview, sections.cohort, sections.tissue, sections.pretraining, judged.comparison,
         judged.evaluation, judged.localization,

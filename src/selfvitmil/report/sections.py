@@ -282,14 +282,21 @@ def timings(study: Contents, names: Names) -> Markup:
     for results in study.results:
         for record in results.records:
             if _is_float(record.get("training_seconds")):
-                what = f"{results.name}: {record.get('display_name', '')}, {record.get('num_seeds', '?')} trainings"
+                name = record.get("display_name", "")
+                what = f"{results.name}: {name}{_trainings(results, name)}"
                 rows.append((what, duration(float(record["training_seconds"]))))
     if not rows:
         return section(
             "timings", "Timings", tag("p", "Nothing in this study tells how long it took.", class_="missing")
         )
-    note = "Pretraining: by the pace that its record tells. Trainings: models that were there already took no time."
+    note = "Pretraining: by the pace that its record tells. Trainings: all of a method, those of earlier runs too."
     return section("timings", "Timings", table(("what", "time"), rows, kind="timings"), tag("p", note, class_="note"))
+
+
+def _trainings(results: Results, name: str) -> str:
+    """How many trainings a row of a comparison rests on: of all splits and seeds."""
+    number = sum(len(told.get("trainings") or []) for told in results.methods if told.get("method") == name)
+    return f", {number} training{'s' * (number > 1)}" if number else ""
 
 
 def pretraining_seconds(encoder: EncoderFolder) -> float | None:

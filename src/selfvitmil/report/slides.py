@@ -32,9 +32,9 @@ NUM_TILES = 10
 TILE_PX = 224
 """Largest edge of a tile on the page; smaller ones stay as the encoder saw them."""
 OVERLAY_PX = 860
+"""Longer edge of an overlay on the page, where a slide has one."""
 OTHER_PX = 280
 """Of the maps of all models but the first."""
-"""Longer edge of an overlay on the page, where a slide has one."""
 MOST_LESIONS = 12
 LESION_WORDS = {
     "lesion": "region", "mean_score": "mean", "area_mm2": "area, mm²", "diameter_um": "longest diameter, µm",
@@ -51,7 +51,7 @@ class Chosen:
     possible: int
 
 
-def choose(study: Contents, findings: dict[str, Finding], most: int) -> Chosen:
+def choose(study: Contents, names: Names, findings: dict[str, Finding], most: int) -> Chosen:
     """Slides that have a map: all that were found positive or judged wrongly before others, test slides before others.
 
     They come in the order of the page: test slides first, the most suspicious first.
@@ -60,7 +60,11 @@ def choose(study: Contents, findings: dict[str, Finding], most: int) -> Chosen:
 
     def suspicion(slide: str) -> tuple[bool, float, str]:
         finding = findings.get(slide)
-        return (finding is None or finding.part != "test", -(finding.probability if finding else 0.0), slide)
+        return (
+            finding is None or finding.part != "test",
+            -(finding.probability if finding else 0.0),
+            names.slide(slide),
+        )
 
     def dull(slide: str) -> bool:
         finding = findings.get(slide)

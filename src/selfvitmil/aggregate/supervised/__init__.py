@@ -16,14 +16,8 @@ both can be set (`SupervisedSettings`).
 
 from __future__ import annotations
 
-from selfvitmil.aggregate.supervised.labels import AnnotatedSlide, label_bag, label_slides, label_tiles
-from selfvitmil.aggregate.supervised.probe import (
-    TileProbe,
-    TrainedProbe,
-    load_probe,
-    save_probe,
-    train_probe,
-)
+from selfvitmil.aggregate.supervised.labels import AnnotatedSlide, label_slides
+from selfvitmil.aggregate.supervised.probe import TileProbe, TrainedProbe, save_probe, train_probe
 from selfvitmil.aggregate.supervised.tilenet import TileNetwork, load_tile_network, score_slides, tile_probabilities
 from selfvitmil.aggregate.supervised.tiletrain import TrainedNetwork, train_tile_network
 
@@ -33,10 +27,7 @@ __all__ = [
     "TileProbe",
     "TrainedNetwork",
     "TrainedProbe",
-    "label_bag",
     "label_slides",
-    "label_tiles",
-    "load_probe",
     "load_tile_network",
     "save_probe",
     "score_slides",

@@ -21,6 +21,7 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, CohortError, ConfigError
 from selfvitmil.settings import SupervisedSettings
 from selfvitmil.tiles import TileTable, boxes_l0, read_tiles
+from selfvitmil.words import percent
 
 TUMOUR, NORMAL, LEFT_OUT = 1, 0, -1
 
@@ -65,38 +66,8 @@ class LabelledTiles:
 # ---------------------------------------------------------------------------------------------------- one slide
 
 
-def label_tiles(
-    table: TileTable,
-    annotation: Sequence[Annotation] | None,
-    *,
-    positive: bool,
-    min_overlap: float = 0.25,
-    use_unannotated: bool = False,
-) -> Labels:
-    """1 tumour, 0 normal, -1 left out for every tile of a slide.
-
-    `annotation` are the slide's outlines; None takes the shares that were measured when the slide was tiled. A positive
-    slide without either has all tiles left out.
-    """
-    coverage_N = coverage_of_table(table, annotation)
-    return _label(table.slide, len(table), coverage_N, positive, min_overlap, use_unannotated)
-
-
-def label_bag(
-    bag: Bag,
-    annotation: Sequence[Annotation] | None,
-    *,
-    positive: bool,
-    min_overlap: float = 0.25,
-    use_unannotated: bool = False,
-) -> Labels:
-    """`label_tiles` for the tiles of a feature file, of any tool that says where they lie in level-0 pixels."""
-    coverage_N = coverage_of_bag(bag, annotation)
-    return _label(bag.slide, len(bag), coverage_N, positive, min_overlap, use_unannotated)
-
-
 def coverage_of_table(table: TileTable, annotation: Sequence[Annotation] | None) -> Coverage | None:
-    """Share of each tile inside outlined tumour; None where nothing says."""
+    """Share of each tile inside outlined tumour; without outlines as tiling measured it, None where nothing says."""
     return table.annotated if annotation is None else box_coverage(annotation, table.boxes_l0)
 
 
@@ -113,9 +84,10 @@ def coverage_of_bag(bag: Bag, annotation: Sequence[Annotation] | None) -> Covera
     return box_coverage(annotation, boxes_l0(bag.coords.astype(np.int64), bag.tile_extent))
 
 
-def _label(
+def label_by_coverage(
     slide: str, number: int, coverage_N: Coverage | None, positive: bool, min_overlap: float, use_unannotated: bool
 ) -> Labels:
+    """1 tumour, 0 normal, -1 left out for every tile of a slide, by the share of it inside outlined tumour."""
     if not positive:
         _check_negative(slide, coverage_N)
         return np.full(number, NORMAL, dtype=np.int8)
@@ -162,7 +134,7 @@ def label_slides(
     if bare:
         notes.append(f"{len(bare)} positive slides have no outline of tumour and are left out: {listing(bare)}")
     if grazed:
-        share = f"{settings.min_overlap:.0%} tumour"
+        share = f"{percent(settings.min_overlap)} tumour"
         notes.append(f"{len(grazed)} positive slides have no tile of at least {share}: {listing(grazed)}")
     return labelled, notes
 
@@ -187,7 +159,9 @@ def _labels_of(slide: AnnotatedSlide, settings: SupervisedSettings, bag: Bag | N
         raise ConfigError(f"{slide.slide}: has no tile table", "its tiles cannot be found", "Run `selfvitmil tile`")
     # Tissue off the outlines is normal only where all lesions are outlined.
     use_unannotated = settings.use_unannotated and slide.lesions_complete
-    labels_N = _label(slide.slide, number, coverage_N, slide.label == 1, settings.min_overlap, use_unannotated)
+    labels_N = label_by_coverage(
+        slide.slide, number, coverage_N, slide.label == 1, settings.min_overlap, use_unannotated
+    )
     return labels_N, coverage_N is not None and bool(coverage_N.any())
 
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.rows import Rows
-from selfvitmil.aggregate.store import BagStore, choose_device, measure
+from selfvitmil.aggregate.store import choose_device, measure
 from selfvitmil.aggregate.supervised import files
 from selfvitmil.aggregate.supervised.labels import (
     AnnotatedSlide,
@@ -33,7 +32,7 @@ from selfvitmil.aggregate.supervised.labels import (
     sample_rows,
 )
 from selfvitmil.aggregate.supervised.scores import Pool
-from selfvitmil.bags import Bag, check_bag
+from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
 from selfvitmil.metrics import auc
 from selfvitmil.settings import SupervisedSettings
@@ -61,13 +60,6 @@ class TileProbe(Aggregator):
         # The logit of the mean of their sigmoids.
         logit = F.logsigmoid(top_K).logsumexp(0) - F.logsigmoid(-top_K).logsumexp(0)
         return AggregatorOutput(logit.reshape(1), None, logits_NC)
-
-    @torch.inference_mode()
-    def score_bag(self, bag: Bag) -> NDArray[np.float64]:
-        """(N,) probability of each tile to be tumour, as if both were equally frequent."""
-        check_bag(bag)
-        output = self(BagStore("cpu").features(bag))  # on the CPU: each vector is read once
-        return output.instance_logits_NC[:, 0].sigmoid().numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,18 +122,12 @@ def train_probe(
 
 
 def save_probe(folder: Path, trained: TrainedProbe, told: Mapping[str, Any]) -> None:
-    """Write the probe's folder; `told` is what only the caller knows (encoder, split, settings)."""
+    """Write the probe's folder: weights, penalty, tiles. For people alone, since every comparison fits it anew.
+
+    `told` is what only the caller knows (encoder, split, seed).
+    """
     config = {**told, "module": trained.module.config, "l2": trained.l2, "num_tiles": trained.num_tiles}
     files.write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
-
-
-def load_probe(folder: Path) -> tuple[TileProbe, dict[str, Any]]:
-    """The probe of a folder, in eval mode, and its config."""
-    tensors, config = files.read_model(folder, KIND)
-    module = config["module"]
-    probe = TileProbe(module["dim"], pool=module["pool"], k=module["k"])
-    probe.load_state_dict(tensors)
-    return probe.eval(), config
 
 
 # ---------------------------------------------------------------------------------------------------- data

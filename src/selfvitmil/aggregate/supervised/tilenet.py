@@ -71,11 +71,10 @@ def tile_probabilities(
     *,
     stain_method: StainMethod,
     reader: str = "auto",
-    slide_mpp: float | None = None,
 ) -> list[NDArray[np.float64]]:
     """For every slide the probability of each tile of its table to be tumour, as if both were equally frequent."""
     settings = settings or SupervisedSettings()
-    source = SlideTiles(slides, stain_method=stain_method, reader=reader, slide_mpp=slide_mpp)
+    source = SlideTiles(slides, stain_method=stain_method, reader=reader)
     check_fits(network.encoder.config, source.mpp or 0.0, source.size_px, stain_method)
     device = choose_device(settings.device)
     dtype = choose_precision(settings.precision, device)
@@ -92,11 +91,10 @@ def score_slides(
     *,
     stain_method: StainMethod,
     reader: str = "auto",
-    slide_mpp: float | None = None,
 ) -> list[BagScore]:
     """One score per slide, pooled as the settings say over all tiles of its table."""
     settings = settings or SupervisedSettings()
-    found = tile_probabilities(network, slides, settings, stain_method=stain_method, reader=reader, slide_mpp=slide_mpp)
+    found = tile_probabilities(network, slides, settings, stain_method=stain_method, reader=reader)
     pairs = zip(slides, found, strict=True)
     return [bag_score(slide.slide, each, settings.pool, settings.k) for slide, each in pairs]
 

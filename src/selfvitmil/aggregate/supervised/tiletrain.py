@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,20 +103,18 @@ def train_tile_network(
     *,
     stain_method: StainMethod,
     reader: str = "auto",
-    slide_mpp: float | None = None,
-    told: Mapping[str, Any] | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainedNetwork:
     """Train on the labelled tiles of the training slides and write the model's folder, unless it is current.
 
-    After every epoch `state.pt` is written there, from which the same call goes on. `told` are further words for the
-    config; `report` gets the line of every epoch. The rest is as in `SlideTiles`.
+    After every epoch `state.pt` is written there, from which the same call goes on. `report` gets the line of every
+    epoch. The rest is as in `SlideTiles`.
     """
     settings = settings or SupervisedSettings()
     labelled = [label_slides(side, settings) for side in (training, validation)]
     check_sides(labelled[0][0], labelled[1][0])
     warnings = (*(f"training: {note}" for note in labelled[0][1]), *(f"validation: {n}" for n in labelled[1][1]))
-    sides = [_Side.of(side, stain_method, reader, slide_mpp) for side, _ in labelled]
+    sides = [_Side.of(side, stain_method, reader) for side, _ in labelled]
     run = _Run(sides[0], sides[1], settings, seed, choose_device(settings.device))
     note = "made"
     if (folder / files.CONFIG).exists():
@@ -131,7 +129,6 @@ def train_tile_network(
     run.train(folder, report or (lambda line: None))
     network = run.result()
     config = {
-        **(told or {}),
         "made_from": run.made_from,
         "encoder": network.encoder.config.model_dump(mode="json"),
         "settings": settings.model_dump(mode="json", exclude={"workers", "device", "l2", "init"}),
@@ -157,10 +154,10 @@ class _Side:
     labels: NDArray[np.int8]
 
     @classmethod
-    def of(cls, slides: list[LabelledTiles], stain_method: StainMethod, reader: str, slide_mpp: float | None) -> _Side:
+    def of(cls, slides: list[LabelledTiles], stain_method: StainMethod, reader: str) -> _Side:
         chosen = [each.slide for each in slides]
         tiles = [TrainSlide(one.slide, one.path, one.table, one.mpp) for one in chosen if one.table is not None]
-        source = SlideTiles(tiles, stain_method=stain_method, reader=reader, slide_mpp=slide_mpp)
+        source = SlideTiles(tiles, stain_method=stain_method, reader=reader)
         return cls(source, slides, np.concatenate([each.labels_N for each in slides]))
 
     def counts(self) -> dict[str, int]:

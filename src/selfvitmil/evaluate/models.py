@@ -1,0 +1,159 @@
+"""Models of a method as they lie in their folder: which trainings they come from, which of them are still to be made.
+
+A `Training` is all that one model is made from: training slides, the slides that its epoch is chosen on, settings and
+seed. It holds nothing of the test slides, so that it may be sent to another process (`make_model`). A model whose
+stored hash of recipe, seed, slides, labels and feature files is that of its training is current and used again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from selfvitmil import artefact
+from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.recipes import recipe_of
+from selfvitmil.aggregate.train import BagStore, LabelledBag, Trained, load_model, save_model
+from selfvitmil.aggregate.train import train as train_aggregator
+from selfvitmil.bags import Bag
+from selfvitmil.errors import SelfVitMilError
+from selfvitmil.evaluate.cases import Case
+from selfvitmil.evaluate.trial import Trial, TrialSplit
+from selfvitmil.settings import TrainSettings
+
+VERSION = 1
+"""Of what a training does with its inputs; a higher one makes stored models stale."""
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A trained aggregator and how it came about."""
+
+    module: Aggregator
+    epoch: int
+    note: str
+    """`made`, `current` (a stored model was used), or `made again: ...`."""
+    seconds: float
+    """Time of the training, be it an earlier one."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One method on one split with one seed, and where its model goes."""
+
+    name: str
+    split: str
+    seed: int
+    num_classes: int
+    settings: TrainSettings
+    training: tuple[Case, ...]
+    chosen_on: tuple[Case, ...]
+    place: Path | None
+    """The model's folder; None where it is not kept."""
+    about: Mapping[str, Any]
+    """What the model's folder tells of its origin."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.split}, seed {self.seed}"
+
+    def stored(self) -> Model | str:
+        """The stored model where it is current, else the note for a new one."""
+        if self.place is None or not (self.place / "config.json").exists():
+            return "made"
+        try:
+            module, config = load_model(self.place)
+            lines = (self.place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            seconds = _seconds(json.loads(line) for line in lines)
+        except (SelfVitMilError, OSError, ValueError, KeyError):
+            return "made again: the stored model was damaged"
+        if config.get("made_from") != self.about["made_from"]:
+            return "made again: other settings, labels, slides or features than before"
+        return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
+
+    def make(self, note: str, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Model:
+        """Train, which is handed nothing but labelled bags of training and validation; store where there is a place."""
+        trained = self._trained(bag_of, store, report)
+        if self.place is not None:
+            # An old config must not stay beside new weights, should we be killed in between.
+            (self.place / "config.json").unlink(missing_ok=True)
+            save_model(self.place, trained, dict(self.about))
+        return Model(trained.module, trained.epoch, note, _seconds(trained.history), trained.warnings)
+
+    def _trained(self, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Trained:
+        where = {"method": self.name, "split": self.split, "seed": self.seed}
+        training, validation = (
+            [LabelledBag(case.slide, bag_of(case), case.label) for case in part]
+            for part in (self.training, self.chosen_on)
+        )
+        return train_aggregator(
+            self.name, training, validation, self.num_classes, self.settings, self.seed,
+            store=store, report=None if report is None else partial(_tell, report, where),
+        )  # fmt: skip
+
+
+def trainings_of(
+    name: str, trial: Trial, train: TrainSettings, folder: Path | None, splits: Sequence[TrialSplit] | None = None
+) -> list[Training]:
+    """All trainings of a method: every split (or these) with every seed."""
+    splits = trial.splits if splits is None else splits
+    seeds = range(train.seed, train.seed + train.seeds)
+    return [_training(name, trial, train, folder, split, seed) for split in splits for seed in seeds]
+
+
+def make_model(training: Training) -> None:
+    """Train and store one model, in a process that may know nothing but this."""
+    note = training.stored()
+    if isinstance(note, str):
+        training.make(note, Case.read, BagStore.of(training.settings), None)
+
+
+def _training(
+    name: str, trial: Trial, train: TrainSettings, folder: Path | None, split: TrialSplit, seed: int
+) -> Training:
+    chosen_on = trial.chosen_on(split)
+    about = {
+        "made_from": _made_from(name, train, seed, trial.class_names, (split.train, chosen_on)),
+        "split": split.name,
+        "seed": seed,
+        "classes": list(trial.class_names),
+        "protocol": trial.evaluate.protocol,
+        "epoch_from": trial.where,
+        "encoder": trial.encoder,
+        "tiling": trial.tiling,
+        "trained_on": [case.slide for case in split.train],
+        "chosen_on": [case.slide for case in chosen_on],
+    }
+    place = None if folder is None else folder / model_name(split.name, trial.optimistic) / f"seed{seed}"
+    return Training(name, split.name, seed, trial.num_classes, train, split.train, chosen_on, place, about)
+
+
+def _made_from(
+    name: str, train: TrainSettings, seed: int, class_names: Sequence[str], parts: Sequence[Sequence[Case]]
+) -> str:
+    """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
+    resolved = recipe_of(name, train)
+    # A field that is seldom set takes no part where it is not, so that models from before it was there stay current.
+    without = {"source"} if resolved.keep_min_lr else {"source", "keep_min_lr"}
+    recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
+    slides = [[(case.slide, case.label, case.identity) for case in part] for part in parts]
+    return artefact.hash_of(VERSION, name, recipe, seed, class_names, slides)
+
+
+def model_name(split: str, optimistic: bool) -> str:
+    """Folder of the models of a split: the protocols do not overwrite each other's."""
+    return f"{split}_optimistic" if optimistic else split
+
+
+def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
+    report({**where, **line})
+
+
+def _seconds(history: Iterable[Mapping[str, Any]]) -> float:
+    return sum(float(line["seconds"]) for line in history)
