@@ -219,6 +219,31 @@ def test_worker_processes_change_nothing(slides: list[TrainSlide]):
         assert a.maps_B33 is None
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tiles_that_are_kept_are_read_once(slides: list[TrainSlide], workers: int, monkeypatch: pytest.MonkeyPatch):
+    source = SlideTiles(slides, stain_method="none")
+    order = Order(source.counts, batch=8, seed=3, pool=16)
+    steps, asked = 3 * order.steps_per_epoch, list[int]()
+    request = SlideTiles.request
+    monkeypatch.setattr(
+        SlideTiles, "request", lambda self, group, rows: asked.append(len(rows)) or request(self, group, rows)
+    )
+    with Feed(source, order, 1, steps) as feed:
+        again = list(feed)
+    assert sum(asked) == (steps - 1) * 8
+    asked.clear()
+    size = 3 * 64 * 64 * sum(source.counts)
+    with Feed(source, order, 1, steps, workers=workers, most_kept_bytes=size) as feed:
+        once = list(feed)
+    assert sum(asked) <= sum(source.counts)
+    assert len(once) == len(again) == steps - 1
+    assert all(torch.equal(a.tiles_B3HW, b.tiles_B3HW) for a, b in zip(once, again, strict=True))
+    asked.clear()
+    with Feed(source, order, 1, steps, most_kept_bytes=size - 1) as feed:  # too little for all of them
+        list(feed)
+    assert sum(asked) == (steps - 1) * 8
+
+
 class Crash:
     """A reader that takes its process along."""
 

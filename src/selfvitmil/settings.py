@@ -278,6 +278,8 @@ class PretrainSettings(Settings):
     """On a GPU, the same run gives the same bits, at some loss of speed; on a CPU it does so anyway."""
     workers: int | None = Field(default=None, ge=0)
     """Processes that read tiles; none means one per core less one, 0 reads in the training process."""
+    keep_gb: float = Field(default=4.0, ge=0)
+    """Memory for tiles that were read: where all of them fit, each is read once. 0 reads them again in every epoch."""
     shuffle_tiles: int = Field(default=2048, gt=0)
     """Tiles held in memory at once, from which batches are mixed."""
     checkpoint_minutes: float = Field(default=15.0, gt=0)

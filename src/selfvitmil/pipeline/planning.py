@@ -232,6 +232,8 @@ class _Reckoning:
         weights = encoder.num_weights + 3 * own.head_width**2 + own.bottleneck * numbers.out_dim
         kept = own.batch / own.accumulate * encoder.activations([recipe.size_px for recipe in recipes])
         memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)
+        tile_bytes = 3 * sum(counts) * self.settings.tile.size_px**2
+        memory += tile_bytes if tile_bytes <= own.keep_gb * 1e9 and not gpu else 0
         disk = 4 * encoder.num_weights + 16 * weights
         return self._estimate("pretrain", seconds, disk, memory, basis=basis, on_gpu=gpu)
 

@@ -6,13 +6,15 @@ of the number of processes nor of what was read before, so a resumed run needs n
 
 What is unusual is the order. Neighbouring tiles share compressed blocks of the slide, so they are read in runs of up
 to `RUN` neighbours; the runs of all slides are shuffled. Some hundred runs make a pool, which is held in memory, and
-batches are drawn at random from the pool. So a batch mixes many slides while disk and decoder see runs.
+batches are drawn at random from the pool. So a batch mixes many slides while disk and decoder see runs. Where all tiles
+of the source fit into the memory that is allowed for it, each is read once and kept.
 
 Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -262,7 +264,9 @@ class Feed:
         world: int = 1,
         workers: int = 0,
         pin: bool = False,
+        most_kept_bytes: int = 0,
     ):
+        """`most_kept_bytes`: memory for all tiles of the source; where that is too little, none is kept."""
         self.source, self.order = source, order
         self.waited_s = 0.0
         """Seconds that the training has waited for tiles."""
@@ -270,6 +274,7 @@ class Feed:
         self._part = (rank, world)
         self._pin = pin
         self._workers = workers
+        self._keeps = sum(source.counts) * 3 * math.prod(source.shape_px) <= most_kept_bytes
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=order.batches_per_pool)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiles", daemon=True)
@@ -314,25 +319,36 @@ class Feed:
     def _pools(self) -> Iterator[Pool]:
         return (pool.share(*self._part) for pool in self.order.pools(*self._span))
 
-    def _batches(self) -> Iterator[Batch]:
-        requests = (request for pool in self._pools() for request in requests_of(self.source, pool.tiles))
-        pixels = read_all(self.source, requests, self._workers)
+    def _unread(self) -> Iterator[Indices]:
+        """Of each pool the tiles that are to be read for it, in reading order."""
+        was_read = np.zeros(sum(self.source.counts), dtype=bool)
         for pool in self._pools():
-            pool_B3HW = torch.empty((len(pool.tiles), 3, *self.source.shape_px), dtype=torch.uint8)
+            tiles = pool.tiles[~was_read[pool.tiles]]
+            was_read[tiles] = self._keeps
+            yield tiles
+
+    def _batches(self) -> Iterator[Batch]:
+        requests = (request for tiles in self._unread() for request in requests_of(self.source, tiles))
+        pixels = read_all(self.source, requests, self._workers)
+        most = sum(self.source.counts) if self._keeps else self.order.batches_per_pool * self.order.batch
+        memory_T3HW = torch.empty((most, 3, *self.source.shape_px), dtype=torch.uint8)
+        for pool, unread in zip(self._pools(), self._unread(), strict=True):
+            rows = torch.from_numpy(unread if self._keeps else np.arange(len(unread)))
             filled, unfitted = 0, 0
-            while filled < len(pool.tiles):
+            while filled < len(unread):
                 part = next(pixels)
-                pool_B3HW[filled : filled + len(part.tiles_B3HW)] = part.tiles_B3HW
+                memory_T3HW[rows[filled : filled + len(part.tiles_B3HW)]] = part.tiles_B3HW
                 filled, unfitted = filled + len(part.tiles_B3HW), unfitted + part.unfitted
                 if self._stop.is_set():
                     return
             for number, places in enumerate(pool.batches):
-                step = pool.first_step + number
-                yield self._gather(step, pool.tiles[places], pool_B3HW, places, 0 if number else unfitted)
+                batch = pool.tiles[places]
+                from_rows = memory_T3HW, batch if self._keeps else places
+                yield self._gather(pool.first_step + number, batch, *from_rows, 0 if number else unfitted)
 
-    def _gather(self, step: int, batch: Indices, pool_B3HW: torch.Tensor, places: Indices, unfitted: int) -> Batch:
-        tiles_B3HW = torch.empty((len(batch), *pool_B3HW.shape[1:]), dtype=torch.uint8, pin_memory=self._pin)
-        torch.index_select(pool_B3HW, 0, torch.from_numpy(places), out=tiles_B3HW)
+    def _gather(self, step: int, batch: Indices, memory_T3HW: torch.Tensor, rows: Indices, unfitted: int) -> Batch:
+        tiles_B3HW = torch.empty((len(batch), *memory_T3HW.shape[1:]), dtype=torch.uint8, pin_memory=self._pin)
+        torch.index_select(memory_T3HW, 0, torch.from_numpy(rows), out=tiles_B3HW)
         firsts = np.concatenate([[0], np.cumsum(self.source.counts)])
         groups = np.searchsorted(firsts, batch, side="right") - 1
         ids_B = torch.from_numpy(self.source.ids[batch])

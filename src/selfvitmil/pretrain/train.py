@@ -63,6 +63,7 @@ WAIT_FOR_PROBE = timedelta(days=1)
 NOT_IN_HASH = {
     "packs",
     "workers",
+    "keep_gb",
     "checkpoint_minutes",
     "log_steps",
     "tensorboard",
@@ -369,6 +370,7 @@ class _Run:
             world=place.world,
             workers=self.workers,
             pin=place.device.type == "cuda",
+            most_kept_bytes=int(self.settings.keep_gb * 1e9),
         )
         self.pace = _Pace(self.step)
         self.unfitted = 0
