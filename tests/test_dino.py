@@ -244,6 +244,7 @@ z = data["z"][:, 3 * rank : 3 * rank + 3].reshape(6, -1).clone().requires_grad_(
 loss = nt_xent_loss(z, 0.5)
 loss.backward()
 torch.save({"center": center, "loss": loss.detach(), "grad": z.grad.view(2, 3, -1)}, f"{folder}/out{rank}.pt")
+dist.destroy_process_group()  # or its threads may outlive what they use, and abort the process at its end
 """
 
 

@@ -123,10 +123,11 @@ def app(study: Path) -> Any:
     return app_of(study)[0]
 
 
-def addresses(app: Any) -> dict[str, str]:
-    """Every kind of address, of a slide that has everything."""
+def addresses(app: Any, name: str = "Meier_01") -> dict[str, str]:
+    """Every kind of address, of the slide that has everything; `name` is what it is called there."""
     data = json.loads(ask(app, "/api/study.json").body)
-    slide, model = data["slides"][0]["id"], data["models"][0]["id"]
+    (slide,) = (row["id"] for row in data["slides"] if row["name"] == name)
+    model = data["models"][0]["id"]
     return {
         "page": "/",
         "static": "/static/main.js",
@@ -505,7 +506,7 @@ def test_errors_name_no_folder(app: Any, study: Path, tmp_path: Path) -> None:
 def test_pseudonyms_hide_every_name(study: Path, tmp_path: Path) -> None:
     names = names_of(study, read_cohort(study / "cohort.csv"), pseudonyms=True)
     app, shown = app_of(study, names)
-    known = addresses(app)
+    known = addresses(app, names.slide("Meier_01"))
     texts = [ask(app, target).body.decode("utf-8", "replace") for target in known.values()]
     (study / "slides/Meier_01.svs").write_bytes(b"")
     texts += [ask(app, known[kind]).error for kind in ("slide", "tile")]
