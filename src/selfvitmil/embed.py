@@ -58,7 +58,7 @@ class EmbedJob:
     settings: EmbedSettings
     reader: str = "auto"
     mpp: float | None = None
-    """Microns per level-0 pixel where cohort or settings give them: those that the table was made with."""
+    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
 
 
 @dataclass(frozen=True)

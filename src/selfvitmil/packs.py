@@ -69,7 +69,7 @@ class PackJob:
     """Of JPEG, 1 to 100."""
     reader: str = "auto"
     mpp: float | None = None
-    """Microns per level-0 pixel where cohort or settings give them: those that the table was made with."""
+    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
 
 
 @dataclass(frozen=True)

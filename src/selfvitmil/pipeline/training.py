@@ -44,15 +44,14 @@ def make_models(
         with trial.labels.training(str(training)):
             training.make(note, trial.bag, store, report)
         notes[_place(training)] = note
-    items = {_place(training).as_posix(): training for _, training, _ in todo}
-    by_name = {_place(training).as_posix(): (_place(training), note) for _, training, note in todo}
+    items = {str(_place(training)): training for _, training, _ in todo}
+    note_of = {_place(training): note for _, training, note in todo}
     with ExitStack() as stack:
         for trial, training, _ in todo:
             stack.enter_context(trial.labels.training(str(training)))
         for outcome in engine.map(make_model, items, stage="train", items_are="trainings", unit="trainings"):
             if outcome.failure is None:
-                place, note = by_name[outcome.name]
-                notes[place] = note
+                notes[Path(outcome.name)] = note_of[Path(outcome.name)]
     return notes
 
 
