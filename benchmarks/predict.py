@@ -32,7 +32,7 @@ from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.choices import Choice
 from selfvitmil.localize.maps import write_map
-from selfvitmil.package import SECTIONS, Contents, Judge, Measures, Package, expect, open_package, write_package
+from selfvitmil.package import SECTIONS, Judge, Measures, Package, PackageParts, expect, open_package, write_package
 from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import synthetic
@@ -78,7 +78,7 @@ def make_package(folder: Path, slide: Path, encoder: Encoder, settings: StudySet
     models = save_models(work / "models", encoder.dim, seeds)
     text = to_toml(settings, SECTIONS)
     expected = expect([measures] * 3, [], settings.tile.mpp)
-    write_package(folder, Contents(about, "", text, expected, {"encoder": encoder}, models))
+    write_package(folder, PackageParts(about, "", text, expected, {"encoder": encoder}, models))
 
 
 def cut_and_embed(slide: Path, work: Path, encoder: Path, settings: StudySettings) -> tuple[Any, Any, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Tiles per second of DINO pretraining, end to end: tiles are read from slides that this script writes first.
 
-    python benchmarks/pretrain.py [--architecture vit_base_patch16_224] [--batch 256] [--steps 120]
+    python benchmarks/pretrain.py [--architecture vit_base_patch16_224] [--batch 256] [--steps 120] [--deterministic]
 
 It runs the command's own training stage on slides in a temporary folder and reads the pace off its metrics, without the
 first `--skip` steps (compiling, filling of buffers). `mfu` is `tiles_per_s * gflop_per_tile` over `peak_tflops`, the
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--slides", type=int, default=32)
     parser.add_argument("--size", type=int, default=4096, help="edge of the made slides in level-0 pixels")
     parser.add_argument("--workers", type=int, default=default_workers())
+    parser.add_argument("--deterministic", action="store_true", help="the same bits every time: what that costs")
     parser.add_argument(
         "--compile", nargs="+", default=["on" if torch.cuda.is_available() else "off"], choices=["auto", "on", "off"]
     )
@@ -104,12 +105,16 @@ def main() -> None:
         facts: dict[str, Any] = {
             "reading_tiles_per_s": round(reading_pace(source, arguments.batch, arguments.workers, 40), 1)
         }
-        facts |= {"workers": arguments.workers, "device": device.type, "batch": arguments.batch}
+        facts |= {name: getattr(arguments, name) for name in ("workers", "batch", "deterministic")}
+        facts["device"] = device.type
         if device.type == "cuda":
             facts["device"] = torch.cuda.get_device_name(device)
         facts["peak_tflops"] = round(peak_tflops(device, choose_precision("auto", device)), 3)
         for choice in arguments.compile or ["on" if device.type == "cuda" else "off"]:
-            values = {name: getattr(arguments, name) for name in ("architecture", "batch", "steps", "workers")}
+            values = {
+                name: getattr(arguments, name)
+                for name in ("architecture", "batch", "steps", "workers", "deterministic")
+            }
             settings = PretrainSettings.model_validate(values | {"compile": choice, "out_dim": 65536})
             found = measure(source, folder / f"encoder-{choice}", settings, arguments.skip)
             print(json.dumps(found | {"compile": choice} | facts), flush=True)

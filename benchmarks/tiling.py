@@ -37,7 +37,7 @@ def table_only(path: Path, folder: Path) -> int:
         tissue = find_tissue(slide, settings.tissue, path.stem)
         coords = tiles.grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp)
         boxes = tiles.boxes_l0(coords, tile.size_px * tile.mpp / slide.mpp)
-        fractions = tiles.mask_fractions(boxes, tissue, slide.mpp)
+        fractions = tiles.mask_fractions(boxes, tissue, slide.mpp).astype(np.float32)
         kept = fractions >= tile.min_tissue
         table = TileTable(path.stem, coords[kept], fractions[kept], tile.size_px, tile.mpp, 0, slide.mpp, slide.size_l0)
     write_tiles(folder / f"{path.stem}.h5", table, {"settings": {}, "inputs": {}})

@@ -368,27 +368,42 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", [0, 3, 5])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(images: Path, tmp_path: Path, at: int):
-    settings = tiny(drop_path=0.3, checkpoint_minutes=1e-9)  # a checkpoint after every step
-    pretrain(ImageTiles(images), tmp_path / "whole", settings, ORIGIN, device="cpu")
+def resume_after_death(images: Path, folder: Path, settings: PretrainSettings, at: int, device: str) -> None:
+    """A run that dies at a step and is started again must leave what an undisturbed one leaves, to the bit."""
+    pretrain(ImageTiles(images), folder / "whole", settings, ORIGIN, device=device)
 
     def die(line: dict[str, Any]) -> None:
         if line["step"] == at:
             raise Interrupted  # after the line of metrics, before the checkpoint
 
     with pytest.raises(Interrupted):
-        pretrain(ImageTiles(images), tmp_path / "cut", settings, ORIGIN, device="cpu", report=die)
-    assert len(timeless(tmp_path / "cut")) == at + 1
+        pretrain(ImageTiles(images), folder / "cut", settings, ORIGIN, device=device, report=die)
+    assert len(timeless(folder / "cut")) == at + 1
     torch.manual_seed(at)  # whatever the new process does before
-    result = pretrain(ImageTiles(images), tmp_path / "cut", settings, ORIGIN, device="cpu")
+    result = pretrain(ImageTiles(images), folder / "cut", settings, ORIGIN, device=device)
     assert result.note == ("made" if at == 0 else f"continued from step {at}")
-    assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
+    assert timeless(folder / "cut") == timeless(folder / "whole")
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("cut", "whole")]
+        assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    states = [torch.load(folder / name / "state.pt", weights_only=True) for name in ("cut", "whole")]
     for key, value in states[0]["learner"].items():
         assert torch.equal(value, states[1]["learner"][key])
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(images: Path, tmp_path: Path, at: int):
+    settings = tiny(drop_path=0.3, checkpoint_minutes=1e-9)  # a checkpoint after every step
+    resume_after_death(images, tmp_path, settings, at, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_a_killed_deterministic_run_on_a_gpu_goes_on_as_if_nothing_had_happened(
+    images: Path, tmp_path: Path, compile: str
+):
+    settings = tiny(drop_path=0.3, checkpoint_minutes=1e-9, deterministic=True, compile=compile)
+    resume_after_death(images, tmp_path, settings, 3, "cuda")
 
 
 def test_sigterm_checkpoints_and_ends_cleanly(images: Path, tmp_path: Path):
@@ -644,14 +659,23 @@ def test_the_quick_preset_leaves_tiles_at_their_scale():
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1, "qk_norm": True, "qkv_bias": False}],
+    [
+        {},
+        {"reg_tokens": 2},
+        {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1, "qk_norm": True, "qkv_bias": False},
+    ],
 )
 def test_the_short_way_to_the_class_token_is_the_long_one(args: dict[str, Any]):
     shape = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 48, "dynamic_img_size": True}
+    torch.manual_seed(0)
     vit: Any = build_backbone("vit_tiny_patch16_224", shape | {"drop_path_rate": 0.5} | args).double()
     assert has_shortcut(vit)
-    for size in (48, 32):
-        images = torch.randn(6, 3, size, size, dtype=torch.float64)
+    for token in (vit.cls_token, vit.reg_token):
+        if token is not None:
+            torch.nn.init.normal_(token)  # next to nothing at first, which the norms make very sensitive to rounding
+    # Other sizes resample positions, which timm does in float32.
+    for size, tolerance in (((48, 48), 1e-9), ((32, 32), 1e-7), ((32, 64), 1e-7)):
+        images = torch.randn(6, 3, *size, dtype=torch.float64)
         found = []
         for function in (class_token, lambda net, batch: net(batch)):
             vit.zero_grad()
@@ -659,7 +683,7 @@ def test_the_short_way_to_the_class_token_is_the_long_one(args: dict[str, Any]):
             out = function(vit, images)
             out.square().sum().backward()
             found.append((out.detach(), [weight.grad.clone() for weight in vit.parameters()]))
-        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
 def test_other_networks_take_the_long_way():

@@ -70,6 +70,7 @@ module, config = load_model(folder_of_model)
 seen = {*config["trained_on"], *config["chosen_on"]}
 for slide in [name for name, number in planted.items() if number and name not in seen][:3]:
     (scores,) = score_tiles(module, [read_bag(features / f"{slide}.h5")])
+    assert scores.attention_NC is not None  # some aggregators have none; this one has
     weights = scores.attention_NC[:, 0]  # they sum to 1
     hottest = np.argsort(-weights)[: planted[slide]]
     share = weights[: planted[slide]].sum()

@@ -3,7 +3,8 @@
 DINO looks at nothing but the class token after the last block. That block's other tokens serve it as keys and values,
 but their queries, their projection and their MLP end nowhere: with twelve blocks, 7 % of all arithmetic. Leaving it out
 changes neither the function nor its gradients. Patches are embedded as one matrix product, which a convolution of
-that stride is.
+that stride is. Positions are resampled by sums of products, rows first and then columns: the gradient of torch's own
+resampling adds up in another order every time on a GPU, which training with the same bits every time cannot have.
 
 Axes in names: B images, N tokens, D width, H and W height and width, 3 is RGB.
 """
@@ -37,7 +38,7 @@ def has_shortcut(backbone: nn.Module) -> bool:
 
 def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
     """(B, D): the class token after the last block and the final norm."""
-    tokens_BND = vit.norm_pre(vit._pos_embed(_embed_patches(vit, images_B3HW)))
+    tokens_BND = vit.norm_pre(_add_positions(vit, _embed_patches(vit, images_B3HW)))
     for block in vit.blocks[:-1]:
         tokens_BND = block(tokens_BND)
     last = vit.blocks[-1]
@@ -58,6 +59,36 @@ def patch_product(images_B3HW: torch.Tensor, weight: torch.Tensor, bias: torch.T
     p, q = weight.shape[2:]
     patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
     return functional.linear(patches.flatten(3), weight.flatten(1), bias)
+
+
+def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, N, D): class token and the like in front of the patches' tokens, each with its position."""
+    if not vit.dynamic_img_size or vit.pos_embed is None or vit.patch_embed.grid_size == tokens.shape[1:3]:
+        return vit._pos_embed(tokens)
+    first = [each for each in (vit.cls_token, vit.reg_token) if each is not None]
+    first_BND = torch.cat(first, dim=1).expand(len(tokens), -1, -1)
+    prefix = 0 if vit.no_embed_class else first_BND.shape[1]
+    height, width = tokens.shape[1:3]
+    positions_ND = _resample(vit.pos_embed[0, prefix:].unflatten(0, vit.patch_embed.grid_size), (height, width))
+    if not vit.no_embed_class:
+        first_BND = first_BND + vit.pos_embed[:, :prefix]
+    return vit.pos_drop(torch.cat([first_BND, tokens.flatten(1, 2) + positions_ND], dim=1))
+
+
+def _resample(grid_HWD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """(N, D): a grid of vectors at another size, bicubic and smoothed where it shrinks, as timm resamples positions."""
+    rows_HI, columns_WJ = (
+        _resample_weights(old, new, grid_HWD.device) for old, new in zip(grid_HWD.shape[:2], size, strict=True)
+    )
+    tall_IWD = (rows_HI[:, :, None, None] * grid_HWD.float()[:, None]).sum(0)
+    return (columns_WJ[:, :, None] * tall_IWD[:, :, None]).sum(1).flatten(0, 1).to(grid_HWD.dtype)
+
+
+def _resample_weights(old: int, new: int, device: torch.device) -> torch.Tensor:
+    """(old, new): what each old place gives to each new one."""
+    # As one image of old x old: images of a single column come out wrong on a CPU (torch 2.15).
+    places = torch.eye(old, device=device)[None, None]
+    return functional.interpolate(places, size=(old, new), mode="bicubic", antialias=True)[0, 0]
 
 
 def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor:
