@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import matplotlib
@@ -477,19 +478,18 @@ def write_overlays(
         part_mpp = max((box[2] - box[0]) * slide.mpp / min(settings.picture_px // 2, ZOOM_PX), slide.mpp)
         size_px = size_at_mpp((round(box[2] - box[0]), round(box[3] - box[1])), slide.mpp, part_mpp)
         part = slide.read_region(box[0], box[1], size_px, part_mpp)
-    written: list[Path] = []
+    draw = partial(draw_overlay, slide_map, outlines=outlines, lesions=lesions)
+    pages: dict[Path, Callable[[], Image.Image]] = {}
     for colors in settings.colors:
-        page = draw_overlay(slide_map, whole, mpp, colors=colors, outlines=outlines, lesions=lesions, frame_l0=box)
-        written.append(_save(page, folder / f"{slide_map.slide}_{colors}.png"))
+        pages[folder / f"{slide_map.slide}_{colors}.png"] = partial(draw, whole, mpp, colors=colors, frame_l0=box)
         zoom = folder / f"{slide_map.slide}_zoom_{colors}.png"
         if part is None:
             zoom.unlink(missing_ok=True)
-            continue
-        page = draw_overlay(
-            slide_map, part, part_mpp, colors=colors, outlines=outlines, lesions=lesions, box_l0=box, beside=True
-        )
-        written.append(_save(page, zoom))
-    return written
+        else:
+            pages[zoom] = partial(draw, part, part_mpp, colors=colors, box_l0=box, beside=True)
+    # Packing a PNG takes as long as drawing it, and Python's lock is not held meanwhile.
+    with ThreadPoolExecutor(max(len(pages), 1)) as pool:
+        return list(pool.map(lambda path: _save(pages[path](), path), pages))
 
 
 def _check_slide(slide_map: SlideMap, slide: Slide) -> None:
