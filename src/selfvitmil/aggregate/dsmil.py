@@ -14,6 +14,10 @@ instance m, and its score is the stream's logit. The second compares all instanc
                    of both streams begins 100 times smaller: see `_quiet`)
     dropout        share of a vector's entries that v does not see in training
     top            critical instances per class: their queries and logits are averaged; 1 in both papers
+    even           how far the lengths of instances are evened out, after standardization, so that none wins by its size
+                   alone: 0 leaves them, 1 brings all to the length sqrt(D), between is a power of the stretch
+    query_lr       with one logit: share of the learning rate that q has; 0 leaves q as it was drawn. With several
+                   classes q has the whole of it: some are told by what is absent, where a q as drawn does not look
     score          how the streams make `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit", "bag" or
                    "max"
 
@@ -92,9 +96,11 @@ class Dsmil(Aggregator):
         score: str = "mean_prob",
         query_dim: int = 128,
         bottleneck: int = 512,
+        even: float = 0.0,
+        query_lr: float = 1.0,
         standardize: bool = False,
     ):
-        super().__init__(dim, num_classes, standardize)
+        super().__init__(dim, num_classes, standardize, even)
         check_choice("q", q, QUERIES)
         check_choice("v", v, VALUES)
         check_choice("head", head, HEADS)
@@ -104,10 +110,13 @@ class Dsmil(Aggregator):
         check_choice("score", score, SCORES)
         check_range("query_dim", query_dim, 1, whole=True)
         check_range("bottleneck", bottleneck, 1, whole=True)
+        check_range("even", even, 0, 1)
+        check_range("query_lr", query_lr, 0)
         if dropout and v == "identity":
             raise ConfigError(f"dropout={dropout} with v='identity'", "dropout acts on what v sees", "Choose another v")
         self.top = top
         self.score = score
+        self.query_lr = query_lr
         self.divisor = _divisor(scale, query_dim)
         self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
         self.i_classifier = _InstanceStream(dim, num_classes)
@@ -125,6 +134,9 @@ class Dsmil(Aggregator):
         attention_NC, bag_logits_C = self.b_classifier(rows, critical_KC, self.divisor)
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
         return DsmilOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
+
+    def lr_share(self, name: str) -> float:
+        return self.query_lr if self.num_classes == 1 and name.startswith("b_classifier.q.") else 1.0
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Half the cross-entropy of each stream."""
