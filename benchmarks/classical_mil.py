@@ -59,15 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.1,
         "instance_dropout": 0.3,
         "max_instances": 64,
-        "options": {
-            "v": "linear_relu",
-            "init": "quiet",
-            "scale": "sqrt",
-            "even": 0.0,
-            "query_lr": 1.0,
-            "top": 3,
-            "score": "bag",
-        },
+        "options": {"v": "linear_relu", "init": "quiet", "top": 3, "score": "bag"},
     },
     "abmil": {"lr": 5e-4, "weight_decay": 0.01},
 }

@@ -62,17 +62,6 @@ def test_published_details():
     assert recipe_of("transmil", PUBLISHED).monitor == "loss"
 
 
-@pytest.mark.parametrize("name", ["self-vit-mil", "dsmil", "dsmil-lc"])
-def test_only_the_default_recipe_evens_lengths_and_slows_queries(name):
-    found = {}
-    for which in ("default", "published"):
-        recipe = recipe_of(name, TrainSettings(recipe=which))
-        config = aggregate.build(name, 8, 1, **recipe.options).config
-        found[which] = config["even"], config["query_lr"], config["scale"]
-    even = 0.5 if name == "self-vit-mil" else 1.0
-    assert found == {"default": (even, 0.01, "none"), "published": (0.0, 1.0, "sqrt")}
-
-
 @EACH
 def test_settings_overrule_field_by_field(name):
     given = {

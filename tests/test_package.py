@@ -42,8 +42,6 @@ batch = 64
 aggregator = "dsmil"
 seeds = 2
 epochs = 25
-[train.options.dsmil] # so few slides and epochs teach something: else there is no calibration
-query_lr = 1.0
 [evaluate]
 bootstrap = 100
 calibration = "temperature"

@@ -106,20 +106,14 @@ _TWO_STREAMS: dict[str, Any] = {
     "warmup_epochs": 5,
     "min_epochs": 40,
     "instance_dropout": 0.3,
-    # Learned at full rate, q finds in few slides what tells each from the others, and attention then recalls slides
-    # instead of lesions. A q that stays near its draw compares tiles by their likeness to the critical one, undivided
-    # so that only those which are much alike count; lengths are evened so that tiles far from all others do not win.
-    "options": {"init": "quiet", "scale": "none", "query_lr": 0.01, "even": 0.5},
+    "options": {"init": "quiet"},
 }
 """What makes DSMIL find its critical instances also on few slides: benchmarks/small_cohorts.py."""
 
-_MLP_QUERIES: dict[str, Any] = {**_TWO_STREAMS, "options": {**_TWO_STREAMS["options"], "even": 1.0}}
-"""The same where q ends in tanh."""
-
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "self-vit-mil": _TWO_STREAMS,
-    "dsmil": _MLP_QUERIES,
-    "dsmil-lc": _MLP_QUERIES,
+    "dsmil": _TWO_STREAMS,
+    "dsmil-lc": _TWO_STREAMS,
     "abmil": {"lr_dim": 1024},
     "abmil-gated": {"lr_dim": 1024},
     # Sigmoids all the way are slow to start: linear scores, as in its first form, and no early end. With the scorer of

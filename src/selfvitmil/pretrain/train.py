@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -161,6 +162,7 @@ class _Run:
         self.step = 0
         self.warnings: list[str] = []
         self.metrics: Metrics | None = None
+        self.threads: ThreadPoolExecutor | None = None
         self.order = Order(
             source.counts,
             settings.batch,
@@ -376,7 +378,7 @@ class _Run:
         self.unfitted = 0
         pending: Later | None = None
         asked = False
-        with feed, self.metrics or nullcontext():
+        with feed, self.metrics or nullcontext(), self._part_threads() as self.threads:
             for batch in feed:
                 numbers = self.schedules.at(self.step)
                 outcome, checked = self._guarded_step(batch, numbers)
@@ -402,6 +404,20 @@ class _Run:
             self.warnings.append(f"the stains of {self.unfitted} tiles could not be found: they kept their colours")
         return self.step == total
 
+    @contextmanager
+    def _part_threads(self) -> Iterator[ThreadPoolExecutor | None]:
+        """Threads for the parts of a batch where several can work at a time: on a CPU, when nothing random is drawn."""
+        settings, place, cores = self.settings, self.place, torch.get_num_threads()
+        together = min(settings.accumulate, cores)
+        if together == 1 or place.device.type != "cpu" or place.world > 1 or settings.drop_path or self.compiled:
+            yield None
+            return
+        with ThreadPoolExecutor(together, initializer=torch.set_num_threads, initargs=(cores // together,)) as threads:
+            try:
+                yield threads
+            finally:
+                torch.set_num_threads(cores)
+
     def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
         try:
             return self._do_step(batch, numbers)
@@ -424,37 +440,67 @@ class _Run:
         mark.start()
         # Paths that are dropped: by step and process, so that nothing has to be remembered.
         torch.manual_seed((settings.seed * 1_000_003 + self.step) * 1_009 + self.place.rank)
-        parts = settings.accumulate
-        size = len(batch.tiles_B3HW) // parts
         total = torch.zeros((), device=self.place.device)
         means: list[torch.Tensor] = []
-        outcome: Outcome | None = None
-        for number in range(parts):
-            outcome = None  # frees the logits of the part before
-            joint = number == parts - 1 or not isinstance(self.student, DistributedDataParallel)
-            with nullcontext() if joint else self.student.no_sync():  # pyright: ignore[reportCallIssue]
-                outcome = self._forward_backward(batch, slice(number * size, (number + 1) * size), numbers, parts)
-            total += outcome.loss.detach() / parts
+        last: Outcome | None = None
+        outcomes = self._one_by_one(batch, numbers) if self.threads is None else self._side_by_side(batch, numbers)
+        for number, outcome in enumerate(outcomes, start=1):
+            total += outcome.loss.detach() / settings.accumulate
             if outcome.teacher_RK is not None:
                 means.append(outcome.teacher_RK.mean(dim=0, dtype=torch.float32))
-        assert outcome is not None
+            last = outcome if number == settings.accumulate else None
+            del outcome  # frees its logits before the next part begins
+        assert last is not None
         self._move(numbers, means)
         mark("update")
         checked = torch.stack([total, torch.full_like(total, float(self.stop.is_set()))])
         if self.place.world > 1:
             dist.all_reduce(checked)
             checked /= self.place.world
-        return outcome, Later(checked)
+        return last, Later(checked)
+
+    def _part(self, batch: Batch, number: int) -> slice:
+        size = len(batch.tiles_B3HW) // self.settings.accumulate
+        return slice(number * size, (number + 1) * size)
+
+    def _one_by_one(self, batch: Batch, numbers: dict[str, float]) -> Iterator[Outcome]:
+        """Part after part of the batch; gradients add up in the weights."""
+        parts = self.settings.accumulate
+        for number in range(parts):
+            joint = number == parts - 1 or not isinstance(self.student, DistributedDataParallel)
+            with nullcontext() if joint else self.student.no_sync():  # pyright: ignore[reportCallIssue]
+                yield self._forward_backward(batch, self._part(batch, number), numbers, parts)
+
+    def _side_by_side(self, batch: Batch, numbers: dict[str, float]) -> list[Outcome]:
+        """The same on a CPU, a part a thread. They wait for each other once a step instead of in every operation."""
+        assert self.threads is not None
+        weights = [weight for weight in self.learner.student.parameters() if weight.requires_grad]
+
+        def compute(number: int) -> tuple[Outcome, tuple[torch.Tensor, ...]]:
+            mark = self.watch if number == 0 else lambda phase: None
+            outcome = self._forward(batch, self._part(batch, number), numbers, mark)
+            gradients = torch.autograd.grad(outcome.loss / self.settings.accumulate, weights)
+            mark("backward")
+            return outcome, gradients
+
+        outcomes = []
+        for outcome, gradients in self.threads.map(compute, range(self.settings.accumulate)):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            outcomes.append(outcome)
+        return outcomes
 
     def _forward_backward(self, batch: Batch, part: slice, numbers: dict[str, float], parts: int) -> Outcome:
-        device, mark = self.place.device, self.watch
+        outcome = self._forward(batch, part, numbers, self.watch)
+        self.scaler.scale(outcome.loss / parts).backward()
+        self.watch("backward")
+        return outcome
+
+    def _forward(self, batch: Batch, part: slice, numbers: dict[str, float], mark: Callable[[str], None]) -> Outcome:
         views = self._make_views(batch, part)
         mark("views")
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            outcome = learning.compute_loss(self.learner, self.student, views, numbers["teacher_temp"], mark)
-        self.scaler.scale(outcome.loss / parts).backward()
-        mark("backward")
-        return outcome
+        with torch.autocast(self.place.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return learning.compute_loss(self.learner, self.student, views, numbers["teacher_temp"], mark)
 
     def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
         """Views of normalized tiles on the device."""
