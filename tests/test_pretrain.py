@@ -433,14 +433,22 @@ def test_parts_of_a_batch_give_what_the_batch_gives(images: Path, tmp_path: Path
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_parts_side_by_side_give_what_they_give_one_by_one(images: Path, tmp_path: Path):
+def test_parts_side_by_side_give_what_they_give_one_by_one(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    beside, steps = train._Run._side_by_side, []
+    monkeypatch.setattr(
+        train._Run, "_side_by_side", lambda self, *given: steps.append(self.step) or beside(self, *given)
+    )
     settings = tiny(drop_path=0.0, accumulate=2, checkpoint_minutes=1e-9)
-    pretrain(ImageTiles(images), tmp_path / "alone", settings, ORIGIN, device="cpu")  # there is one thread
+    pretrain(ImageTiles(images), tmp_path / "alone", settings, ORIGIN, device="cpu")
+    assert not steps  # there is one thread
     torch.set_num_threads(2)
     resume_after_death(images, tmp_path, settings, 3, "cpu")
+    assert steps == [*range(7), *range(4), *range(3, 7)]
     assert torch.get_num_threads() == 2
-    alone, beside = ([line["loss"] for line in read_metrics(tmp_path / name)] for name in ("alone", "whole"))
-    np.testing.assert_allclose(alone, beside, rtol=1e-6)
+    losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("alone", "whole")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
     assert {"views", "teacher", "student", "backward", "update"} <= set(read_metrics(tmp_path / "whole")[-1]["phase_s"])
 
 

@@ -230,7 +230,8 @@ class _Reckoning:
         seconds = steps * own.batch / rate
         # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
         weights = encoder.num_weights + 3 * own.head_width**2 + own.bottleneck * numbers.out_dim
-        kept = own.batch / own.accumulate * encoder.activations([recipe.size_px for recipe in recipes])
+        at_once = own.batch / own.accumulate if gpu else own.batch  # a CPU may take the parts side by side
+        kept = at_once * encoder.activations([recipe.size_px for recipe in recipes])
         memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)
         tile_bytes = 3 * sum(counts) * self.settings.tile.size_px**2
         memory += tile_bytes if tile_bytes <= own.keep_gb * 1e9 and not gpu else 0

@@ -406,10 +406,14 @@ class _Run:
 
     @contextmanager
     def _part_threads(self) -> Iterator[ThreadPoolExecutor | None]:
-        """Threads for the parts of a batch where several can work at a time: on a CPU, when nothing random is drawn."""
+        """Threads for the parts of a batch where several can work at a time."""
         settings, place, cores = self.settings, self.place, torch.get_num_threads()
         together = min(settings.accumulate, cores)
-        if together == 1 or place.device.type != "cpu" or place.world > 1 or settings.drop_path or self.compiled:
+        alone_on_cpu = place.device.type == "cpu" and place.world == 1
+        plain = not self.compiled and not self.scaler.is_enabled()
+        # What depends on the order of the parts: random numbers, and means that batch norms keep.
+        norms = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in self.learner.modules())
+        if together == 1 or not alone_on_cpu or not plain or settings.drop_path or norms:
             yield None
             return
         with ThreadPoolExecutor(together, initializer=torch.set_num_threads, initargs=(cores // together,)) as threads:
