@@ -166,7 +166,7 @@ class PretrainSettings(Settings):
     """Tiles of one step, over all GPUs and all parts of `accumulate` together."""
     accumulate: int = Field(default=1, gt=0)
     """Parts in which a GPU works through its share of a batch, one after the other, to save memory. A CPU takes as many
-    at a time as it has cores (with `drop_path = 0`), which is quicker than all cores on one part."""
+    at a time as it has cores (with `drop_path = 0`), which is quicker for small networks."""
     sampler: Literal["mixed", "one-slide"] = "mixed"
     """`mixed`: batches of tiles of many slides; `one-slide`: each batch from one slide, slides in order (authors)."""
     tiles_per_slide: int | None = Field(default=None, gt=0)
