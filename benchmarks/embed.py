@@ -118,9 +118,8 @@ def end_to_end(folder: Path, arguments: argparse.Namespace, device: torch.device
     jobs: list[EmbedJob] = []
     for seed in range(arguments.slides):
         path = folder / f"s{seed}.svs"
-        copies = arguments.copies if seed else 1
-        edge = 4096 * int(copies**0.5 + 0.999)
-        synthetic.write_sparse_slide(path, (edge, edge), seed=seed, copies=copies)
+        edge = 4096 * int(arguments.copies**0.5 + 0.999)
+        synthetic.write_sparse_slide(path, (edge, edge), seed=seed, copies=arguments.copies)
         tile_slide(TileJob(path.stem, path, folder / "tiles", parse({"tile": {"size_px": arguments.tile_px}}, "made")))
         table = folder / "tiles" / f"0.5mpp_{arguments.tile_px}px_0px" / f"{path.stem}.h5"
         bag = folder / "bags" / f"{path.stem}.h5"

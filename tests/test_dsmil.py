@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from selfvitmil import aggregate
 from selfvitmil.aggregate import rows
-from selfvitmil.aggregate.dsmil import HEADS, QUERIES, SCORES, VALUES, Dsmil, DsmilOutput, combine
+from selfvitmil.aggregate.dsmil import HEADS, QUERIES, SCORES, VALUES, Dsmil, DsmilOutput, combine, guidance
 from selfvitmil.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -196,6 +196,49 @@ def test_slow_loop_of_the_paper(num_classes):
         assert math.isclose(module.probabilities(out)[c].item(), mean, rel_tol=1e-10)
         assert out.attention_NC is not None
         np.testing.assert_allclose(out.attention_NC[:, c].tolist(), attention, rtol=1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+@CLASSES
+def test_slow_loop_of_guided_attention(num_classes, n):
+    """Kullback and Leibler's divergence from the softmax of three times the standardized scores."""
+    module = made(num_classes, name="self-vit-mil", guide=0.7).train()
+    out = run(module, bag_of(n))
+    assert out.attention_NC is not None
+    assert out.instance_logits_NC is not None
+    divergence = 0.0
+    for c in range(num_classes):
+        scores, attention = out.instance_logits_NC[:, c].tolist(), out.attention_NC[:, c].tolist()
+        mean = sum(scores) / n
+        spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / n)
+        wanted = [math.exp(3 * (score - mean) / spread) if spread else 1.0 for score in scores]
+        shares = [each / sum(wanted) for each in wanted]
+        divergence += sum(w * math.log(w / s) for w, s in zip(shares, attention, strict=True)) / num_classes
+    assert math.isclose(
+        guidance(out.attention_NC, out.instance_logits_NC).item(), divergence, rel_tol=1e-9, abs_tol=1e-12
+    )
+    assert (n == 1) == (divergence < 1e-12)
+    added = module.loss(out, 1).item() - module.eval().loss(out, 1).item()
+    assert math.isclose(added, 0.7 * divergence if num_classes == 1 else 0.0, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def test_guidance_moves_attention_alone():
+    module = made(1, name="self-vit-mil", guide=1.0).train()
+    out = run(module, bag_of(9))
+    assert out.attention_NC is not None
+    assert out.instance_logits_NC is not None
+    guidance(out.attention_NC, out.instance_logits_NC).backward()
+    moved = {name for name, each in module.named_parameters() if each.grad is not None and each.grad.abs().max() > 1e-9}
+    assert moved == {"b_classifier.q.weight", "b_classifier.q.bias"}
+
+
+def test_guidance_of_attention_that_is_all_on_one_instance_is_finite():
+    attention_NC = torch.tensor([[1.0], [0.0], [1e-42]], requires_grad=True)
+    far = guidance(attention_NC, torch.tensor([[-2.0], [5.0], [0.1]]))
+    far.backward()
+    assert attention_NC.grad is not None
+    assert 60 < far.item() < 70  # 1e-30 where almost all is wanted: 69, less what is wanted elsewhere
+    assert attention_NC.grad.isfinite().all()
 
 
 def test_presets():

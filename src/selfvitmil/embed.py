@@ -84,7 +84,6 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
         return EmbedResult(len(table), "current", 0.0)
     check_tiled(table, job.path, job.mpp)
     features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
-    _check_finite(features_ND, job)
     write_bag(job.bag, features_ND, table, job.name, made_from | {"precision": str(model.dtype)})
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
     return EmbedResult(len(table), note, wait_share, warnings)
@@ -287,6 +286,7 @@ def _encode(
     features_ND = np.empty((len(table), model.encoder.dim), np.float16)
     fit = table.stain if job.stain_method == "slide" else None
     begin, waited, unfitted, row = time.perf_counter(), 0.0, 0, 0
+    finite = torch.ones((), dtype=torch.bool, device=model.device)
     pending: tuple[int, torch.Tensor] | None = None
     for batch in batches:
         waited, unfitted = waited + batch.waited_s, unfitted + batch.unfitted
@@ -302,18 +302,16 @@ def _encode(
                 f"{len(tiles_BHW3)} tiles at once are too many for this encoder",
                 f"Lower --embed.batch, for instance to {max(1, len(tiles_BHW3) // 4)}",
             ) from None
+        finite &= vectors.isfinite().all()
         if pending is not None:  # fetch the batch before this one: the GPU is already at work on the next
             features_ND[pending[0] : pending[0] + len(pending[1])] = pending[1].cpu().numpy()
         pending, row = (row, vectors), row + len(tiles_BHW3)
     if pending is not None:
         features_ND[pending[0] :] = pending[1].cpu().numpy()
-    return features_ND, waited / max(time.perf_counter() - begin, 1e-9), unfitted
-
-
-def _check_finite(features_ND: NDArray[np.float16], job: EmbedJob) -> None:
-    if not np.isfinite(features_ND).all():
+    if not finite:
         raise EncoderError(
             f"{job.slide}: the encoder gives vectors that are not numbers",
             "values beyond 65504 do not fit into float16, or the encoder itself is damaged",
             "Try --embed.precision fp32; if that does not help, the encoder cannot be used",
         )
+    return features_ND, waited / max(time.perf_counter() - begin, 1e-9), unfitted

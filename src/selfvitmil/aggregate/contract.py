@@ -57,12 +57,11 @@ class Aggregator(nn.Module):
     input_mean_D: Tensor
     input_std_D: Tensor
 
-    def __init__(self, dim: int, num_classes: int, standardize: bool = False, even: float = 0.0):
+    def __init__(self, dim: int, num_classes: int, standardize: bool = False):
         super().__init__()
         self.dim = dim
         self.num_classes = num_classes
         self.standardize = standardize
-        self.even = even
         if standardize:
             self.register_buffer("input_mean_D", torch.zeros(dim))
             self.register_buffer("input_std_D", torch.ones(dim))
@@ -71,8 +70,9 @@ class Aggregator(nn.Module):
         """The output for one bag; raises BagError where the bag does not fit this module."""
         self._check(bag_ND, coords_N2)
         dtype = next(self.parameters()).dtype
-        moments = (self.input_mean_D, self.input_std_D) if self.standardize else (None, None)
-        return self.aggregate(Rows(bag_ND, dtype, *moments, even=self.even), coords_N2)
+        if self.standardize:
+            return self.aggregate(Rows(bag_ND, dtype, self.input_mean_D, self.input_std_D), coords_N2)
+        return self.aggregate(Rows(bag_ND, dtype), coords_N2)
 
     @abstractmethod
     def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
@@ -100,10 +100,6 @@ class Aggregator(nn.Module):
         if self.num_classes == 1 or self.one_sigmoid_per_class:
             return logits_NC.sigmoid()
         return logits_NC.softmax(1)
-
-    def lr_share(self, name: str) -> float:
-        """The share of the learning rate that the parameter of this name is moved with."""
-        return 1.0
 
     def target(self, label: Tensor | float, like: Tensor) -> Tensor:
         """The label as (C,) numbers between 0 and 1, without waiting for the device."""

@@ -14,15 +14,15 @@ instance m, and its score is the stream's logit. The second compares all instanc
                    of both streams begins 100 times smaller: see `_quiet`)
     dropout        share of a vector's entries that v does not see in training
     top            critical instances per class: their queries and logits are averaged; 1 in both papers
-    even           how far the lengths of instances are evened out, after standardization, so that none wins by its size
-                   alone: 0 leaves them, 1 brings all to the length sqrt(D), between is a power of the stretch
-    query_lr       with one logit: share of the learning rate that q has; 0 leaves q as it was drawn. With several
-                   classes q has the whole of it: some are told by what is absent, where a q as drawn does not look
+    guide          with one logit: weight of a third loss in training, by which attention learns to look where the
+                   first stream sees most evidence (`guidance`). 0 in both papers: attention is free, also to learn
+                   single slides by heart. With several classes it stays free: where one is told by what is absent,
+                   no instance is its evidence
     score          how the streams make `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit", "bag" or
                    "max"
 
-The loss is half the cross-entropy of each stream, one sigmoid per class. Parameters carry DSMIL's own names, so that
-its checkpoints load as they are (`load_dsmil`), and ours load there.
+The loss is half the cross-entropy of each stream, one sigmoid per class; in training `guide` adds to it. Parameters
+carry DSMIL's own names, so that its checkpoints load as they are (`load_dsmil`), and ours load there.
 
 With linear q, Q is never made: q(h_i) . q(h_m) = h_i . (W_q^T q(h_m)) + a constant that the softmax drops. With linear
 v neither is V: sum_i s_i (W_v h_i + b_v) = W_v (sum_i s_i h_i) + b_v. With both, v and a head per class are one vector,
@@ -55,6 +55,10 @@ VALUES = ("linear", "identity", "linear_relu", "bottleneck")
 HEADS = ("per_class", "conv1d")
 INITS = ("orthogonal", "default", "quiet")
 SCORES = ("mean_prob", "bag", "max", "mean_logit")
+SHARPNESS = 3.0
+"""Of guided attention: an instance with a score higher by one standard deviation is wanted e^3 times as attended."""
+LEAST_ATTENTION = 1e-30
+"""Below it attention is not guided: its logarithm would leave float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +100,10 @@ class Dsmil(Aggregator):
         score: str = "mean_prob",
         query_dim: int = 128,
         bottleneck: int = 512,
-        even: float = 0.0,
-        query_lr: float = 1.0,
+        guide: float = 0.0,
         standardize: bool = False,
     ):
-        super().__init__(dim, num_classes, standardize, even)
+        super().__init__(dim, num_classes, standardize)
         check_choice("q", q, QUERIES)
         check_choice("v", v, VALUES)
         check_choice("head", head, HEADS)
@@ -110,13 +113,12 @@ class Dsmil(Aggregator):
         check_choice("score", score, SCORES)
         check_range("query_dim", query_dim, 1, whole=True)
         check_range("bottleneck", bottleneck, 1, whole=True)
-        check_range("even", even, 0, 1)
-        check_range("query_lr", query_lr, 0)
+        check_range("guide", guide, 0)
         if dropout and v == "identity":
             raise ConfigError(f"dropout={dropout} with v='identity'", "dropout acts on what v sees", "Choose another v")
         self.top = top
         self.score = score
-        self.query_lr = query_lr
+        self.guide = guide if num_classes == 1 else 0.0
         self.divisor = _divisor(scale, query_dim)
         self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
         self.i_classifier = _InstanceStream(dim, num_classes)
@@ -135,15 +137,30 @@ class Dsmil(Aggregator):
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
         return DsmilOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
 
-    def lr_share(self, name: str) -> float:
-        return self.query_lr if self.num_classes == 1 and name.startswith("b_classifier.q.") else 1.0
-
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
-        """Half the cross-entropy of each stream."""
+        """Half the cross-entropy of each stream, and in training the guidance of attention."""
         assert isinstance(output, DsmilOutput)
         logits_2C = torch.stack([output.bag_logits_C, output.max_logits_C])
         target_C = self.target(label, logits_2C)
-        return F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
+        streams = F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
+        if not self.guide or not self.training:
+            return streams
+        assert output.attention_NC is not None
+        assert output.instance_logits_NC is not None
+        return streams + self.guide * guidance(output.attention_NC, output.instance_logits_NC)
+
+
+def guidance(attention_NC: Tensor, instance_logits_NC: Tensor) -> Tensor:
+    """How far attention is from where the first stream sees most evidence, which learns nothing from this.
+
+    Wanted is the softmax of the scores, standardized within the bag so that it is as sharp on the first day as on the
+    last; the distance is the Kullback-Leibler divergence from it, averaged over the classes.
+    """
+    scores_NC = instance_logits_NC.detach()
+    spread_C = scores_NC.std(0, correction=0).clamp_min(LEAST_ATTENTION)
+    wanted_NC = (SHARPNESS * (scores_NC - scores_NC.mean(0)) / spread_C).log_softmax(0)
+    missing_NC = wanted_NC - attention_NC.clamp_min(LEAST_ATTENTION).log()
+    return (wanted_NC.exp() * missing_NC).sum(0).mean()
 
 
 def combine(bag_logits_C: Tensor, max_logits_C: Tensor, score: str = "mean_prob") -> Tensor:

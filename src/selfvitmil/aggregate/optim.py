@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfvitmil.aggregate.contract import Aggregator
 from selfvitmil.aggregate.recipes import Recipe
 from selfvitmil.pretrain.optim import parameter_groups
 from selfvitmil.pretrain.schedule import CosineSchedule
@@ -35,7 +34,7 @@ class Mover:
     `step` may be recorded; `set_lr` and `settle` are called outside of what is recorded.
     """
 
-    def __init__(self, module: Aggregator, recipe: Recipe, device: torch.device, keep_gradients: bool):
+    def __init__(self, module: nn.Module, recipe: Recipe, device: torch.device, keep_gradients: bool):
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._clip_grad = recipe.clip_grad
         self._keep_gradients = keep_gradients
@@ -55,11 +54,10 @@ class Mover:
 
     def set_lr(self, value: float) -> None:
         for group in self._optimizer.param_groups:
-            own = value * group["lr_share"]
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(own)
+                group["lr"].fill_(value)
             else:
-                group["lr"] = own
+                group["lr"] = value
 
     def settle(self) -> None:
         """After every step: what Lookahead does between steps."""
@@ -67,35 +65,21 @@ class Mover:
             self._lookahead.count_step()
 
 
-def make_optimizer(module: Aggregator, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(module: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
     """The recipe's optimizer; AdamW and RAdam spare biases and norms their weight decay, Adam and SGD spare nothing."""
     on_gpu = device.type == "cuda"
-    spares = recipe.optimizer in ("adamw", "lookahead-radam")
-    groups = _by_share(module, parameter_groups(module) if spares else [{"params": list(module.parameters())}])
-    for group in groups:
-        lr = recipe.lr * group["lr_share"]
-        group["lr"] = torch.full((), lr, device=device) if on_gpu else lr
-    common: dict[str, Any] = {"weight_decay": recipe.weight_decay}
+    lr: Any = torch.full((), recipe.lr, device=device) if on_gpu else recipe.lr
+    common: dict[str, Any] = {"lr": lr, "weight_decay": recipe.weight_decay}
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=MOMENTUM, nesterov=True, fused=True, **common)
+        return torch.optim.SGD(module.parameters(), momentum=MOMENTUM, nesterov=True, fused=True, **common)
     common |= {"betas": recipe.betas, "capturable": on_gpu}
     if recipe.optimizer == "adam":
-        return torch.optim.Adam(groups, fused=True, **common)
+        return torch.optim.Adam(module.parameters(), fused=True, **common)
+    groups = parameter_groups(module)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=True, **common)
     assert recipe.optimizer == "lookahead-radam"
     return torch.optim.RAdam(groups, decoupled_weight_decay=True, foreach=True, **common)
-
-
-def _by_share(module: Aggregator, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, each split into weights that have the same share of the learning rate."""
-    share_of = {parameter: module.lr_share(name) for name, parameter in module.named_parameters()}
-    split = []
-    for group in groups:
-        for share in sorted({share_of[each] for each in group["params"]}, reverse=True):
-            params = [each for each in group["params"] if share_of[each] == share]
-            split.append({**group, "params": params, "lr_share": share})
-    return split
 
 
 class Lookahead:

@@ -106,7 +106,7 @@ _TWO_STREAMS: dict[str, Any] = {
     "warmup_epochs": 5,
     "min_epochs": 40,
     "instance_dropout": 0.3,
-    "options": {"init": "quiet"},
+    "options": {"init": "quiet", "top": 3, "guide": 1.0},
 }
 """What makes DSMIL find its critical instances also on few slides: benchmarks/small_cohorts.py."""
 

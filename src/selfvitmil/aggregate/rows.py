@@ -11,7 +11,6 @@ N instances, D dimensions, C classes (or any few outputs), K picked instances.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,31 +27,16 @@ CHUNK_BYTES_ELSEWHERE = 512 << 20
 """... and on other devices what keeps them busy."""
 FEW = 8
 """Up to so many outputs, one matrix-vector product each is faster on a CPU than a thin matrix product (6 times)."""
-SHORTEST = 1e-12
-"""Length from which a row has a direction to be stretched along."""
 
 
 class Rows:
-    """The rows (h_i - mean) / std of a bag, in `dtype`; `mean_D` and `std_D` may be left out together.
+    """The rows (h_i - mean) / std of a bag, in `dtype`; `mean_D` and `std_D` may be left out together."""
 
-    With `even` rows are then stretched towards the length sqrt(D), which those of a standardized bag have on average:
-    by this power of what would take them there. Rows that are 0 stay so. It takes one more reading of the bag.
-    """
-
-    def __init__(
-        self,
-        bag_ND: Tensor,
-        dtype: torch.dtype,
-        mean_D: Tensor | None = None,
-        std_D: Tensor | None = None,
-        even: float = 0.0,
-    ):
+    def __init__(self, bag_ND: Tensor, dtype: torch.dtype, mean_D: Tensor | None = None, std_D: Tensor | None = None):
         self.bag_ND = bag_ND
         self.dtype = dtype
         self.mean_D = mean_D
         self.std_D = std_D
-        self.even = even
-        self.stretch_N1 = self._stretches() if even else None
 
     def __len__(self) -> int:
         return self.bag_ND.shape[0]
@@ -63,8 +47,6 @@ class Rows:
 
     def project(self, layer: nn.Linear) -> Tensor:
         """`layer(h_i)` for every row: (N, H)."""
-        if self.stretch_N1 is not None:
-            return self._stretched_dot(layer.weight) + layer.bias
         weight_HD, bias_H = layer.weight, layer.bias
         if self.mean_D is not None and self.std_D is not None:
             weight_HD = weight_HD / self.std_D
@@ -75,8 +57,6 @@ class Rows:
 
     def dot(self, weight_CD: Tensor) -> Tensor:
         """`weight_c . h_i` for every row, up to a constant per class: (N, C)."""
-        if self.stretch_N1 is not None:
-            return self._stretched_dot(weight_CD)
         if self.std_D is not None:
             weight_CD = weight_CD / self.std_D
         return _apply(_Project, self.bag_ND, weight_CD.to(self.dtype), weight_CD.new_zeros(len(weight_CD)))
@@ -87,10 +67,6 @@ class Rows:
         The loop it replaces: s = softmax([h_i @ query_c for h_i]); score_c = sum(s_i * h_i) @ direction_c.
         """
         query_CD, direction_CD = query_CD.to(self.dtype), direction_CD.to(self.dtype)
-        if self.stretch_N1 is not None:
-            logits_NC, along_NC = self._stretched_dot(torch.cat([query_CD, direction_CD])).tensor_split(2, dim=1)
-            attention_NC = logits_NC.softmax(0)
-            return attention_NC, (attention_NC * along_NC).sum(0)
         if self.mean_D is None or self.std_D is None:
             return _apply(_Attend, self.bag_ND, query_CD, direction_CD, torch.is_grad_enabled())
         query_CD, direction_CD = query_CD / self.std_D, direction_CD / self.std_D
@@ -99,15 +75,13 @@ class Rows:
 
     def pool(self, weights_NC: Tensor) -> Tensor:
         """`sum_i weights_ic * h_i`: (C, D)."""
-        if self.stretch_N1 is not None:
-            weights_NC = weights_NC * self.stretch_N1
         return self._standardized_sum(_apply(_Pool, self.bag_ND, weights_NC.to(self.dtype)), weights_NC)
 
     def pool_mapped(self, weights_NC: Tensor, map_rows: Callable[[Tensor], Tensor]) -> Tensor:
         """`sum_i weights_ic * map_rows(h_i)`; chunks are mapped anew in the backward pass instead of being kept."""
 
         def of_chunk(chunk: Tensor, weights: Tensor) -> Tensor:
-            return weights.T @ map_rows(self._seen(chunk.to(self.dtype)))
+            return weights.T @ map_rows(self._standardized(chunk.to(self.dtype)))
 
         total_CV: Any = 0
         for start, stop in _spans(self.bag_ND, self.dtype):
@@ -121,32 +95,10 @@ class Rows:
     def take(self, index: Tensor) -> Tensor:
         """The rows at `index` (any shape): (*index.shape, D)."""
         rows = self.bag_ND.index_select(0, index.flatten()).to(self.dtype)
-        return self._seen(rows).view(*index.shape, self.dim)
-
-    def _seen(self, rows: Tensor) -> Tensor:
-        """Rows of the bag as layers see them."""
-        rows = self._standardized(rows)
-        return rows * self._stretch(rows) if self.even else rows
+        return self._standardized(rows).view(*index.shape, self.dim)
 
     def _standardized(self, rows: Tensor) -> Tensor:
         return rows if self.mean_D is None or self.std_D is None else (rows - self.mean_D) / self.std_D
-
-    def _stretch(self, rows: Tensor) -> Tensor:
-        """What each of these standardized rows is multiplied by: (n, 1)."""
-        lengths_N1 = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return (math.sqrt(self.dim) / lengths_N1.clamp_min(SHORTEST)) ** self.even
-
-    def _stretches(self) -> Tensor:
-        spans = _spans(self.bag_ND, self.dtype)
-        return torch.cat([self._stretch(self._standardized(self.bag_ND[a:b].to(self.dtype))) for a, b in spans])
-
-    def _stretched_dot(self, weight_CD: Tensor) -> Tensor:
-        """`weight_c . h_i`, of which standardization is the linear part and the stretch a factor per row."""
-        weight_CD, bias_C = weight_CD.to(self.dtype), weight_CD.new_zeros(len(weight_CD))
-        if self.mean_D is not None and self.std_D is not None:
-            weight_CD = weight_CD / self.std_D
-            bias_C = -(weight_CD @ self.mean_D)
-        return _apply(_Project, self.bag_ND, weight_CD, bias_C) * self.stretch_N1
 
     def _standardized_sum(self, pooled_CD: Tensor, weights_NC: Tensor) -> Tensor:
         if self.mean_D is None or self.std_D is None:
@@ -340,21 +292,21 @@ class _Attend(Function):
             grad_score_C = attention_CN.new_zeros(attention_CN.shape[0])
         grad_score_C1 = grad_score_C[:, None]
         grad_direction_CD = grad_score_C1 * pooled_CD
+        grad_query_CD = grad_score_C1 * slope_CD
         if grad_attention_NC is None and not ctx.needs_input_grad[0]:
-            return None, grad_score_C1 * slope_CD, grad_direction_CD, None
+            return None, grad_query_CD, grad_direction_CD, None
 
         grad_attention_CN = torch.zeros_like(attention_CN) if grad_attention_NC is None else grad_attention_NC.T
         grad_mean_C1 = (grad_attention_CN * attention_CN).sum(1, keepdim=True)
-        grad_mean_C1 += grad_score_C1 * (pooled_CD * direction_CD).sum(1, keepdim=True)
-        grad_query_CD = torch.zeros_like(query_CD)
+        grad_logits_CN = attention_CN * (grad_attention_CN - grad_mean_C1)
+        score_C1 = (pooled_CD * direction_CD).sum(1, keepdim=True)
         grad_bag_ND = torch.empty_like(bag_ND) if ctx.needs_input_grad[0] else None
         for part, chunk in _chunks(bag_ND, query_CD.dtype):
-            attention = attention_CN[:, part]
-            grad = grad_attention_CN[:, part] + grad_score_C1 * _dot(direction_CD, chunk)
-            grad_logits = attention * (grad - grad_mean_C1)
-            grad_query_CD += _weighted(grad_logits, chunk)
+            grad_query_CD += _weighted(grad_logits_CN[:, part], chunk)
             if grad_bag_ND is not None:
-                grad_bag_ND[part] = grad_logits.T @ query_CD + (attention * grad_score_C1).T @ direction_CD
+                share = attention_CN[:, part] * grad_score_C1
+                grad_logits = grad_logits_CN[:, part] + share * (_dot(direction_CD, chunk) - score_C1)
+                grad_bag_ND[part] = grad_logits.T @ query_CD + share.T @ direction_CD
         return grad_bag_ND, grad_query_CD, grad_direction_CD, None
 
 
