@@ -201,7 +201,7 @@ def test_slow_loop_of_the_paper(num_classes):
 @pytest.mark.parametrize("n", [1, 2, 7])
 @CLASSES
 def test_slow_loop_of_guided_attention(num_classes, n):
-    """Kullback and Leibler's divergence from the softmax of twice the standardized scores."""
+    """Kullback and Leibler's divergence from the softmax of 2.5 times the standardized scores."""
     module = made(num_classes, name="self-vit-mil", guide=0.7).train()
     out = run(module, bag_of(n))
     assert out.attention_NC is not None
@@ -211,7 +211,7 @@ def test_slow_loop_of_guided_attention(num_classes, n):
         scores, attention = out.instance_logits_NC[:, c].tolist(), out.attention_NC[:, c].tolist()
         mean = sum(scores) / n
         spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / n)
-        wanted = [math.exp(2 * (score - mean) / spread) if spread else 1.0 for score in scores]
+        wanted = [math.exp(2.5 * (score - mean) / spread) if spread else 1.0 for score in scores]
         shares = [each / sum(wanted) for each in wanted]
         divergence += sum(w * math.log(w / s) for w, s in zip(shares, attention, strict=True)) / num_classes
     assert math.isclose(

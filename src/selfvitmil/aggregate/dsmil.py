@@ -55,8 +55,8 @@ VALUES = ("linear", "identity", "linear_relu", "bottleneck")
 HEADS = ("per_class", "conv1d")
 INITS = ("orthogonal", "default", "quiet")
 SCORES = ("mean_prob", "bag", "max", "mean_logit")
-SHARPNESS = 2.0
-"""Of guided attention: an instance with a score higher by one standard deviation is wanted e^2 times as attended."""
+SHARPNESS = 2.5
+"""Of guided attention: an instance with a score higher by one standard deviation is wanted e^2.5 times as attended."""
 LEAST_ATTENTION = 1e-30
 """Below it attention is not guided: its logarithm would leave float32."""
 
