@@ -635,7 +635,9 @@ def test_broken_folders_are_told(tmp_path: Path):
     with pytest.raises(ArtefactError, match=r"it has no model\.safetensors"):
         load_model(folder)
     (folder / "model.safetensors").write_bytes(whole)
-    (folder / "config.json").write_text((folder / "config.json").read_text().replace('_version": 1', '_version": 9'))
+    config = json.loads((folder / "config.json").read_text())
+    later = config | {"format_version": 9, "aggregator": {**config["aggregator"], "what_nobody_knows_yet": 1}}
+    (folder / "config.json").write_text(json.dumps(later))
     with pytest.raises(ArtefactError, match="version 9"):
         load_model(folder)
 

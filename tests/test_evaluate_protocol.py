@@ -315,7 +315,7 @@ def test_models_are_kept_used_again_and_made_again(tmp_path: Path):
     }
     (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")
     damaged = run_method("mean", cases, splits, changed(QUICK, lr=0.01), HONEST, folder=folder)
-    assert [run.note for run in damaged.runs] == ["made again: the stored model was damaged", "current"]
+    assert [run.note for run in damaged.runs] == ["made again: the stored model cannot be read", "current"]
 
 
 def test_other_labels_slides_or_features_make_models_stale(tmp_path: Path):
@@ -382,9 +382,9 @@ def test_models_that_are_not_current_are_named(tmp_path: Path):
             ask("mean", trial, QUICK, folder)
     fit_method("mean", trial, QUICK, folder=folder, score_test=False)
     (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(ArtefactError, match=r"\(seed0: the stored model was damaged; seed2: there is none\)"):
+    with pytest.raises(ArtefactError, match=r"\(seed0: the stored model cannot be read; seed2: there is none\)"):
         check_models("mean", trial, changed(QUICK, seeds=3), folder)
-    with pytest.raises(ArtefactError, match=r"damaged; seed1: other settings, .*--train.aggregator mean"):
+    with pytest.raises(ArtefactError, match=r"cannot be read; seed1: other settings, .*--train.aggregator mean"):
         check_models("mean", trial, changed(QUICK, lr=0.01), folder)
 
 

@@ -594,7 +594,7 @@ def test_a_model_trained_on_other_bags_is_refused(work: StudyAt):
 def test_a_damaged_model_is_refused(work: StudyAt):
     weights = work.study / "models" / "external" / "features_vit" / "dsmil" / "given" / "seed1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ArtefactError, match="seed1: the stored model was damaged"):
+    with pytest.raises(ArtefactError, match="seed1: the stored model cannot be read"):
         work.run(pipeline.localize)
 
 

@@ -47,7 +47,7 @@ __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save
 MIN_EPOCHS = 4
 """Epochs below which recording the steps costs more than replaying them saves."""
 SCHEMA = "selfvitmil.aggregator"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,6 +354,9 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
     how = "Train it again"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["format_version"] != FORMAT_VERSION:
+            why = f"its format is version {config['format_version']}, this program reads {FORMAT_VERSION}"
+            raise ArtefactError(f"{folder.name}: an aggregator of another time", why, how)
         module = build(**config["aggregator"])
         module.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
     except FileNotFoundError as error:
@@ -362,7 +365,4 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ConfigError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtefactError(f"{folder.name}: the aggregator cannot be read", why, how) from None
-    if config.get("format_version") != FORMAT_VERSION:
-        why = f"its format is version {config.get('format_version')}, this program reads {FORMAT_VERSION}"
-        raise ArtefactError(f"{folder.name}: an aggregator of another time", why, how)
     return module.eval(), config

@@ -72,7 +72,7 @@ class Training:
             lines = (self.place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             seconds = _seconds(json.loads(line) for line in lines)
         except (SelfVitMilError, OSError, ValueError, KeyError):
-            return "made again: the stored model was damaged"
+            return "made again: the stored model cannot be read"
         if config.get("made_from") != self.about["made_from"]:
             return "made again: other settings, labels, slides or features than before"
         return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
