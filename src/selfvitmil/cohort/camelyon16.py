@@ -79,7 +79,9 @@ def _training_or_test_row(file: Path) -> SlideRow:
             "name and folder tell different labels",
             "Move it to the folder that its name tells",
         )
-    return SlideRow(file.stem, file, None if kind == "test" else kind, split="test" if kind == "test" else "train")
+    label, split = (None, "test") if kind == "test" else (kind, "train")
+    # Each slide of the challenge is of another patient.
+    return SlideRow(file.stem, file, label, file.stem, split, patient_stated=True)
 
 
 def _in_order(rows: list[SlideRow]) -> tuple[list[SlideRow], list[str]]:

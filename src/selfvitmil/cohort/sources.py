@@ -160,7 +160,7 @@ def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
     name = next((names[key] for key in _spellings(str(row.path)) if key in names), None)
     if name is None:
         return replace(row, path=next(iter(features.values())).with_name(f"{row.slide}.h5"))
-    return replace(row, slide=name, path=features[name])
+    return row.found_as(name, features[name])
 
 
 def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iterator[SlideRow]:
@@ -178,6 +178,7 @@ def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iter
             split=split_name(split),
             mpp=parse_mpp(mpp, sheet, where),
             annotation=resolve_path(annotation, sheet.folder) if annotation else None,
+            patient_stated=bool(patient),
         )
 
 
@@ -229,7 +230,7 @@ def _located(sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None) -> 
                 "it cannot be told which is meant",
                 "Add a column path to the table",
             )
-        located.append(replace(row, slide=files[key][0].name, path=files[key][0].path))
+        located.append(row.found_as(files[key][0].name, files[key][0].path))
         used.add(key)
     if missing:
         raise CohortError(
@@ -296,7 +297,7 @@ def _by_slide(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterator
         if name is None:
             yield where, PurePosixPath(row.slide).name, None
         else:
-            yield where, name, replace(row, slide=name, patient="" if row.patient == row.slide else row.patient)
+            yield where, name, replace(row, slide=name, patient=row.patient if row.patient_stated else "")
 
 
 def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterator[_Addition]:

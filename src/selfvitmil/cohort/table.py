@@ -48,10 +48,18 @@ class SlideRow:
     """Microns per level-0 pixel that overrides what the file says."""
     annotation: Path | None = None
     """Outlines of its lesions; absolute."""
+    patient_stated: bool = False
+    """Whether a table names the patient, be it by the slide's own name; else the slide only counts as its own."""
 
     def __post_init__(self) -> None:
         if not self.patient:
             object.__setattr__(self, "patient", self.slide)
+        elif self.patient != self.slide:
+            object.__setattr__(self, "patient_stated", True)
+
+    def found_as(self, slide: str, path: Path) -> SlideRow:
+        """The row with the name and the file under which its slide was found."""
+        return replace(self, slide=slide, path=path, patient=self.patient if self.patient_stated else "")
 
     @property
     def lesions_complete(self) -> bool:
@@ -121,6 +129,21 @@ class Cohort:
         for row in self.rows:
             owned[row.patient].append(row)
         return {patient: tuple(owned[patient]) for patient in sorted(owned)}
+
+    @property
+    def patient_warning(self) -> str:
+        """What to know of slides whose patient no table states; empty when all are stated, or there is one slide."""
+        unstated = [row.slide for row in self.rows if not row.patient_stated]
+        if not unstated or len(self.rows) == 1:
+            return ""
+        if len(unstated) == len(self.rows):
+            which = "No patient column was given: each slide counts as its own patient"
+        else:
+            which = f"{len(unstated)} slides have no patient and count each as its own: {listing(unstated)}"
+        return (
+            f"{which}. Slides of one patient may stand in training and test set, and metrics and confidence intervals "
+            "may be too good. Fill the column patient of cohort.csv (with the slide's name where that is right)."
+        )
 
     def select(self, split: str | None = None, *, labelled: bool = False) -> Cohort:
         """The rows of one split, or all; with `labelled` only those that have a label. May be empty."""
@@ -293,9 +316,9 @@ def write_cohort(path: Path, cohort: Cohort) -> None:
 
 
 def _stated(row: SlideRow) -> dict[str, Any]:
-    """The fields as a table holds them: None where nothing is said, as of the patient of a slide that is its own."""
+    """The fields as a table holds them: None where nothing is said, as of a patient that no table states."""
     values = {name: getattr(row, name) for name in COLUMNS}
-    return values | {"patient": None} if row.patient == row.slide else values
+    return values if row.patient_stated else values | {"patient": None}
 
 
 def absolute(path: Path) -> Path:
@@ -392,6 +415,8 @@ def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
             conflicts.append(f"{row.slide} ({name}: {ours[name]} or {theirs})")
         elif not _same_file(ours[name], theirs):
             conflicts.append(f"{row.slide} ({name}: another file)")
+    if "patient" in changes:
+        changes["patient_stated"] = True
     return replace(row, **changes), conflicts
 
 

@@ -110,7 +110,7 @@ def seal(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> T
     """
     check_choices(evaluate, cases.num_classes)
     optimistic = evaluate.protocol == "optimistic"
-    warnings: list[str] = []
+    warnings = [cases.usable.patient_warning] if cases.usable.patient_warning else []
     for split in splits:
         check_split(split, cases.usable, split.name)
         _check_split(split, cases)

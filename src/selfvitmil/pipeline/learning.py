@@ -187,8 +187,15 @@ def prepare(
     cases = _cases(cohort, features, stage, settings.train.positive)
     artefact.record_failures(study, stage, [row.slide for row in cohort.rows], cases.failures)
     splits = make_splits(cases, settings.train, settings.evaluate)
+    _announce(cases.usable.patient_warning)
     warning = [OPTIMISTIC_LINE] if settings.evaluate.protocol == "optimistic" else []
     return [*lines, *cases.lines(), _split_line(splits), *warning], cases, splits, features
+
+
+def _announce(*warnings: str) -> None:
+    """Print what must be known before anything is trained; summaries come when all is over."""
+    for warning in filter(None, warnings):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _cases(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:

@@ -132,6 +132,7 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
     door.check_formats(study)
     if set(request.stages) - set(STAGES[: STAGES.index("compare")]):
         door.check_learning(cohort, settings, door.check_labels(cohort, settings), request.stages)
+        lines += [f"note: {cohort.patient_warning}"] if cohort.patient_warning else []
     if "pretrain" in request.stages:
         door.check_training_split(cohort, settings)
     ahead = _Ahead(study, request, settings, cohort, offline)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
-from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, write_cohort
+from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import StudySettings, resolve_settings
@@ -59,15 +59,20 @@ def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
 def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
     """The study's cohort, extended by what `source` gives, and stored; and lines that tell what was added."""
     cohort, lines = find_cohort(study, source)
-    if source.cohort is not None or source.labels is not None:
-        own = study / "cohort.csv"
-        if not own.exists() or read_cohort(own).rows != cohort.rows:
-            write_cohort(own, cohort)
+    own = study / "cohort.csv"
+    if not own.exists() or read_cohort(own).rows != cohort.rows:
+        write_cohort(own, cohort)
     return cohort, lines
 
 
 def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
-    """The cohort as `study_cohort` would store it, without storing it."""
+    """The cohort as `study_cohort` would store it, without storing it; patients are guessed where no table has them."""
+    cohort, lines = _read_cohort(study, source)
+    cohort, guess = with_guessed_patients(cohort)
+    return cohort, [*lines, *([f"note: {guess}"] if guess is not None else [])]
+
+
+def _read_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
     own = study / "cohort.csv"
     table = own if source.cohort is None else source.cohort
     is_own = table.resolve() == own.resolve()
