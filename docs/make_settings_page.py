@@ -36,7 +36,7 @@ def table(section: str, model: type[BaseModel]) -> str:
             continue
         default = field.get_default(call_default_factory=True)
         shown = "" if default is None else f"`{list(default) if isinstance(default, tuple) else default}`"
-        text += f"| `{name}` | {shown} | {field.description} |\n"
+        text += f"| `{name}` | {shown} | {' '.join((field.description or '').split())} |\n"
     return text + inner
 
 

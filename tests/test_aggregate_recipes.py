@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate.recipes import MAX_LR, recipe_of
+from selfvitmil.aggregate.recipes import MAX_LR, recipe_of, recipe_warnings
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import TrainSettings
+from selfvitmil.settings import TrainSettings, resolve_settings
 
 EACH = pytest.mark.parametrize("name", aggregate.NAMES)
 PUBLISHED = TrainSettings(recipe="published")
@@ -161,3 +162,15 @@ def test_options_of_one_method_are_not_those_of_others():
     assert not recipe_of("dsmil", settings).standardize
     with pytest.raises(ConfigError, match="transmill"):
         recipe_of("dsmil", TrainSettings(options={"transmill": {"hidden": 64}}))
+
+
+@pytest.mark.parametrize("preset", ["default", "paper", "authors-code"])
+def test_unscaled_attention_is_warned_of_and_nearly_one_hot(preset):
+    settings = resolve_settings(flags={"preset": preset}).train
+    recipe = recipe_of("self-vit-mil", settings)
+    torch.manual_seed(0)
+    module = aggregate.build("self-vit-mil", 3840, 1, **recipe.options | {"init": "default"})
+    with torch.no_grad():
+        largest = module(torch.randn(500, 3840)).attention_NC.max().item()
+    assert bool(recipe_warnings(recipe)) == (preset == "paper") == (largest > 0.9)
+    assert largest > 0.9 or largest < 0.2

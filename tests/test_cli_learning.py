@@ -8,16 +8,18 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import planted
 from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.bags import read_bag
+from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import EncoderConfig, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.learning import FeatureChoice, _make_baseline, find_features
-from selfvitmil.settings import StudySettings, resolve_settings
+from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
 from test_cli import Done, rows_of, selfvitmil
 
@@ -201,6 +203,57 @@ def test_compare_with_all_kinds_of_rows(embedded: Path):
     fine = read_bag(next((bags / "1mpp_64px_0px" / "features_tiny").glob("*.h5")))
     joined = read_bag(next((bags / "1mpp_64px_0px+4mpp_64px_0px" / "features_tiny").glob("*.h5")))
     assert joined.dim == 2 * fine.dim
+
+
+def test_layouts_of_one_encoder_are_kept_apart(embedded: Path):
+    one = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--workers", 0)
+    bags, layout = embedded / "bags" / "1mpp_64px_0px", ("--embed.layout", "cls4+clsmean")
+    before = {path.name: path.read_bytes() for path in (bags / "features_tiny").glob("*.h5")}
+    splits = ("--train.split", "k-fold", "--train.folds", 2, "--train.validation", 0.4)
+    done = selfvitmil("compare", embedded, *one, *QUICK, *splits, *layout, "--encoder", "tiny")
+    assert done.returncode == 2  # not with the embeddings of another layout
+    assert "no vectors of encoder 'tiny' with layout cls4+clsmean" in done.stderr
+    done = selfvitmil("embed", embedded, "--encoder", "tiny", *one, *layout)
+    assert done.returncode == 0, done.stderr
+    assert "tiny__cls4-clsmean: layout cls4+clsmean, embeddings of 120 dimensions" in done.stdout
+    assert {path.name: path.read_bytes() for path in (bags / "features_tiny").glob("*.h5")} == before
+    for path in (bags / "features_tiny__cls4-clsmean").glob("*.h5"):
+        bag, other = read_bag(path), read_bag(bags / "features_tiny" / path.name)
+        assert json.loads(bag.attributes["made_from"])["layout"] == "cls4+clsmean"
+        vectors = bag.features_ND.astype(np.float32)
+        parts = vectors.reshape(len(bag), 5, 24)
+        assert np.abs(parts[:, 4] - parts[:, :4].mean(axis=1)).max() < 5e-3  # float16
+        assert np.abs(vectors[:, :96] - other.features_ND[:, :96].astype(np.float32)).max() < 5e-3
+    chosen = ("--compare.methods", "self-vit-mil", "--compare.methods", "mean", "--compare.mean-color")
+    rows = ("--compare.random-encoder", *chosen, "--name", "text")
+    done = selfvitmil("compare", embedded, *one, *QUICK, *splits, *rows, *layout)
+    assert done.returncode == 0, done.stderr
+    features = {row["display_name"]: row["features"] for row in rows_of(embedded / "results" / "text" / "table.csv")}
+    assert features == {
+        "self-vit-mil": "tiny__cls4-clsmean",
+        "mean": "tiny__cls4-clsmean",
+        "untrained encoder": "untrained_tiny__cls4-clsmean",
+        "mean colour": "mean_color",
+    }
+    untrained = read_bag(next((bags / "features_untrained_tiny__cls4-clsmean").glob("*.h5")))
+    assert json.loads(untrained.attributes["made_from"])["layout"] == "cls4+clsmean"
+
+
+def test_embeddings_of_two_layouts_in_one_folder_are_refused(embedded: Path, tmp_path: Path):
+    bags = tmp_path / "bags" / "1mpp_64px_0px" / "features_tiny"
+    shutil.copytree(embedded / "bags" / "1mpp_64px_0px" / "features_tiny", bags)
+    file = min(bags.glob("*.h5"))
+    job = EmbedJob(
+        file.stem, embedded.parent / "slides" / "slides" / file.with_suffix(".svs").name,
+        embedded / "tiles" / "1mpp_64px_0px" / file.name, file, str(embedded / "encoders" / "tiny"), "tiny", "slide",
+        EmbedSettings(layout="cls4+clsmean"),
+    )  # fmt: skip
+    shape = read_bag(file).features_ND.shape
+    assert embed_slide(job).note == "made again: another encoder and layout than before"
+    assert read_bag(file).features_ND.shape == shape  # nothing else would tell
+    done = selfvitmil("train", tmp_path / "study", "--features", bags, "--labels", embedded / "cohort.csv", *QUICK)
+    assert done.returncode == 2
+    assert "feature files of different weights or layouts" in done.stderr
 
 
 def test_baselines_follow_the_tiles_and_the_encoder_of_the_study(tmp_path: Path):

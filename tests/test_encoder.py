@@ -33,6 +33,8 @@ from selfvitmil.encoder import (
     load_encoder,
     save_encoder,
 )
+from selfvitmil.encoder.known import by_content
+from selfvitmil.encoder.network import class_token_blocks
 from selfvitmil.errors import EncoderError
 
 GOLDEN = Path(__file__).parent / "golden" / "vit_embedding.npz"
@@ -101,13 +103,17 @@ def slow_vector(network, images_B3HW, layout, norm):
         hook.remove()
     vectors = []
     for i in range(len(images_B3HW)):
-        cls = [norm(tokens[i, 0]) for tokens in caught[-4:]]
+        every = [norm(tokens[i, 0]) for tokens in caught]
+        cls, depth = every[-4:], len(every)
+        spread = [every[number - 1] for number in range(1, depth + 1) if (number * 4) % depth < 4]
         patches = [norm(token) for token in caught[-1][i, network.num_prefix_tokens :]]
         patch_mean, cls_mean = sum(patches) / len(patches), sum(cls) / 4
         parts = {
             "cls4+patchmean": [*cls, patch_mean],
             "cls4+clsmean": [*cls, cls_mean],
             "cls4": cls,
+            "cls4spread": spread,
+            "cls4spread+patchmean": [*spread, patch_mean],
             "cls": cls[-1:],
             "cls+patchmean": [cls[-1], patch_mean],
         }[layout]
@@ -118,6 +124,7 @@ def slow_vector(network, images_B3HW, layout, norm):
 NETWORKS = {
     "plain": ("vit_tiny_patch16_224", ARGS, "norm"),
     "registers": ("vit_tiny_patch16_224", {**ARGS, "reg_tokens": 3, "dynamic_img_size": True}, "norm"),
+    "deep": ("vit_tiny_patch16_224", {**ARGS, "depth": 9}, "norm"),
     "distilled": ("deit_tiny_distilled_patch16_224", ARGS, "norm"),
     "averaging": ("vit_tiny_patch16_224", {**ARGS, "global_pool": "avg"}, "fc_norm"),
     "eva": ("eva02_tiny_patch14_224", {**ARGS, "dynamic_img_size": True}, "fc_norm"),
@@ -620,6 +627,64 @@ def test_pathology_models_whose_config_says_too_little(tmp_path, monkeypatch, na
         torch.testing.assert_close(load_encoder(tmp_path / "copy")(images()), expected, atol=1e-4, rtol=1e-4)
         downloaded = load_encoder(tmp_path, layout=layout)
         torch.testing.assert_close(downloaded(images()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depth", range(4, 41))
+def test_spread_blocks_are_four_and_evenly_spaced(depth):
+    blocks = class_token_blocks("cls4spread", depth)
+    steps = {later - earlier for earlier, later in zip([-1, *blocks], blocks, strict=False)}
+    assert (len(blocks), blocks[-1]) == (4, depth - 1)
+    assert max(steps) - min(steps) <= 1
+    assert depth != 12 or blocks == [2, 5, 8, 11]
+    assert depth != 40 or blocks == [9, 19, 29, 39]
+
+
+CUSTOMARY = {
+    # name: (pretrained_cfg beyond what all have, layout)
+    "uni": ({"tag": "uni_mass100k"}, "cls"),
+    "virchow2": ({"tag": "virchow_v2"}, "cls+patchmean"),
+    "phikon": ({"tag": "owkin_pancancer"}, "cls"),
+    "other": ({"tag": "dino"}, "cls4+patchmean"),
+    "silent": ({}, "cls4+patchmean"),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOMARY)
+def test_a_known_model_in_a_folder_has_its_customary_layout(tmp_path, name):
+    told, layout = CUSTOMARY[name]
+    network = scrambled(timm.create_model("vit_tiny_patch16_224", num_classes=0, **ARGS, reg_tokens=2))
+    torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
+    described = {"input_size": [3, 32, 32], "mean": [0.7, 0.6, 0.7], "std": [0.2, 0.2, 0.2], **told}
+    content = {"architecture": "vit_tiny_patch16_224", "model_args": {**ARGS, "reg_tokens": 2}}
+    (tmp_path / "config.json").write_text(json.dumps({**content, "pretrained_cfg": described}))
+    encoder = load_encoder(tmp_path)
+    assert encoder.config.layout == layout
+    assert any("recognised" in warning for warning in encoder.warnings) == (layout != "cls4+patchmean")
+    with torch.no_grad():
+        expected = slow_vector(network, images(), layout, network.norm)
+        torch.testing.assert_close(encoder(images()), expected, atol=1e-4, rtol=1e-4)
+    assert load_encoder(tmp_path, layout="cls4spread").config.layout == "cls4spread"  # what is asked for wins
+
+
+@pytest.mark.parametrize(
+    ("args", "mean", "name"),
+    [
+        ({"embed_dim": 1536, "depth": 24, "patch_size": 14, "reg_tokens": 8, "num_heads": 24}, None, "UNI2-h"),
+        ({"embed_dim": 1536, "depth": 40, "patch_size": 16, "num_heads": 24}, None, "Prov-GigaPath"),
+        ({"embed_dim": 1536, "depth": 40, "patch_size": 14, "reg_tokens": 4}, (0.7072, 0.5787, 0.7036), "H-optimus"),
+        ({"embed_dim": 1536, "depth": 40, "patch_size": 14, "reg_tokens": 4}, (0.485, 0.456, 0.406), None),  # DINOv2
+        ({"embed_dim": 1280, "depth": 32, "patch_size": 14, "num_heads": 16}, None, "Virchow"),
+        ({"embed_dim": 1280, "depth": 32, "patch_size": 14, "num_heads": 16, "reg_tokens": 4}, None, "Virchow2"),
+        ({"embed_dim": 1280, "depth": 32, "patch_size": 14, "num_heads": 16, "gated": False}, None, None),  # MAE, CLIP
+        ({"embed_dim": 1024, "depth": 24, "patch_size": 16, "num_heads": 16, "gated": False}, None, None),
+    ],
+)
+def test_published_networks_are_recognised_by_their_shape(args, mean, name):
+    gated = {"mlp_layer": SwiGLUPacked, "mlp_ratio": 5.375} if args.pop("gated", True) else {}
+    with torch.device("meta"):
+        network = timm.create_model("vit_base_patch16_224", num_classes=0, **{"num_heads": 24, **args, **gated})
+    found = by_content({"mean": mean}, network)
+    assert (found and found.name) == name
 
 
 def test_timm_names_bring_their_normalization(monkeypatch):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from selfvitmil import artefact
-from selfvitmil.encoder import build_encoder, save_encoder
+from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
 from selfvitmil.package import expect, open_package
@@ -134,6 +134,27 @@ def test_maps_are_those_of_localize(study: Path, model: Path, tmp_path: Path):
         assert (ours.score == theirs.score).all()
         assert ours.verdict.probability == theirs.verdict.probability
         assert ours.verdict.part == "new"
+
+
+def test_the_layout_travels_with_the_model(study: Path, tmp_path: Path):
+    """A package of embeddings that were asked for in another layout than the encoder's own."""
+    own = tmp_path / "study"
+    shutil.copytree(study, own)
+    shutil.copytree(study.parent / "cohort", tmp_path / "cohort")
+    (own / "study.toml").write_text(STUDY.replace("batch = 64", 'batch = 64\nlayout = "cls4+clsmean"'))
+    done(selfvitmil("embed", own, "--encoder", "tiny", "--workers", 0))
+    done(selfvitmil("evaluate", own, "--train.epochs", 2))
+    done(selfvitmil("package", own, "--out", tmp_path / "model", "--train.epochs", 2))
+    assert load_encoder(study / "encoders" / "tiny").config.layout == "cls4+patchmean"
+    assert load_encoder(tmp_path / "model" / "encoder").config.layout == "cls4+clsmean"
+    slides = slides_of(own, "test")
+    done(selfvitmil("predict", tmp_path / "model", *slides, "--out", tmp_path / "out", "--workers", 0, "--no-maps"))
+    found = {row["slide"]: row["probability"] for row in rows_of(tmp_path / "out" / "predictions.csv")}
+    judged = rows_of(own / "results" / "tiny__cls4-clsmean_dsmil" / "predictions.csv")
+    assert found == {row["slide"]: row["score"] for row in judged if (row["seed"], row["part"]) == ("ensemble", "test")}
+    refused = selfvitmil("predict", tmp_path / "model", slides[0], "--out", tmp_path / "x", "--embed.layout", "cls4")
+    assert refused.returncode == 2
+    assert "embed.layout 'cls4' with predict" in refused.stderr
 
 
 def test_two_scales_travel_too(study: Path, tmp_path: Path):

@@ -21,6 +21,12 @@ def test_flags_outweigh_file_outweighs_preset_outweighs_default(tmp_path: Path):
     assert settings.tile.overlap_px == 0  # default
 
 
+def test_preset_paper_embeds_and_draws_as_the_text_says():
+    paper = resolve_settings(flags={"preset": "paper"})
+    assert paper.embed.layout == "cls4+clsmean"
+    assert (paper.localize.score, paper.localize.scale) == ("attention", "zero-outliers")
+
+
 @pytest.mark.parametrize("preset", ["paper", "authors-code"])
 def test_presets_hold_the_published_tiling(preset: str):
     settings = resolve_settings(flags={"preset": preset})

@@ -35,7 +35,7 @@ from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_th
 from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
-TOLD_LATER = ("slide", "slide_mpp", "reader", "precision")
+TOLD_LATER = ("slide", "slide_mpp", "reader", "precision", "layout")
 """What the first feature files did not tell of their making: the lack of it alone makes no file stale."""
 
 
@@ -52,7 +52,7 @@ class EmbedJob:
     encoder: str
     """Folder, checkpoint, timm or hub name, as `load_encoder` takes it."""
     name: str
-    """What the encoder is called in the study."""
+    """What its embeddings are called in the study: the encoder, and the layout where one was asked for."""
     stain_method: str
     """`slide`, `tile` or `none`."""
     settings: EmbedSettings
@@ -78,7 +78,7 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     table = read_tiles(job.table)
     model = load_for(job.encoder, job.settings)
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
-    made_from = _made_from(job, model.identity, table)
+    made_from = _made_from(job, model.identity, table) | {"layout": model.encoder.config.layout}
     note = _why_stale(job.bag, made_from)
     if note is None:
         return EmbedResult(len(table), "current", 0.0)
@@ -101,7 +101,7 @@ def _made_from(job: EmbedJob, identity: str, table: TileTable) -> dict[str, Any]
     """
     fit = table.stain if job.stain_method == "slide" else None
     made_from: dict[str, Any] = {
-        "encoder": identity,
+        "encoder": identity,  # covers the layout
         "slide": table.fingerprint,
         "slide_mpp": table.slide_mpp,
         "reader": job.reader,
@@ -177,7 +177,7 @@ def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
 def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> LoadedEncoder:
     del content  # it tells one encoder from another that lay in the same place
     device = choose_device(settings.device)
-    encoder = load_encoder(source).to(device).eval()
+    encoder = load_encoder(source, layout=settings.layout).to(device).eval()
     identity = encoder.identity()
     if device.type == "cuda":
         use_patch_product(encoder)

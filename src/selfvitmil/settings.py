@@ -297,9 +297,20 @@ class PretrainSettings(Settings):
     """Decides the starting weights, the order of the tiles and all that is random in their views."""
 
 
+TokenLayout = Literal[
+    "cls4+patchmean", "cls4+clsmean", "cls4", "cls4spread", "cls4spread+patchmean", "cls", "cls+patchmean"
+]
+"""Which tokens of a ViT make the embedding of a tile: see EmbedSettings.layout."""
+
+
 class EmbedSettings(Settings):
     """How tiles become vectors."""
 
+    layout: TokenLayout | None = None
+    """Tokens of a ViT that make a tile's embedding: class tokens of the last four blocks (`cls4`), of four blocks
+    spread over the depth (`cls4spread`: 3, 6, 9, 12 of 12) or of the last (`cls`), then the mean of the last block's
+    patch tokens (`patchmean`) or of those class tokens (`clsmean`, the paper's text). None means the encoder's own:
+    that of its config.json, the customary one of known models, else cls4+patchmean."""
     batch: int = Field(default=256, gt=0)
     """Tiles that the encoder sees at once."""
     device: str = "auto"

@@ -76,6 +76,17 @@ class Recipe:
         return scaled
 
 
+def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """What to say of a recipe before anything is trained by it."""
+    if recipe.options.get("scale") != "none":
+        return ()
+    return (
+        "attention is not scaled (scale = 'none', the paper's equation): with embeddings of hundreds of dimensions it "
+        "is nearly one-hot from the first step, so bag embedding and attention heatmap rest on a single tile; the "
+        "authors' code divides by the square root of the query dimension (scale = 'sqrt')",
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- ours
 
 _BASE = Recipe(

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from selfvitmil import artefact
 from selfvitmil.cohort.table import listing
+from selfvitmil.encoder.known import KnownEncoder, by_content, by_hub_name
 from selfvitmil.encoder.network import (
     Encoder,
-    Layout,
     build_backbone,
     build_encoder,
     describe_weights,
@@ -44,16 +44,6 @@ from selfvitmil.errors import EncoderError
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".tar")
-PUBLISHED_LAYOUTS: dict[str, Layout] = {
-    "mahmoodlab/uni": "cls",
-    "mahmoodlab/uni2-h": "cls",
-    "prov-gigapath/prov-gigapath": "cls",
-    "bioptimus/h-optimus-0": "cls",
-    "bioptimus/h-optimus-1": "cls",
-    "paige-ai/virchow": "cls+patchmean",
-    "paige-ai/virchow2": "cls+patchmean",
-}
-"""The vectors that are customary for public pathology models; other models get the default layout."""
 
 
 def save_encoder(folder: str | Path, encoder: Encoder) -> None:
@@ -94,7 +84,12 @@ def save_encoder(folder: str | Path, encoder: Encoder) -> None:
 
 
 def load_encoder(
-    source: str | Path, *, checkpoint_key: str = "teacher", num_heads: int | None = None, **config: Any
+    source: str | Path,
+    *,
+    checkpoint_key: str = "teacher",
+    num_heads: int | None = None,
+    layout: str | None = None,
+    **config: Any,
 ) -> Encoder:
     """An encoder ready for use (eval mode) from any of these; only names touch the internet.
 
@@ -104,8 +99,10 @@ def load_encoder(
     - a hub name such as `MahmoodLab/UNI`, with or without `hf-hub:`
 
     `checkpoint_key` is the network taken from a checkpoint of several, `num_heads` the one number that weights do not
-    tell (width / 64 otherwise). `config` replaces fields of the EncoderConfig: layout, mean, std, mpp, size_px, ...
+    tell (width / 64 otherwise). `layout` is how tokens become the embedding of a tile; none means the encoder's own
+    (its config.json says it, or it is a known one). `config` replaces fields of the EncoderConfig: mean, std, mpp, ...
     """
+    config |= {} if layout is None else {"layout": layout}
     path = Path(source).absolute()  # so that "." has a name
     if path.is_dir():
         encoder = _load_folder(path, num_heads, config)
@@ -168,15 +165,30 @@ def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Enco
             weights = Path(fetch(WEIGHT_FILES[0]))
         except EntryNotFoundError:
             weights = Path(fetch(WEIGHT_FILES[1]))
-    if repository.lower() in PUBLISHED_LAYOUTS:
-        config = {"layout": PUBLISHED_LAYOUTS[repository.lower()], **config}
+    if known := by_hub_name(repository):
+        config = {"layout": known.layout, **config}
     return _load_published(name, content, weights, num_heads, config)
 
 
 def _load_published(
     name: str, content: Mapping[str, Any], weights: Path, num_heads: int | None, config: dict[str, Any]
 ) -> Encoder:
-    """A network with a config.json in timm's form. Some lack arguments that the network needs: then ask the weights."""
+    """A network with a config.json in timm's form, with the customary layout where it is a known one."""
+    encoder = _build_published(name, content, weights, num_heads, config)
+    known = by_content(content.get("pretrained_cfg", content), encoder.backbone)
+    return encoder if "layout" in config or known is None else _with_customary_layout(name, encoder, known)
+
+
+def _with_customary_layout(name: str, encoder: Encoder, known: KnownEncoder) -> Encoder:
+    note = f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another"
+    config = encoder.config.model_copy(update={"layout": known.layout})
+    return Encoder(encoder.backbone, config, (*encoder.warnings, note))
+
+
+def _build_published(
+    name: str, content: Mapping[str, Any], weights: Path, num_heads: int | None, config: dict[str, Any]
+) -> Encoder:
+    """Some config.json lack arguments that the network needs: then ask the weights."""
     described = content.get("pretrained_cfg", content)
     size_px = (described.get("input_size") or (3, 224, 224))[-1]
     facts = {"size_px": size_px, "provenance": {"source": name}, **describe_weights(described), **config}
@@ -205,7 +217,9 @@ def _load_file(path: Path, checkpoint_key: str, num_heads: int | None, config: d
     _load_strictly(path.name, encoder.backbone, state)
     if "mean" not in config:
         notes += (f"{path.name} does not say how pixels were normalized: ImageNet's mean and std are assumed",)
-    return Encoder(encoder.backbone, encoder.config, notes)
+    encoder = Encoder(encoder.backbone, encoder.config, notes)
+    known = by_content({}, encoder.backbone)
+    return encoder if "layout" in config or known is None else _with_customary_layout(path.name, encoder, known)
 
 
 # ---------------------------------------------------------------------------------------------------- weights

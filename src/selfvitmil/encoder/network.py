@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 import pickle
 import re
@@ -27,13 +28,13 @@ from torch import Tensor, nn
 
 from selfvitmil import artefact
 from selfvitmil.errors import EncoderError
-from selfvitmil.settings import Settings
+from selfvitmil.settings import Settings, TokenLayout
 
-LAYOUTS = ("cls4+patchmean", "cls4+clsmean", "cls4", "cls", "cls+patchmean")
-"""Vectors made of tokens: the class token of the last 4 blocks or of the last, then the mean of patches or of those."""
+LAYOUTS: tuple[TokenLayout, ...] = get_args(TokenLayout)
+"""Embeddings made of tokens; the first is the default. `EmbedSettings.layout` says what they are."""
 POOLED = "pooled"
 """The network's own pooling: the layout of networks without a class token, such as ResNets."""
-Layout = Literal["cls4+patchmean", "cls4+clsmean", "cls4", "cls", "cls+patchmean", "pooled"]
+Layout = TokenLayout | Literal["pooled"]
 MPP_TOLERANCE = 0.05
 """Relative difference of microns per pixel that counts as the same scale."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -86,8 +87,8 @@ class Encoder(nn.Module):
         """Length of a vector."""
         if self.config.layout == POOLED:
             return self.backbone.head_hidden_size
-        pieces = 1 + 3 * self.config.layout.startswith("cls4") + self.config.layout.endswith("mean")
-        return pieces * self.backbone.num_features
+        blocks = class_token_blocks(self.config.layout, len(self.backbone.blocks))
+        return (len(blocks) + self.config.layout.endswith("mean")) * self.backbone.num_features
 
     def normalize(self, tiles_B3HW: Tensor) -> Tensor:
         """uint8 tiles as the float32 images that the network takes."""
@@ -126,14 +127,15 @@ def embed_tokens(vit: Any, images_B3HW: Tensor, layout: str = "cls4+patchmean") 
     """Vectors (B, k * D) of normalized images, from the tokens of a timm ViT or of an `Encoder` with one.
 
     `cls4+patchmean` is [cls of the last 4 blocks, first to last | mean of the last block's patch tokens], each token
-    after the final norm; `cls4+clsmean` ends in the mean of those 4 instead. Registers never count as patches.
+    after the final norm; `cls4+clsmean` ends in the mean of those 4 instead; `cls4spread` takes 4 blocks spread evenly
+    over the depth, the last one among them. Registers never count as patches.
     """
     backbone = vit.backbone if isinstance(vit, Encoder) else vit
     _check_layout(backbone, layout)
     _check_images(backbone, images_B3HW)
     outputs = backbone.forward_intermediates(
         images_B3HW,
-        indices=4 if layout.startswith("cls4") else 1,
+        indices=class_token_blocks(layout, len(backbone.blocks)),
         return_prefix_tokens=True,
         output_fmt="NLC",
         intermediates_only=True,
@@ -149,19 +151,28 @@ def embed_tokens(vit: Any, images_B3HW: Tensor, layout: str = "cls4+patchmean") 
     return torch.cat(parts, dim=1)
 
 
+def class_token_blocks(layout: str, depth: int) -> list[int]:
+    """Blocks (from 0, ascending, the last always among them) whose class tokens a layout takes."""
+    kind = layout.partition("+")[0]
+    if kind == "cls4spread":
+        return [math.ceil(part * depth / 4) - 1 for part in (1, 2, 3, 4)]
+    return list(range(depth - (4 if kind == "cls4" else 1), depth))
+
+
 def has_class_token(backbone: nn.Module) -> bool:
     """Whether this is a ViT whose tokens can be had, with a class token among them."""
     return getattr(backbone, "cls_token", None) is not None and hasattr(backbone, "forward_intermediates")
 
 
 def _check_layout(backbone: nn.Module, layout: str) -> None:
-    if layout not in get_args(Layout):
-        raise EncoderError(f"unknown layout {layout!r}", how=f"Choose one of {', '.join(get_args(Layout))}")
+    if layout not in (*LAYOUTS, POOLED):
+        raise EncoderError(f"unknown layout {layout!r}", how=f"Choose one of {', '.join((*LAYOUTS, POOLED))}")
     if layout == POOLED and has_class_token(backbone):
         raise EncoderError(f"layout {POOLED!r} is for networks without a class token", how="Use 'cls' or 'cls4'")
     if layout != POOLED and not has_class_token(backbone):
         kind = type(backbone).__name__
-        raise EncoderError(f"layout {layout!r} needs a class token", f"this {kind} has none", f"Use {POOLED!r}")
+        how = f"Leave embed.layout unset: its own layout is {POOLED!r}"
+        raise EncoderError(f"layout {layout!r} needs a class token", f"this {kind} has none", how)
     if layout.startswith("cls4") and len(getattr(backbone, "blocks", ())) < 4:
         raise EncoderError(f"layout {layout!r} needs 4 blocks", "this network has fewer", "Use 'cls+patchmean'")
 

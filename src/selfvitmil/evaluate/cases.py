@@ -184,6 +184,8 @@ class _Facts:
 
     dim: int
     encoder: str
+    weights: str
+    """Identity of the encoder's weights and layout, shortened; empty where the file does not say."""
     resolution: str
     in_memory: int
     """Bytes, of a bag that cannot be mapped."""
@@ -196,7 +198,11 @@ class _Facts:
         else:
             resolution = f"{magnification}x" if magnification is not None else "not said"
         mapped = isinstance(bag.features_ND, np.memmap) or path.suffix == ".pt"
-        return cls(bag.dim, bag.encoder, resolution, 0 if mapped else bag.features_ND.nbytes)
+        return cls(bag.dim, bag.encoder, _weights(bag), resolution, 0 if mapped else bag.features_ND.nbytes)
+
+
+def _weights(bag: Bag) -> str:
+    return str(json.loads(bag.attributes.get("made_from", "{}")).get("encoder", ""))[:12]
 
 
 def _bag_file(slide: str, bag_files: Mapping[str, Path], coarse: CoarseScale | None) -> Path:
@@ -236,13 +242,14 @@ def check_two_classes(names: set[str], whole: str) -> None:
 def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
     """One error that lists every kind of bag, where there is more than one."""
     problems: list[str] = []
-    for what, key in (("dimensions", "dim"), ("encoders", "encoder"), ("resolutions", "resolution")):
+    kinds = {"dimensions": "dim", "encoders": "encoder", "weights or layouts": "weights", "resolutions": "resolution"}
+    for what, key in kinds.items():
         slides: dict[str, list[str]] = defaultdict(list)
         for slide, fact in facts.items():
             slides[str(getattr(fact, key)) or "not said"].append(slide)
         if len(slides) > 1:
-            kinds = sorted(slides.items(), key=lambda kind: (len(kind[1]), kind[0]))
-            told = "; ".join(f"{value} in {listing(names)}" for value, names in kinds)
+            found = sorted(slides.items(), key=lambda kind: (len(kind[1]), kind[0]))
+            told = "; ".join(f"{value} in {listing(names)}" for value, names in found)
             problems.append(f"feature files of different {what}: {told}")
     if problems:
         raise ConfigError(
@@ -277,7 +284,9 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
     `table` is the fine tile table, which knows the parents. Tiles without a parent are left out. Returns `target`,
     a feature file like any other. Raises BagError where the files do not belong together.
     """
+    fine, coarse = read_bag(fine_file), read_bag(coarse_file)
     made_from = {
+        "encoder": artefact.hash_of(_weights(fine), _weights(coarse)),
         "fine": artefact.fingerprint(fine_file),
         "coarse": artefact.fingerprint(coarse_file),
         "tiles": table.digest,
@@ -285,7 +294,6 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
     }
     if _is_current(target, made_from):
         return target
-    fine, coarse = read_bag(fine_file), read_bag(coarse_file)
     if coarse_tiling not in table.parents:
         raise BagError(
             f"{table.slide}: its tile table knows no parents at {coarse_tiling}",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pipeline.study import CohortSource, Summary, changes, map_slides, num_tiles, open_study, study_cohort
-from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
 
 SLIDES_FILE = "slides.txt"
 """In an encoder's folder: the slides it has seen, a name a line, so that none of them is tested on later unnoticed."""
@@ -102,14 +102,23 @@ SHOWN_METRICS = ("loss", "teacher_entropy", "feature_rank", "knn20", "linear", "
 
 
 def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
-    """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`."""
+    """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`.
+
+    Where `embed.layout` is set, its name follows the encoder's (`features_name`).
+    """
     from selfvitmil.embed import embed_slide
     from selfvitmil.encoder import load_encoder
 
-    sources = {encoder_name(source): encoder_source(study, source) for source in encoders}
+    sources = {features_name(source, settings.embed.layout): encoder_source(study, source) for source in encoders}
     # Loaded here first: one clear error, and one download, instead of one per slide.
-    configs = {name: load_encoder(source).config for name, source in sources.items()}
-    pairs, lines = _scales_that_fit(configs, settings)
+    loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in sources.items()}
+    pairs, lines = _scales_that_fit({name: encoder.config for name, encoder in loaded.items()}, settings)
+    lines += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
+    lines += [
+        f"{name}: layout {encoder.config.layout}, embeddings of {encoder.dim} dimensions"
+        for name, encoder in loaded.items()
+    ]
+    del loaded
     failures: list[Failure] = []
     with open_study(study, "embed"):
         cohort, _ = study_cohort(study, CohortSource())
@@ -155,6 +164,30 @@ def encoder_name(source: str) -> str:
     """What an encoder is called in file names: the last part of its folder, file or hub name."""
     name = Path(source.removeprefix("hf-hub:")).name or source
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+LAYOUT_MARK = "__"
+"""Between encoder and layout in the name of a features folder."""
+
+
+def features_name(source: str, layout: str | None) -> str:
+    """What the embeddings of an encoder are called: after the encoder, and after the layout where one was asked for.
+
+    `dino`, `dino__cls4-clsmean`: so embeddings of two layouts lie in two folders, with models and results of their own.
+    """
+    name = encoder_name(source)
+    if split_features_name(name)[1] is not None:
+        raise ConfigError(
+            f"encoder {name}: its name ends like a layout", "features folders of layouts end so", "Rename the encoder"
+        )
+    return name if layout is None else f"{name}{LAYOUT_MARK}{layout.replace('+', '-')}"
+
+
+def split_features_name(name: str) -> tuple[str, str | None]:
+    """Encoder and layout that a features folder is named after; None where it has the encoder's own layout."""
+    encoder, _, ending = name.rpartition(LAYOUT_MARK)
+    layouts = {layout.replace("+", "-"): layout for layout in get_args(TokenLayout)}
+    return (encoder, layouts[ending]) if encoder and ending in layouts else (name, None)
 
 
 def encoder_source(study: Path, source: str) -> str:
@@ -205,6 +238,8 @@ def export(
     from selfvitmil.bags import export_slide, plan_export
 
     name, tiling = encoder_name(encoder), tiling_name(settings.tile)
+    if split_features_name(name)[1] is None:
+        name = features_name(name, settings.embed.layout)
     folder = study / "bags" / tiling / f"features_{name}"
     if not folder.is_dir():
         what = f"{study.name}: there are no vectors of encoder {encoder!r} for tiles {tiling}"

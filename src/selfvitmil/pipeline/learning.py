@@ -20,7 +20,7 @@ from selfvitmil import artefact, words
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
-from selfvitmil.pipeline.encoders import embed, embed_stage, encoder_name
+from selfvitmil.pipeline.encoders import embed, embed_stage, encoder_name, features_name, split_features_name
 from selfvitmil.pipeline.methods import TWO_SCALES, check_supervised, coarse_mpp, compared_methods, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.pipeline.training import make_models
@@ -142,6 +142,7 @@ def compare(
         store = BagStore.of(settings.train)
         rows = _rows(study, choice, settings, cases, splits, features, store)
         asked = [(row.trial, training) for row in rows for training in row.trainings]
+        _warn_of_recipes({training.name: training.settings for _, training in asked})
         notes = make_models(asked, engine, store, _epoch_lines())
         fitted = [row.fit(notes) for row in rows]
         for row in rows:  # all trainings are over: no label of a test slide was read so far
@@ -166,9 +167,19 @@ def _fit(
     from selfvitmil.evaluate.models import trainings_of
 
     store, report = BagStore.of(train), _epoch_lines()
+    _warn_of_recipes({name: train})
     asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
     notes = make_models(asked, engine, store, report)
     return fit_method(name, trial, train, folder=folder, store=store, report=report, notes=notes, score_test=score_test)
+
+
+def _warn_of_recipes(methods: Mapping[str, TrainSettings]) -> None:
+    """Print, before anything is trained, what to know of the recipes that are in force."""
+    from selfvitmil.aggregate.recipes import recipe_of, recipe_warnings
+
+    for name, train in methods.items():
+        for warning in recipe_warnings(recipe_of(name, train)):
+            print(f"warning: {name}: {warning}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- features
@@ -221,7 +232,7 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
         name = encoder_name(str(choice.folder.resolve()))
         return Features(name, "external", find_bags(choice.folder), study / "models" / "external" / name)
     tiling = tiling_name(settings.tile)
-    name = _only_encoder(study, tiling, choice.encoder)
+    name = _only_encoder(study, tiling, choice.encoder, settings)
     fine = Features(name, tiling, _embedded(study, tiling, name), Path())
     if not choice.two_scales:
         return replace(fine, models=study / "models" / tiling / name)
@@ -238,18 +249,27 @@ def _embedded(study: Path, tiling: str, name: str) -> dict[str, Path]:
     return {slide: path for slide, path in found.items() if slide not in failed}
 
 
-def _only_encoder(study: Path, tiling: str, wanted: str | None) -> str:
+def _only_encoder(study: Path, tiling: str, wanted: str | None, settings: StudySettings) -> str:
+    """Name of the features folder: of the encoder that is wanted, or the only one, with the layout that is set."""
+    layout = settings.embed.layout
     places = sorted((study / "bags" / tiling).glob("features_*"))
     names = [place.name.removeprefix("features_") for place in places]
     listed = f"there are vectors of {', '.join(names)}" if names else "no slide was embedded yet"
     if wanted is not None:
-        if encoder_name(wanted) not in names:
-            what = f"{study.name}: no vectors of encoder {wanted!r} for tiles {tiling}"
+        name = encoder_name(wanted)
+        if name != MEAN_COLOR and split_features_name(name)[1] is None:
+            name = features_name(name, layout)
+        if name not in names:
+            of_layout = f" with layout {layout}" if layout is not None else ""
+            what = f"{study.name}: no vectors of encoder {wanted!r}{of_layout} for tiles {tiling}"
             raise ConfigError(what, listed, "Run `selfvitmil embed` first, or name another encoder")
-        return encoder_name(wanted)
+        return name
     names = [name for name in names if name != MEAN_COLOR and not name.startswith(UNTRAINED)]  # nobody means these
+    if layout is not None:
+        names = [name for name in names if split_features_name(name)[1] == layout]
     if len(names) != 1:
-        what = f"{study.name}: it is not clear which vectors of tiles {tiling} to learn from"
+        of_layout = f" (layout {layout})" if layout is not None else ""
+        what = f"{study.name}: it is not clear which vectors of tiles {tiling}{of_layout} to learn from"
         raise ConfigError(what, listed, "Give --encoder, or --features with a folder of feature files")
     return names[0]
 
@@ -258,7 +278,7 @@ def _on_two_scales(study: Path, choice: FeatureChoice, settings: StudySettings, 
     from selfvitmil.evaluate import CoarseScale
 
     tiling = tiling_name(settings.tile, coarse_mpp(settings.tile))
-    coarse = _only_encoder(study, tiling, choice.coarse_encoder or fine.encoder)
+    coarse = _only_encoder(study, tiling, choice.coarse_encoder or fine.encoder, settings)
     name = fine.encoder if coarse == fine.encoder else f"{fine.encoder}+{coarse}"
     both = f"{fine.tiling}+{tiling}"
     scale = CoarseScale(
@@ -353,7 +373,7 @@ def _fit_supervised(
 
 
 def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> dict[str, str]:
-    """Title of the row -> name of the encoder, for the baselines that were asked for."""
+    """Title of the row -> name of its features, for the baselines that were asked for beside those of `encoder`."""
     rows: dict[str, str] = {}
     if settings.compare.random_encoder:
         rows["untrained encoder"] = UNTRAINED + encoder
@@ -372,16 +392,24 @@ def _embed_baselines(study: Path, choice: FeatureChoice, settings: StudySettings
     """Vectors of the baselines, where they are not there yet."""
     if not (settings.compare.random_encoder or settings.compare.mean_color):
         return []
-    name = _only_encoder(study, tiling_name(settings.tile), choice.encoder) if choice.folder is None else ""
-    asked = _baselines(choice, settings, name)
+    name = _only_encoder(study, tiling_name(settings.tile), choice.encoder, settings) if choice.folder is None else ""
+    asked = [split_features_name(each) for each in _baselines(choice, settings, name).values()]
+    like = split_features_name(name)[0]
     with open_study(study, "compare"):
-        lines = [line for encoder in asked.values() for line in _make_baseline(study, encoder, name, settings)]
-    made = embed(study, list(asked.values()), settings.model_copy(update={"tile": _one_scale(settings)}), engine)
-    return [*lines, *made.lines]
+        lines = [line for encoder, _ in asked for line in _make_baseline(study, encoder, like, settings)]
+    for encoder, layout in asked:  # the layout of the encoder that they stand beside; colours have none
+        lines += embed(study, [encoder], _for_baseline(settings, layout), engine).lines
+    return lines
 
 
-def _one_scale(settings: StudySettings) -> Any:
-    return settings.tile.model_copy(update={"parent_mpp": ()})
+def _for_baseline(settings: StudySettings, layout: str | None) -> StudySettings:
+    """One scale, and the given layout."""
+    return settings.model_copy(
+        update={
+            "tile": settings.tile.model_copy(update={"parent_mpp": ()}),
+            "embed": settings.embed.model_copy(update={"layout": layout}),
+        }
+    )
 
 
 def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -> list[str]:

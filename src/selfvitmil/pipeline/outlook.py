@@ -19,7 +19,7 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline import door
-from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_source, training_tiles
+from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_source, features_name, training_tiles
 from selfvitmil.pipeline.methods import compared_methods
 from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.study import CohortSource, find_cohort
@@ -171,6 +171,11 @@ class _Ahead:
         return encoder_source(self.study, str(self.request.encoder))
 
     @property
+    def features(self) -> str:
+        """What its embeddings are called."""
+        return features_name(self.encoder, self.settings.embed.layout)
+
+    @property
     def tiling(self) -> str:
         return tiling_name(self.settings.tile)
 
@@ -275,7 +280,7 @@ class _Ahead:
     @cached_property
     def embed(self) -> StageOutlook:
         jobs, _ = embed_jobs(
-            self.study, self.cohort, self.tiling, self.encoder, self.source, self.settings, stage="embed"
+            self.study, self.cohort, self.tiling, self.features, self.source, self.settings, stage="embed"
         )
         untrained = self.request.trains_encoder and bool(self.pretrain.todo)
         identity = None if untrained or self.loaded is None else self.loaded.identity()
@@ -307,7 +312,9 @@ class _Ahead:
         """The encoder; None where only a hub has it and is not asked."""
         from selfvitmil.encoder import load_encoder
 
-        return None if self.offline and not Path(self.source).exists() else load_encoder(self.source)
+        if self.offline and not Path(self.source).exists():
+            return None
+        return load_encoder(self.source, layout=self.settings.embed.layout)
 
     # ------------------------------------------------------------------------------------------------ learning
     # These stages decide by themselves which of their files they use again; here is what is there.
@@ -324,7 +331,7 @@ class _Ahead:
         return self._judge("evaluate", self.settings.train.aggregator)
 
     def _judge(self, stage: str, what: str) -> StageOutlook:
-        there = sum(1 for _ in (self.study / "models" / self.tiling / self.encoder).rglob("config.json"))
+        there = sum(1 for _ in (self.study / "models" / self.tiling / self.features).rglob("config.json"))
         fate = (
             "the vectors change, so they are trained again" if self.embed.changing else "those that fit are used again"
         )
@@ -334,7 +341,7 @@ class _Ahead:
     @property
     def localize(self) -> StageOutlook:
         method, optimistic = self.settings.train.aggregator, self.settings.evaluate.protocol == "optimistic"
-        folder = self.study / "maps" / f"{self.encoder}_{method}{'_optimistic' * optimistic}"
+        folder = self.study / "maps" / f"{self.features}_{method}{'_optimistic' * optimistic}"
         there = sum(1 for _ in folder.glob("*.h5"))
         words = f"map the slides of the split {', '.join(self.settings.localize.parts)} with {method}"
         return StageOutlook("localize", words=words + (f"; {there} maps are there" if there else ""))

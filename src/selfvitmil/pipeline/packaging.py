@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.pipeline.encoders import encoder_source
+from selfvitmil.pipeline.encoders import encoder_source, split_features_name
 from selfvitmil.pipeline.learning import FeatureChoice, Features, prepare, results_name
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml
@@ -155,7 +155,8 @@ def _carried_settings(
     embed = parse(read_toml(beside), beside.name).embed if beside.exists() else settings.embed
     carried = {
         **first,
-        "embed": embed.model_copy(update={"device": "auto", "readers": None}).model_dump(),
+        # The encoder in the package says its layout itself.
+        "embed": embed.model_copy(update={"layout": None, "device": "auto", "readers": None}).model_dump(),
         "localize": settings.localize.model_dump(exclude={"of_class", "parts"}),
     }
     return parse(carried, "the settings of the study's tiles")
@@ -201,14 +202,15 @@ def _scale(
     from selfvitmil.encoder import load_encoder
 
     name = next(iter(files.values())).parent.name.removeprefix("features_")
-    source = encoder_source(study, wanted or name)
-    if wanted is None and source == name:
+    plain, layout = split_features_name(name)
+    source = encoder_source(study, plain if wanted in (None, name) else wanted)
+    if wanted is None and source == plain:
         raise ConfigError(
-            f"{name}: this encoder is not in the study's folder encoders/",
+            f"{plain}: this encoder is not in the study's folder encoders/",
             "a package carries its encoder along",
             "Give --encoder with what `selfvitmil embed` was given: a folder, a checkpoint, a timm or hub name",
         )
-    encoder = load_encoder(source)
+    encoder = load_encoder(source, layout=layout)
     identity = encoder.identity()
     for slide in slides:
         made_from = json.loads(read_bag(files[slide]).attributes.get("made_from", "{}"))

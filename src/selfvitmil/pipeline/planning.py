@@ -109,7 +109,7 @@ def _encoder(request: Request, settings: StudySettings, outlook: Outlook) -> tup
         return None, f"note: {outlook.source} is not on this disk, and a plan fetches nothing: its rate is not known"
     try:
         if (there / "config.json").exists() or there.is_file():
-            return load_encoder(there), ""
+            return load_encoder(there, layout=settings.embed.layout), ""
         return _untrained(settings), ""
     except SelfVitMilError as error:
         return None, f"note: the encoder cannot be measured: {error}"

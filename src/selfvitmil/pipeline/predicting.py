@@ -42,7 +42,14 @@ def predict_settings(package: Package, flags: Mapping[str, Any]) -> StudySetting
     told = package.settings.model_dump(mode="json")
     for section, values in flags.items():
         told[section] = {**told[section], **values}
-    return parse(told, "the command line")
+    settings = parse(told, "the command line")
+    if settings.embed.layout is not None:
+        raise ConfigError(
+            f"embed.layout {settings.embed.layout!r} with predict",
+            "the model was trained on the layout that its own encoder says",
+            "Leave embed.layout out",
+        )
+    return settings
 
 
 def predict(
