@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from selfvitmil.artefact import csv_text
 from selfvitmil.errors import MetricError
@@ -28,7 +27,7 @@ from selfvitmil.metrics.intervals import (
     check_groups,
     percentile_interval,
 )
-from selfvitmil.metrics.ranking import resampled_auc
+from selfvitmil.metrics.ranking import resampled_macro_auc
 from selfvitmil.words import (
     duration,
     markdown_list,
@@ -238,6 +237,7 @@ def paired_rows(
     baseline: str,
     *,
     patients: Mapping[str, str] | None = None,
+    folds: Mapping[str, str] | None = None,
     level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
@@ -245,7 +245,8 @@ def paired_rows(
     """Every method of `scores` (method -> slide -> score, or one per class) against `baseline`, slide by slide.
 
     Two classes: DeLong's paired test, the bootstrap beside it. More: bootstrap of the macro AUC. Patients are drawn
-    whole. Methods that did not score the same slides are refused: their difference would be one of slides as well.
+    whole; slides are ranked within their `folds`, whose models differ. Methods that did not score the same slides are
+    refused: their difference would be one of slides as well.
     """
     if baseline not in scores:
         raise MetricError(
@@ -258,9 +259,11 @@ def paired_rows(
         _check_same_slides(method, set(of_slides), set(slides))
     label = np.array([labels[slide] for slide in slides])
     group = None if patients is None else [patients[slide] for slide in slides]
+    fold = None if folds is None else check_groups([folds[slide] for slide in slides], len(slides))
     arrays = {method: _columns([of_slides[slide] for slide in slides]) for method, of_slides in scores.items()}
     others = [method for method in scores if method != baseline]
-    tests = [_paired(label, arrays[method], arrays[baseline], group, level, resamples, seed) for method in others]
+    drawn: _Drawn = {"groups": group, "folds": fold, "resamples": resamples, "seed": seed}
+    tests = [_paired(label, arrays[method], arrays[baseline], level, drawn) for method in others]
     corrected = holm([p for _, _, p, _ in tests]), holm([p for _, _, _, p in tests])
     return {
         method: PairedRow(method, baseline, difference, test, p, holm_p, other_p, other_holm_p, len(others))
@@ -286,32 +289,38 @@ def _columns(scores: Sequence[float | Sequence[float]]) -> Floats:
     return given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
 
 
-def _paired(
-    label: Labels, a: Floats, b: Floats, groups: ArrayLike | None, level: float, resamples: int, seed: int
-) -> tuple[Interval, str, float, float]:
+class _Drawn(TypedDict):
+    """How resamples are drawn, and within which folds slides are ranked."""
+
+    groups: Sequence[str] | None
+    folds: Labels | None
+    resamples: int
+    seed: int
+
+
+def _paired(label: Labels, a: Floats, b: Floats, level: float, drawn: _Drawn) -> tuple[Interval, str, float, float]:
     """Difference, name of the test, its p-value, and that of the bootstrap (the same one for several classes)."""
+    fold, resamples = drawn["folds"], drawn["resamples"]
+    within = "" if fold is None else " within folds"
     if a.ndim == 1:
-        done = paired_auc_test(label, a, b, level=level, groups=groups, resamples=resamples, seed=seed)
+        done = paired_auc_test(label, a, b, level=level, **drawn)
         usual = done.difference.method.startswith("DeLong")
-        test = "paired DeLong test" if usual else f"z-test by {done.difference.method} (no variance for DeLong)"
+        test = (
+            f"paired DeLong test{within}" if usual else f"z-test by {done.difference.method} (no variance for DeLong)"
+        )
         return done.difference, test, done.p_value, done.bootstrap_p_value
     if a.shape != b.shape:
         raise MetricError(
             f"scores of shapes {a.shape} and {b.shape}", "both must have one column per class", "Check the classes"
         )
     # With these all inputs are checked, and the values of the difference found.
-    value = multiclass_auc(label, a, resamples=100).macro.value - multiclass_auc(label, b, resamples=100).macro.value
-    of_a, of_b = _resampled_macro_auc(label, a), _resampled_macro_auc(label, b)
-    group = check_groups(groups, len(label))
-    values_R = bootstrap(lambda weights: of_a(weights) - of_b(weights), label, group, resamples, seed)
+    value_a, value_b = (multiclass_auc(label, one, folds=fold, resamples=100).macro.value for one in (a, b))
+    of_a, of_b = resampled_macro_auc(label, a, fold), resampled_macro_auc(label, b, fold)
+    group = check_groups(drawn["groups"], len(label))
+    values_R = bootstrap(lambda weights: of_a(weights) - of_b(weights), label, group, resamples, drawn["seed"])
     p = bootstrap_p_value(values_R)
-    test = f"paired bootstrap of the macro AUC, {resamples} resamples"
-    return percentile_interval(value, values_R, level), test, p, p
-
-
-def _resampled_macro_auc(label: Labels, scores_NC: Floats) -> Callable[[Floats], Floats]:
-    parts = [resampled_auc((label == k).astype(np.int64), scores_NC[:, k]) for k in range(scores_NC.shape[1])]
-    return lambda weights_RN: np.mean([part(weights_RN) for part in parts], axis=0)
+    test = f"paired bootstrap of the macro AUC{within}, {resamples} resamples"
+    return percentile_interval(value_a - value_b, values_R, level), test, p, p
 
 
 # ---------------------------------------------------------------------------------------------------- rendering

@@ -2,22 +2,30 @@
 
 A point stands for a rule "positive when score >= threshold", one for each distinct score, from strict to lax. Samples
 with equal scores enter together, so a curve never depends on the order of the samples.
+
+With `folds` (whose model scored a sample) samples are ranked within folds, and the curve is the vertical mean of the
+folds' curves: of their sensitivities at every false positive rate, weighted by the folds' pairs, so that the area below
+it is `auc` within folds; of their precisions at every recall, weighted by the folds' positives, so that the area is the
+mean precision over all positives. Such a curve has no thresholds (NaN). Folds of one class take no part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil.metrics.intervals import (
     Floats,
     Labels,
     bootstrap,
     check_binary,
+    check_folds,
     check_groups,
     first_of_ties,
+    pairs_of_folds,
 )
 
 
@@ -50,8 +58,12 @@ class CurveBands:
     precision_high: Floats
 
 
-def roc_curve(labels: ArrayLike, scores: ArrayLike) -> RocCurve:
-    true, false, thresholds = _counts(*check_binary(labels, scores))
+def roc_curve(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> RocCurve:
+    label, score = check_binary(labels, scores)
+    fold = check_folds(folds, label)
+    if fold.max() > 0:
+        return _mean_roc(label, score, fold)
+    true, false, thresholds = _counts(label, score)
     return RocCurve(
         np.concatenate([[0.0], false / false[-1]]),
         np.concatenate([[0.0], true / true[-1]]),
@@ -59,14 +71,46 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> RocCurve:
     )
 
 
-def pr_curve(labels: ArrayLike, scores: ArrayLike) -> PrCurve:
-    true, false, thresholds = _counts(*check_binary(labels, scores))
+def _mean_roc(label: Labels, score: Floats, fold: Labels) -> RocCurve:
+    weights = pairs_of_folds(label, fold)
+    curves = [roc_curve(label[fold == k], score[fold == k]) for k in np.flatnonzero(weights)]
+    rates = np.unique(np.concatenate([curve.false_positive_rate for curve in curves]))
+    # At a rate where a curve rises it has two values: where it comes from and where it goes.
+    ends = np.average([_ends(curve, rates) for curve in curves], axis=0, weights=weights[weights > 0])
+    return RocCurve(np.repeat(rates, 2), ends.ravel(), np.full(2 * len(rates), np.nan))
+
+
+def _ends(curve: RocCurve, rates: Floats) -> Floats:
+    """(G, 2): lowest and highest sensitivity at each rate; between two points of the curve both are on their line."""
+    x, y = curve.false_positive_rate, curve.sensitivity
+    first, last = np.searchsorted(x, rates, "left"), np.searchsorted(x, rates, "right") - 1
+    hit = last >= first
+    between = np.interp(rates, x, y)
+    return np.stack([np.where(hit, y[first], between), np.where(hit, y[last], between)], axis=1)
+
+
+def pr_curve(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> PrCurve:
+    label, score = check_binary(labels, scores)
+    fold = check_folds(folds, label)
+    if fold.max() > 0:
+        return _mean_pr(label, score, fold)
+    true, false, thresholds = _counts(label, score)
     return PrCurve(true / true[-1], true / (true + false), thresholds)
 
 
-def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
+def _mean_pr(label: Labels, score: Floats, fold: Labels) -> PrCurve:
+    used = np.flatnonzero(pairs_of_folds(label, fold))
+    curves = [pr_curve(label[fold == k], score[fold == k]) for k in used]
+    recall = np.unique(np.concatenate([curve.recall for curve in curves]))
+    recall = recall[recall > 0]
+    precisions = [curve.precision[np.searchsorted(curve.recall, recall, "left")] for curve in curves]
+    positives = np.bincount(fold, label == 1)[used]
+    return PrCurve(recall, np.average(precisions, axis=0, weights=positives), np.full(len(recall), np.nan))
+
+
+def average_precision(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
     """Area under the precision-recall steps: each gain in recall times the precision reached there."""
-    curve = pr_curve(labels, scores)
+    curve = pr_curve(labels, scores, folds=folds)
     return float((np.diff(curve.recall, prepend=0.0) * curve.precision).sum())
 
 
@@ -77,6 +121,7 @@ def curve_bands(
     points: int = 101,
     level: float = 0.95,
     groups: ArrayLike | None = None,
+    folds: ArrayLike | None = None,
     resamples: int = 1000,
     seed: int = 0,
 ) -> CurveBands:
@@ -85,23 +130,56 @@ def curve_bands(
     The bands are pointwise: a whole curve leaves them somewhere more often than `1 - level`.
     """
     label, score = check_binary(labels, scores)
+    fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
     grid = np.linspace(0.0, 1.0, points)
-    order = np.argsort(-score, kind="stable")
-    ties = first_of_ties(score[order])
-    positive = (label[order] == 1).astype(np.float64)
+    orders = [_Order.of(label, score, fold == k) for k in range(int(fold.max()) + 1)]
 
     def values(weights_RN: Floats) -> Floats:
-        weights = weights_RN[:, order]
-        trues = np.cumsum(np.add.reduceat(weights * positive, ties, axis=1), axis=1)
-        falses = np.cumsum(np.add.reduceat(weights * (1 - positive), ties, axis=1), axis=1)
-        return np.stack([_on_grid(true, false, grid) for true, false in zip(trues, falses, strict=True)])
+        counts = [order.counts(weights_RN) for order in orders]
+        return np.stack([_mean_on_grid([fold[row] for fold in counts], grid) for row in range(len(weights_RN))])
 
     values_R2G = bootstrap(values, label, group, resamples, seed)
-    (sensitivity_low, precision_low), (sensitivity_high, precision_high) = np.quantile(
+    (sensitivity_low, precision_low), (sensitivity_high, precision_high) = np.nanquantile(
         values_R2G, [(1 - level) / 2, (1 + level) / 2], axis=0
     )
     return CurveBands(grid, sensitivity_low, sensitivity_high, precision_low, precision_high)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The samples of a fold from the highest score down."""
+
+    place: NDArray[np.int64]
+    ties: NDArray[np.int64]
+    positive: Floats
+
+    @classmethod
+    def of(cls, label: Labels, score: Floats, member: NDArray[np.bool_]) -> _Order:
+        place = np.flatnonzero(member)
+        place = place[np.argsort(-score[place], kind="stable")]
+        return cls(place, first_of_ties(score[place]), (label[place] == 1).astype(np.float64))
+
+    def counts(self, weights_RN: Floats) -> Floats:
+        """(R, 2, T): true and false positives at each distinct score of each resample."""
+        weights = weights_RN[:, self.place]
+        trues = np.cumsum(np.add.reduceat(weights * self.positive, self.ties, axis=1), axis=1)
+        falses = np.cumsum(np.add.reduceat(weights * (1 - self.positive), self.ties, axis=1), axis=1)
+        return np.stack([trues, falses], axis=1)
+
+
+def _mean_on_grid(counts: Sequence[Floats], grid: Floats) -> Floats:
+    """(2, G): the curves of the folds of one resample, averaged as `roc_curve` and `pr_curve` do."""
+    both = [(true, false) for true, false in counts if true[-1] and false[-1]]
+    if not both:
+        return np.full((2, len(grid)), np.nan)
+    curves = np.stack([_on_grid(true, false, grid) for true, false in both])
+    if len(curves) == 1:
+        return curves[0]
+    pairs, positives = [true[-1] * false[-1] for true, false in both], [true[-1] for true, _ in both]
+    return np.stack(
+        [np.average(curves[:, 0], axis=0, weights=pairs), np.average(curves[:, 1], axis=0, weights=positives)]
+    )
 
 
 def _on_grid(true: Floats, false: Floats, grid: Floats) -> Floats:

@@ -107,7 +107,26 @@ def check_groups(groups: ArrayLike | None, count: int) -> Labels:
     return np.unique(given, return_inverse=True)[1].astype(np.int64)
 
 
-def first_of_ties(ordered: Floats) -> NDArray[np.int64]:
+def check_folds(folds: ArrayLike | None, label: Labels) -> Labels:
+    """For each sample the number of its fold, 0 for all without folds; one fold at least must hold both classes."""
+    if folds is None:
+        return np.zeros(len(label), dtype=np.int64)
+    fold = check_groups(folds, len(label))
+    if not pairs_of_folds(label, fold).any():
+        raise MetricError(
+            f"no fold of {int(fold.max()) + 1} holds both classes",
+            "scores of different folds come from different models and cannot be ranked together",
+            "Take fewer folds, or stratify them by label",
+        )
+    return fold
+
+
+def pairs_of_folds(label: Labels, fold: Labels) -> NDArray[np.int64]:
+    """How many pairs (positive, negative) each fold has."""
+    return np.bincount(fold, label == 1).astype(np.int64) * np.bincount(fold, label == 0).astype(np.int64)
+
+
+def first_of_ties(ordered: Floats | Labels) -> NDArray[np.int64]:
     """Where each distinct value begins in an ordered array."""
     return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
@@ -186,5 +205,6 @@ def bootstrap_p_value(differences_R: Floats) -> float:
 
 
 def percentile_interval(value: float, values_R: Floats, level: float) -> Interval:
-    low, high = np.quantile(values_R, [(1 - level) / 2, (1 + level) / 2])
+    """Limits from those resamples in which the value is defined."""
+    low, high = np.quantile(values_R[np.isfinite(values_R)], [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high), f"bootstrap percentiles, {len(values_R)} resamples", level)

@@ -9,11 +9,20 @@ of 0.95, plain DeLong covers the truth in 90 % of studies, percentiles of the bo
 94 %; with 10 and 16 samples it is 79, 86 and 96 %. Where DeLong's variance is zero (perfect ranking, all scores equal)
 or undefined (one positive), an interval without width would claim certainty from a handful of slides; Newcombe's score
 interval (2006, method 5) stands in and `method` says so.
+
+Folds: scores of different models have different offsets, so a positive of one fold and a negative of another must not
+be compared. With `folds` the AUC is the share of pairs won among the pairs within a fold: the mean of the folds' AUCs,
+weighted by their pairs. Its variance comes from the placements within folds, each taken as a deviation from the common
+AUC; samples of one group (a patient whose slides are in the test sets of several splits) add up before they are
+squared, so that test sets may overlap. A fold with one class has no pairs and takes no part. Simulated with 5 folds of
+10 positives and 16 negatives, offsets of two standard deviations and a true AUC of 0.9, all scores in one ranking are
+0.15 too low and their interval covers the truth in 7 % of studies; within folds there is no bias and 97 % are covered.
+With 4 positives and 4 negatives a fold it is 98 %: where folds are small the interval is rather too wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,11 +38,13 @@ from selfvitmil.metrics.intervals import (
     bootstrap,
     bootstrap_p_value,
     check_binary,
+    check_folds,
     check_groups,
     check_labels,
     check_scores,
     first_of_ties,
     normal_quantile,
+    pairs_of_folds,
     percentile_interval,
 )
 
@@ -70,9 +81,13 @@ class MulticlassAuc:
     per_class: tuple[AucInterval, ...]
 
 
-def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Area under the ROC curve of `scores` for labels 0 and 1; infinite scores may be ranked, NaN may not."""
-    return _auc(*check_binary(labels, scores))
+def auc(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
+    """Area under the ROC curve of `scores` for labels 0 and 1; infinite scores may be ranked, NaN may not.
+
+    With `folds` (one per sample: whose model scored it) only pairs within a fold are compared.
+    """
+    label, score = check_binary(labels, scores)
+    return _auc(label, score, check_folds(folds, label))
 
 
 def auc_interval(
@@ -81,15 +96,21 @@ def auc_interval(
     *,
     level: float = 0.95,
     groups: ArrayLike | None = None,
+    folds: ArrayLike | None = None,
     resamples: int = 2000,
     seed: int = 0,
 ) -> AucInterval:
-    """AUC with DeLong's and the bootstrap's interval; `groups` (patients) stay together in both."""
+    """AUC with DeLong's and the bootstrap's interval; `groups` (patients) stay together in both, `folds` as in `auc`.
+
+    With folds the limits are conditional on the models: samples are random, the models that scored them are not.
+    """
     label, score = check_binary(labels, scores)
+    fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
-    value = _auc(label, score)
-    low, high, method = _limits(label, score, group, level)
-    other = percentile_interval(value, bootstrap(resampled_auc(label, score), label, group, resamples, seed), level)
+    value = _auc(label, score, fold)
+    low, high, method = _limits(label, score, group, fold, level)
+    values_R = bootstrap(resampled_auc(label, score, fold), label, group, resamples, seed)
+    other = percentile_interval(value, values_R, level)
     gap = max(abs(low - other.low), abs(high - other.high)) / (high - low)
     agree = bool(gap <= AGREE)
     name = method.split(" ")[0]
@@ -107,18 +128,21 @@ def paired_auc_test(
     *,
     level: float = 0.95,
     groups: ArrayLike | None = None,
+    folds: ArrayLike | None = None,
     resamples: int = 2000,
     seed: int = 0,
 ) -> PairedAuc:
-    """Do two scores of the same samples rank equally well? Two-sided; `groups` (patients) stay together."""
+    """Do two scores of the same samples rank equally well? Two-sided; `groups` (patients) stay together, `folds` as in
+    `auc`."""
     label, a = check_binary(labels, scores_a)
     b = check_scores(scores_b, len(label), infinite=True)
+    fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
-    value_a, value_b = _auc(label, a), _auc(label, b)
+    value_a, value_b = _auc(label, a, fold), _auc(label, b, fold)
     value = value_a - value_b
-    difference, p_value = _difference(label, a, b, group, level)
+    difference, p_value = _difference(label, a, b, group, fold, level)
 
-    auc_of_a, auc_of_b = resampled_auc(label, a), resampled_auc(label, b)
+    auc_of_a, auc_of_b = resampled_auc(label, a, fold), resampled_auc(label, b, fold)
     values_R = bootstrap(lambda weights: auc_of_a(weights) - auc_of_b(weights), label, group, resamples, seed)
     other = percentile_interval(value, values_R, level)
     return PairedAuc(value_a, value_b, difference, p_value, other, bootstrap_p_value(values_R))
@@ -130,10 +154,14 @@ def multiclass_auc(
     *,
     level: float = 0.95,
     groups: ArrayLike | None = None,
+    folds: ArrayLike | None = None,
     resamples: int = 2000,
     seed: int = 0,
 ) -> MulticlassAuc:
-    """AUC of each class's column against the rest, and the plain mean over classes; every class must occur."""
+    """AUC of each class's column against the rest, and the plain mean over classes; every class must occur.
+
+    `folds` as in `auc`; of a class only the folds count in which it occurs.
+    """
     num_classes = np.shape(scores_NC)[1] if np.ndim(scores_NC) == 2 else 0
     if num_classes < 2:
         raise MetricError(
@@ -150,16 +178,13 @@ def multiclass_auc(
             "its AUC, and so the mean over classes, is undefined",
             "Take a split that holds every class, or drop the class",
         )
-    group = check_groups(groups, len(label))
+    group, fold = check_groups(groups, len(label)), check_groups(folds, len(label)) if folds is not None else None
     one_vs_rest = [(label == k).astype(np.int64) for k in range(num_classes)]
     per_class = tuple(
-        auc_interval(rest, scores[:, k], level=level, groups=group, resamples=resamples, seed=seed)
+        auc_interval(rest, scores[:, k], level=level, groups=group, folds=fold, resamples=resamples, seed=seed)
         for k, rest in enumerate(one_vs_rest)
     )
-    parts = [resampled_auc(rest, scores[:, k]) for k, rest in enumerate(one_vs_rest)]
-    values_R = bootstrap(
-        lambda weights: np.mean([part(weights) for part in parts], axis=0), label, group, resamples, seed
-    )
+    values_R = bootstrap(resampled_macro_auc(label, scores, fold), label, group, resamples, seed)
     mean = float(np.mean([one.value for one in per_class]))
     return MulticlassAuc(percentile_interval(mean, values_R, level), per_class)
 
@@ -170,27 +195,44 @@ def _half_wins(winners: Floats, losers: Floats) -> NDArray[np.int64]:
     return np.searchsorted(ordered, winners, "left") + np.searchsorted(ordered, winners, "right")
 
 
-def _auc(label: Labels, score: Floats) -> float:
-    positive, negative = score[label == 1], score[label == 0]
-    return int(_half_wins(positive, negative).sum()) / (2 * len(positive) * len(negative))
+def _auc(label: Labels, score: Floats, fold: Labels) -> float:
+    half_wins, pairs = 0, 0
+    for k in range(int(fold.max()) + 1):
+        positive, negative = score[(label == 1) & (fold == k)], score[(label == 0) & (fold == k)]
+        half_wins += int(_half_wins(positive, negative).sum())
+        pairs += len(positive) * len(negative)
+    return half_wins / (2 * pairs)
 
 
-def _placements(label: Labels, score: Floats) -> Floats:
-    """For a positive the share of negatives below it, for a negative the share of positives above it; ties half."""
-    positive, negative = score[label == 1], score[label == 0]
-    placement = np.empty(len(label))
-    placement[label == 1] = _half_wins(positive, negative) / (2 * len(negative))
-    placement[label == 0] = _half_wins(-negative, -positive) / (2 * len(positive))
+def _placements(label: Labels, score: Floats, fold: Labels) -> Floats:
+    """For a positive the share of its fold's negatives below it, for a negative that of positives above it; ties half.
+
+    NaN in a fold of one class.
+    """
+    placement = np.full(len(label), np.nan)
+    for k in np.flatnonzero(pairs_of_folds(label, fold)):
+        positives, negatives = (label == 1) & (fold == k), (label == 0) & (fold == k)
+        positive, negative = score[positives], score[negatives]
+        placement[positives] = _half_wins(positive, negative) / (2 * len(negative))
+        placement[negatives] = _half_wins(-negative, -positive) / (2 * len(positive))
     return placement
 
 
-def _variance(label: Labels, placement: Floats, value: float, group: Labels) -> float:
+def _variance(label: Labels, placement: Floats, value: float, group: Labels, fold: Labels) -> float:
     """Variance of the mean placement, with groups drawn independently; NaN when one group alone holds a class.
 
     `placement` may be a difference of placements: then this is the variance of the difference of two AUCs.
     """
+    pairs = pairs_of_folds(label, fold)
+    used = pairs[fold] > 0
+    label, placement, fold = label[used], placement[used], fold[used]
+    group = check_groups(group[used], len(label))
     num_positive, num_negative = int((label == 1).sum()), int((label == 0).sum())
-    excess = placement - value
+    # A fold counts by its share of all pairs, a sample of it by its share of the fold's class; 1 where there is one.
+    share = (pairs / pairs.sum())[fold]
+    of_class = np.where(label == 1, np.bincount(fold, label == 1)[fold], np.bincount(fold, label == 0)[fold])
+    weight = share * (np.where(label == 1, num_positive, num_negative) / of_class)
+    excess = (placement - value) * weight
     of_positives = np.bincount(group, excess * (label == 1))
     of_negatives = np.bincount(group, excess * (label == 0))
     groups, with_positive, with_negative = len(of_positives), *_groups_with(label, group)
@@ -207,23 +249,48 @@ def _groups_with(label: Labels, group: Labels) -> tuple[int, int]:
     return len(np.unique(group[label == 1])), len(np.unique(group[label == 0]))
 
 
-def _limits(label: Labels, score: Floats, group: Labels, level: float) -> tuple[float, float, str]:
-    value = _auc(label, score)
-    variance = _variance(label, _placements(label, score), value, group)
+def _limits(label: Labels, score: Floats, group: Labels, fold: Labels, level: float) -> tuple[float, float, str]:
+    value = _auc(label, score, fold)
+    variance = _variance(label, _placements(label, score, fold), value, group, fold)
     z = normal_quantile(level)
     # Written so that NaN takes this way too. A perfect ranking has no variance, so below the value is inside (0, 1).
     if not variance > 0:
-        with_positive, with_negative = _groups_with(label, group)
-        low = _newcombe_low(value, with_positive, with_negative, z)
-        high = 1 - _newcombe_low(1 - value, with_positive, with_negative, z)
+        sizes = _sizes(label, group, fold)
+        low, high = _newcombe_low(value, sizes, z), 1 - _newcombe_low(1 - value, sizes, z)
         return low, high, "Newcombe score (no variance for DeLong)"
     reach = z * np.sqrt(variance) / (value * (1 - value))
     grouped = len(np.unique(group)) < len(group)
-    method = "DeLong for groups on the logit scale" if grouped else "DeLong on the logit scale"
+    method = f"DeLong{_within(fold)}{' for groups' * grouped} on the logit scale"
     return float(expit(logit(value) - reach)), float(expit(logit(value) + reach)), method
 
 
-def _newcombe_low(value: float, num_positive: int, num_negative: int, z: float) -> float:
+def _within(fold: Labels) -> str:
+    return " within folds" * bool(fold.max())
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A fold: its share of all pairs, and how many groups hold a positive and a negative."""
+
+    share: float
+    num_positive: int
+    num_negative: int
+
+
+def _sizes(label: Labels, group: Labels, fold: Labels) -> list[_Size]:
+    """Of the folds that have pairs. Where groups are in several folds, of the smallest fold alone, as if the others
+    added nothing: nothing is known then of how much they do."""
+    pairs = pairs_of_folds(label, fold)
+    used = [int(k) for k in np.flatnonzero(pairs)]
+    sizes = [_Size(float(pairs[k] / pairs.sum()), *_groups_with(label[fold == k], group[fold == k])) for k in used]
+    across = len(np.unique(np.stack([group, fold]), axis=1).T) > len(np.unique(group))
+    if across:
+        smallest = min(sizes, key=lambda size: size.num_positive * size.num_negative)
+        return [_Size(1.0, smallest.num_positive, smallest.num_negative)]
+    return sizes
+
+
+def _newcombe_low(value: float, sizes: Sequence[_Size], z: float) -> float:
     """The lowest AUC that lies no more than z standard errors, taken at that AUC, below `value`.
 
     The standard error is Hanley and McNeil's with both class sizes replaced by their mean, as Newcombe proposes. It is
@@ -231,29 +298,36 @@ def _newcombe_low(value: float, num_positive: int, num_negative: int, z: float) 
     """
     if value == 0:
         return 0.0
-    spare = (num_positive + num_negative) / 2 - 1
+
+    def squared_reach(guess: float, size: _Size) -> float:
+        spare = (size.num_positive + size.num_negative) / 2 - 1
+        spread = 1 + spare * (1 - guess) / (2 - guess) + spare * guess / (1 + guess)
+        return z * z * guess * (1 - guess) * spread / (size.num_positive * size.num_negative)
 
     def excess(guess: float) -> float:
-        spread = 1 + spare * (1 - guess) / (2 - guess) + spare * guess / (1 + guess)
-        return (value - guess) ** 2 - z * z * guess * (1 - guess) * spread / (num_positive * num_negative)
+        return (value - guess) ** 2 - sum(size.share**2 * squared_reach(guess, size) for size in sizes)
 
     # At value 1 the end itself is a root without meaning: stay just below.
     return float(brentq(excess, 0.0, min(value, 1 - 1e-12)))  # pyright: ignore[reportArgumentType]
 
 
-def _difference(label: Labels, a: Floats, b: Floats, group: Labels, level: float) -> tuple[Interval, float]:
+def _difference(
+    label: Labels, a: Floats, b: Floats, group: Labels, fold: Labels, level: float
+) -> tuple[Interval, float]:
     """AUC of a minus AUC of b with its interval and the two-sided p-value."""
-    value_a, value_b = _auc(label, a), _auc(label, b)
+    value_a, value_b = _auc(label, a, fold), _auc(label, b, fold)
     value = value_a - value_b
     z = normal_quantile(level)
-    variance = _variance(label, _placements(label, a) - _placements(label, b), value, group)
+    placement = _placements(label, a, fold) - _placements(label, b, fold)
+    variance = _variance(label, placement, value, group, fold)
     if variance > 0:
         reach = z * np.sqrt(variance)
-        low, high, method = max(-1.0, value - reach), min(1.0, value + reach), "DeLong, paired"
+        low, high, method = max(-1.0, value - reach), min(1.0, value + reach), f"DeLong{_within(fold)}, paired"
         error = np.sqrt(variance)
     else:
         # No variance, but two handfuls of slides do not prove anything: add the single limits as squares.
-        (low_a, high_a, _), (low_b, high_b, _) = _limits(label, a, group, level), _limits(label, b, group, level)
+        low_a, high_a, _ = _limits(label, a, group, fold, level)
+        low_b, high_b, _ = _limits(label, b, group, fold, level)
         down, up = np.hypot(value_a - low_a, high_b - value_b), np.hypot(high_a - value_a, value_b - low_b)
         low, high, method = max(-1.0, value - down), min(1.0, value + up), "limits of both added as squares"
         error = (down if value > 0 else up) / z
@@ -261,17 +335,31 @@ def _difference(label: Labels, a: Floats, b: Floats, group: Labels, level: float
     return Interval(value, float(low), float(high), method, level), p_value
 
 
-def resampled_auc(label: Labels, score: Floats) -> Callable[[Floats], Floats]:
-    """A function from how often each sample was drawn, (R, N), to the AUCs of these resamples."""
-    order = np.argsort(score, kind="stable")
-    ties = first_of_ties(score[order])
+def resampled_auc(label: Labels, score: Floats, fold: Labels | None = None) -> Callable[[Floats], Floats]:
+    """A function from how often each sample was drawn, (R, N), to the AUCs of these resamples (NaN without a pair)."""
+    fold = np.zeros(len(label), dtype=np.int64) if fold is None else fold
+    order = np.lexsort((score, fold))
+    folds = first_of_ties(fold[order])
+    ties = np.union1d(folds, first_of_ties(score[order]))
+    starts = np.searchsorted(ties, folds)
+    fold_of_tie = np.searchsorted(folds, ties, "right") - 1
     positive = (label[order] == 1).astype(np.float64)
 
     def values(weights_RN: Floats) -> Floats:
         weights = weights_RN[:, order]
         positives = np.add.reduceat(weights * positive, ties, axis=1)
         negatives = np.add.reduceat(weights * (1 - positive), ties, axis=1)
-        below = np.cumsum(negatives, axis=1) - negatives / 2
-        return (positives * below).sum(axis=1) / (positives.sum(axis=1) * negatives.sum(axis=1))
+        in_fold = np.add.reduceat(negatives, starts, axis=1)
+        earlier_folds = (np.cumsum(in_fold, axis=1) - in_fold)[:, fold_of_tie]
+        below = np.cumsum(negatives, axis=1) - negatives / 2 - earlier_folds
+        pairs = (np.add.reduceat(positives, starts, axis=1) * in_fold).sum(axis=1)
+        with np.errstate(invalid="ignore"):
+            return (positives * below).sum(axis=1) / pairs
 
     return values
+
+
+def resampled_macro_auc(label: Labels, scores_NC: Floats, fold: Labels | None = None) -> Callable[[Floats], Floats]:
+    """The same for the mean over classes, each against the rest."""
+    parts = [resampled_auc((label == k).astype(np.int64), scores_NC[:, k], fold) for k in range(scores_NC.shape[1])]
+    return lambda weights_RN: np.mean([part(weights_RN) for part in parts], axis=0)
