@@ -21,7 +21,7 @@ from scipy.stats import binomtest
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
 from selfvitmil.evaluate.table import PUBLISHED, ComparisonRow, JudgedOn, PairedRow
-from selfvitmil.metrics import Interval, auc_interval, curve_bands
+from selfvitmil.metrics import Interval, auc, auc_interval, average_precision, curve_bands
 
 NAMES = ("normal", "tumor")
 YOUDEN = "Youden's point of the validation slides"
@@ -260,15 +260,32 @@ def test_forest_keeps_published_apart_from_measured():
     assert "not comparable" not in official
     assert "Hollow" not in words(figures.auc_figure([replace(row, published=None) for row in rows]))
 
-    # Limits that are no interval are not called one; what is not defined is not drawn.
-    unknown = replace(rows[0], auc=Interval(np.nan, 0, 1, "no test slide of a class", np.nan), seed_aucs=(np.nan,) * 2)
-    ranges = [replace(row, auc=replace(row.auc, level=np.nan)) for row in rows[1:]]
-    figure = figures.draw_auc([unknown, *ranges])
+    # What is not defined is not drawn.
+    unknown = replace(rows[0], auc=Interval(np.nan, 0, 1, "no test slide of a class"), seed_aucs=(np.nan,) * 2)
+    figure = figures.draw_auc([unknown, *rows[1:]])
     assert not lines(figure.axes[0], "dsmil")
-    text = words(figures.to_svg(figure))
-    assert "Lines: smallest to largest of all splits." in text
-    assert "not defined" in text
-    assert "%" not in text
+    assert "not defined" in words(figures.to_svg(figure))
+
+
+def test_curves_of_folds_are_means_of_curves_within_folds():
+    labels, (scores, *_) = cohort()
+    folds = np.arange(len(labels)) % 3
+    moved = scores + 5.0 * folds
+    options = {"folds": folds, "resamples": 100, "seed_scores": [moved, scores]}
+    (axes,) = figures.draw_roc(labels, moved, **options).axes
+    (line,) = lines(axes, "ensemble")
+    x, y = np.array(points(line)).T
+    parts = [(auc(labels[folds == k], scores[folds == k]), np.prod(np.bincount(labels[folds == k]))) for k in range(3)]
+    expected = np.average([value for value, _ in parts], weights=[pairs for _, pairs in parts])
+    assert np.trapezoid(y, x) == pytest.approx(expected)
+    text = words(figures.roc_figure(labels, moved, **options))
+    assert "mean over 3 folds" in text
+    assert f"AUC {expected:.3f}" in text.replace("\xa0", " ")
+    (axes,) = figures.draw_pr(labels, moved, **options).axes
+    precision = average_precision(labels, scores, folds=folds)
+    assert f"average precision {precision:.3f}" in " ".join(text.get_text() for text in axes.texts)
+    assert "Slides of 3 folds" in words(figures.calibration_figure(labels, scores, folds=folds))
+    assert "folds" not in words(figures.roc_figure(labels, scores, resamples=100))
 
 
 def test_history_draws_losses_means_and_the_epochs_kept():

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 import planted
 from selfvitmil.errors import ArtefactError, MetricError
 from selfvitmil.evaluate.choices import choose
+from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.predictions import Prediction, read_predictions, write_predictions
 from selfvitmil.evaluate.protocol import MethodResult, Run, run_method
 from selfvitmil.evaluate.results import compare_results, comparison_row, judged_on, write_results
 from selfvitmil.evaluate.scores import are_disjoint, read_interval, samples_of, score_method, score_samples
-from selfvitmil.evaluate.table import table_csv, table_markdown
+from selfvitmil.evaluate.table import table_csv, table_markdown, table_notes
 from selfvitmil.evaluate.trial import make_splits
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
@@ -193,6 +194,30 @@ def test_multiclass_metrics_against_counting():
     assert told["reasons"] == {}
 
 
+def test_sigmoids_of_several_classes_are_normalized_for_brier_and_ece_alone():
+    """One sigmoid per class, as DSMIL gives them, need not sum to 1."""
+    generator = np.random.default_rng(13)
+    labels = np.arange(30) % 3
+    sigmoids = 1 / (1 + np.exp(-(generator.normal(size=(30, 3)) + 2 * np.eye(3)[labels] - 0.5)))
+    sigmoids[7] = 0.0
+    rows = [prediction(f"s{k}", int(labels[k]), sigmoids[k].tolist()) for k in range(30)]
+    told = score_samples(samples_of(rows), "abc", EVALUATE)
+    square, right, stated = 0.0, [], []
+    for label, row in zip(labels, sigmoids.tolist(), strict=True):
+        shares = [one / sum(row) for one in row] if sum(row) else [1 / 3] * 3
+        square += sum((share - (k == label)) ** 2 for k, share in enumerate(shares)) / 30
+        right.append(int(np.argmax(shares) == label))
+        stated.append(max(shares))
+    assert told["brier"]["value"] == pytest.approx(square)
+    bins = np.minimum((np.array(stated) * 10).astype(int), 9)
+    gaps = [abs((np.array(stated) - right)[bins == k].sum()) for k in range(10)]
+    assert told["ece"]["value"] == pytest.approx(sum(gaps) / 30)
+    assert "divided by their sum" in told["probabilities"]
+    for k, name in enumerate("abc"):  # ranked by the sigmoids themselves
+        against = [replace(row, label=int(row.label == k), score=(row.score[k],)) for row in rows]
+        assert told["per_class"][name]["auc"]["value"] == pytest.approx(slow_auc(against))
+
+
 def test_what_cannot_be_computed_is_null_with_a_reason_and_the_rest_stands():
     rows = [prediction(f"s{k}", 0, 0.1 * k) for k in range(4)]
     told = score_samples(samples_of(rows), BINARY, EVALUATE)
@@ -316,21 +341,73 @@ def test_one_seed_has_no_spread():
     assert slide["over_seeds"]["auc"]["seeds"] == 1
 
 
-def test_folds_are_pooled_and_averaged():
+def with_offsets(rows: Sequence[Prediction], method: str = "m") -> list[Prediction]:
+    """The same ranking within each split and seed; every split's model has an offset of its own."""
+    offsets = {"fold0": -4.0, "fold1": 0.0, "fold2": 4.0}
+    scores = [1 / (1 + math.exp(-(math.log(row.score[0] / (1 - row.score[0])) + offsets[row.split]))) for row in rows]
+    return [replace(row, score=(score,), method=method) for row, score in zip(rows, scores, strict=True)]
+
+
+def test_folds_are_ranked_one_by_one_and_decisions_counted_together():
     rows = several(splits=3)
     assert are_disjoint(rows)
     slide = score_method(result_of(rows), EVALUATE).slide
     pooled = [row for row in rows if row.seed is None]
     assert slide["ensemble"]["num"] == 60
-    assert slide["ensemble"]["auc"]["value"] == pytest.approx(slow_auc(pooled))
+    within = [
+        [slow_auc([row for row in rows if (row.split, row.seed) == (f"fold{k}", seed)]) for k in range(3)]
+        for seed in (0, 1, 2, None)
+    ]
+    assert slide["ensemble"]["auc"]["value"] == pytest.approx(np.mean(within[3]))  # folds are of equal size
+    assert slide["estimator"] == Estimator.WITHIN_FOLDS
+    assert slide["conditional_on"] == Estimator.WITHIN_FOLDS.conditional_on
     correct = np.mean([row.decision == row.label for row in pooled])
     assert slide["ensemble"]["accuracy"]["value"] == pytest.approx(correct)
     aucs = [slow_auc([row for row in pooled if row.split == f"fold{k}"]) for k in range(3)]
     assert slide["over_splits"]["auc"]["mean"] == pytest.approx(np.mean(aucs))
     assert slide["over_splits"]["auc"]["sd"] == pytest.approx(np.std(aucs, ddof=1))
-    seeds = [slow_auc([row for row in rows if row.seed == seed]) for seed in range(3)]
-    assert slide["over_seeds"]["auc"]["mean"] == pytest.approx(np.mean(seeds))
+    assert slide["over_seeds"]["auc"]["mean"] == pytest.approx(np.mean(within[:3]))
     assert set(slide["splits"]) == {"fold0", "fold1", "fold2"}
+
+
+def test_offsets_of_the_folds_models_change_no_ranking_metric():
+    rows = several(splits=3)
+    moved = with_offsets(rows)
+    assert slow_auc([row for row in moved if row.seed is None]) != pytest.approx(
+        slow_auc([row for row in rows if row.seed is None]), abs=1e-3
+    )
+    for level in ("slide", "patient"):
+        pairs = [[replace(row, patient=f"p{int(row.slide[1:]) // 2}") for row in some] for some in (rows, moved)]
+        told = [score_method(result_of(some), EVALUATE).to_json()[level] for some in pairs]
+        for name in ("auc", "pr_auc"):
+            assert told[0]["ensemble"][name] == told[1]["ensemble"][name]
+            assert told[0]["over_seeds"][name] == told[1]["over_seeds"][name]
+    other = [replace(row, method="n", score=(1 - row.score[0],)) for row in rows]
+    tests = [
+        compare_results([result_of(some), result_of(other, method="n")], "m", EVALUATE)["n"] for some in (rows, moved)
+    ]
+    assert tests[0] == tests[1]
+    assert tests[0].test == "paired DeLong test within folds"
+
+
+def test_a_fold_of_one_class_is_named_and_takes_no_part_in_the_ranking():
+    rows = [replace(row, label=0) if row.split == "fold2" else row for row in several(splits=3)]
+    told = score_method(result_of(rows), EVALUATE).slide["ensemble"]
+    kept = [slow_auc([row for row in rows if (row.split, row.seed) == (f"fold{k}", None)]) for k in range(2)]
+    assert told["auc"]["value"] == pytest.approx(np.mean(kept))
+    assert list(told["reasons"]) == ["auc and pr_auc of fold2"]
+    assert told["num"] == 60
+    assert sum(map(sum, told["confusion"])) == 60
+
+
+def test_average_precision_of_folds_is_the_mean_over_all_positives():
+    rows = [row for row in with_offsets(several(splits=3)) if row.seed is None]
+    reached = [
+        np.mean([other.label for other in rows if other.split == row.split and other.score >= row.score])
+        for row in rows
+        if row.label == 1
+    ]
+    assert score_samples(samples_of(rows), BINARY, EVALUATE)["pr_auc"]["value"] == pytest.approx(np.mean(reached))
 
 
 def test_each_fold_decides_by_its_own_threshold():
@@ -345,23 +422,52 @@ def test_each_fold_decides_by_its_own_threshold():
     assert slide["ensemble"]["threshold"] == [0.1, 0.8]
 
 
-def test_overlapping_test_sets_are_never_pooled():
+def test_slides_of_overlapping_test_sets_are_one_observation_each():
     rows = several(splits=3, overlap=True)
     assert not are_disjoint(rows)
     slide = score_method(result_of(rows), EVALUATE).slide
-    assert slide["ensemble"] is None
-    assert "overlap" in slide["pooled"]
+    whole = slide["ensemble"]
+    assert slide["estimator"] == Estimator.WITHIN_OVERLAPPING_SPLITS
+    assert whole["num"] == 20
+    assert (whole["confusion"], whole["reliability"]) == (None, None)
+    assert {"confusion", "reliability"} <= set(whole["reasons"])
+    for name in ("accuracy", "sensitivity", "brier", "ece", "pr_auc"):
+        parts = [own["ensemble"][name] for own in slide["splits"].values()]
+        for key in whole[name].keys() & {"value", "low", "high"}:
+            assert whole[name][key] == pytest.approx(np.mean([part[key] for part in parts]))
     aucs = [
         [slow_auc([row for row in rows if (row.split, row.seed) == (f"fold{k}", seed)]) for k in range(3)]
         for seed in (0, 1, 2)
     ]
     assert slide["over_seeds"]["auc"]["mean"] == pytest.approx(np.mean(aucs))
     assert slide["over_seeds"]["auc"]["sd"] == pytest.approx(np.std(np.mean(aucs, axis=1), ddof=1))
-    assert compare_results([result_of(rows), result_of(rows, method="n")], "m", EVALUATE) == {}
     row = comparison_row(result_of(rows), score_method(result_of(rows), EVALUATE), judged_on(result_of(rows), "c"))
-    assert "overlap" in row.auc.method
-    assert row.auc.low <= row.auc.value <= row.auc.high
+    assert row.judged_on.estimator == Estimator.WITHIN_OVERLAPPING_SPLITS
+    assert row.auc.low < row.auc.value < row.auc.high
     assert row.seed_aucs == pytest.approx(np.mean(aucs, axis=1))
+    assert any(note == row.judged_on.estimator.conditional_on for note in table_notes([row]))
+
+
+def test_the_same_test_set_three_times_is_as_certain_as_once():
+    once = [replace(row, split="fold0") for row in several(splits=1, seeds=1)]
+    copies = [replace(row, split=f"fold{k}") for row in once for k in range(3)]
+    one, three = (score_method(result_of(rows), EVALUATE).slide["ensemble"] for rows in (once, copies))
+    for name in ("auc", "accuracy", "balanced_accuracy", "f1"):
+        for key in ("value", "low", "high"):
+            assert three[name][key] == pytest.approx(one[name][key])
+    tests = []
+    for rows in (once, copies):
+        other = [replace(row, method="n", score=(row.score[0] ** 2 * (1 + row.label),)) for row in rows]
+        tests.append(compare_results([result_of(rows), result_of(other, method="n")], "m", EVALUATE)["n"])
+    assert tests[0].p_value == pytest.approx(tests[1].p_value)
+    assert tests[0].difference.low == pytest.approx(tests[1].difference.low)
+
+
+def test_methods_of_different_folds_are_not_compared():
+    rows = several(splits=2)
+    swapped = [replace(row, split={"fold0": "fold1", "fold1": "fold0"}[row.split]) for row in rows]
+    with pytest.raises(MetricError, match="same slides"):
+        compare_results([result_of(rows), result_of(swapped, method="n")], "m", EVALUATE)
 
 
 def test_a_seed_that_calls_nothing_positive_has_no_ppv_and_the_others_have():

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfvitmil import artefact
+from selfvitmil import artefact, metrics
 from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.table import (
     PUBLISHED,
     ComparisonRow,
@@ -29,7 +30,7 @@ from selfvitmil.evaluate.table import (
     table_markdown,
     table_notes,
 )
-from selfvitmil.metrics import Interval, paired_auc_test
+from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
 from selfvitmil.settings import EvaluateSettings, StudySettings
 
@@ -321,16 +322,37 @@ def test_optimistic_is_written_on_the_table():
     assert "OPTIMISTIC" not in table_markdown([row("dsmil")])
 
 
-def test_limits_that_are_no_interval_are_not_called_one():
-    told = Interval(0.8, 0.7, 0.9, "mean, smallest and largest of 5 splits", math.nan)
-    rows = [row("dsmil", auc=0.5) for _ in range(2)]
-    rows = [replace(one, auc=told, seed_aucs=(math.nan, math.nan)) for one in rows]
-    header, line, _ = table_cells(rows)
-    assert header[1] == "AUC [range]"
-    assert line[2] == "-"
-    assert any(
-        "3 seeds" not in note and "(mean, smallest and largest of 5 splits)" in note for note in table_notes(rows)
-    )
+@pytest.mark.parametrize("estimator", Estimator)
+def test_the_table_says_what_intervals_and_p_values_are_conditional_on(estimator: Estimator):
+    on = replace(ON, estimator=estimator)
+    rows = [row("dsmil", judged_on=on), row("mean", judged_on=on)]
+    assert table_notes(rows).count(estimator.conditional_on) == 1
+    assert estimator.conditional_on in table_markdown(rows)
+    for record in csv.DictReader(io.StringIO(table_csv(rows))):
+        assert (record["estimator"], record["conditional_on"]) == (estimator, estimator.conditional_on)
+
+
+def test_paired_tests_of_folds_are_within_folds():
+    rng = np.random.default_rng(11)
+    names = [f"s{i:02d}" for i in range(40)]
+    labels = {name: i % 2 for i, name in enumerate(names)}
+    folds = {name: f"fold{i // 10}" for i, name in enumerate(names)}
+    offset = dict(zip(sorted(set(folds.values())), (-5.0, 0.0, 3.0, 9.0), strict=True))
+    plain = {m: {name: rng.normal() + labels[name] for name in names} for m in ("a", "b")}
+    moved = {"a": {name: score + offset[folds[name]] for name, score in plain["a"].items()}, "b": plain["b"]}
+    found = [paired_rows(labels, scores, "b", folds=folds, resamples=200)["a"] for scores in (plain, moved)]
+    assert found[0] == found[1]
+    label, fold = np.array(list(labels.values())), np.array(list(folds.values()))
+    a, b = (np.array(list(plain[m].values())) for m in ("a", "b"))
+    parts = [[metrics.auc(label[fold == k], one[fold == k]) for k in set(fold)] for one in (a, b)]
+    expected = np.mean(parts[0]) - np.mean(parts[1])
+    assert found[0].difference.value == pytest.approx(expected)
+    assert paired_rows(labels, moved, "b", resamples=200)["a"].difference.value != pytest.approx(expected, abs=0.01)
+    several = {m: {name: [-score, score / 2, score] for name, score in own.items()} for m, own in plain.items()}
+    three = {name: i % 3 for i, name in enumerate(names)}
+    test = paired_rows(three, several, "b", folds=folds, resamples=200)["a"]
+    values = [multiclass_auc(list(three.values()), list(several[m].values()), folds=fold).macro.value for m in "ab"]
+    assert test.difference.value == pytest.approx(values[0] - values[1])
 
 
 def test_csv_reads_back():

@@ -488,6 +488,13 @@ def test_calibrated_probabilities_have_a_small_error_and_sharpened_ones_a_large_
     assert metrics.reliability(labels, np.round(truth)).ece == pytest.approx(0.25, abs=0.02)
 
 
+def test_probabilities_of_several_classes_must_be_distributions():
+    sigmoids = [[0.9, 0.8, 0.1], [0.2, 0.7, 0.3]]
+    for compute in (metrics.brier, metrics.top_class):
+        with pytest.raises(MetricError, match=r"sum to 1\.2 up to 1\.8"):
+            compute([0, 1], sigmoids)
+
+
 def test_top_class_reduces_several_classes_to_right_or_wrong():
     right, confidence = metrics.top_class([0, 2, 1], [[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.2, 0.7, 0.1]])
     assert right.tolist() == [1, 0, 1]

@@ -27,6 +27,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.evaluate.figures import roc_figure
+from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult, Run
 from selfvitmil.evaluate.results import comparison_row, judged_on, write_results
@@ -620,6 +621,24 @@ def test_slides_and_trainings_of_all_splits_are_told(overlap: bool, words: str, 
     assert f"test slides {words}" in text
     assert "compare: self-vit-mil, 10 trainings 10 min" in text
     assert "took no time" not in text
+    estimator = Estimator.WITHIN_OVERLAPPING_SPLITS if overlap else Estimator.WITHIN_FOLDS
+    assert estimator.words in text
+    assert estimator.conditional_on in text
+    assert "Stale" not in text
+
+
+def test_metrics_of_an_earlier_version_that_ranked_splits_together_are_called_stale(tmp_path: Path):
+    one = result()
+    rows = [replace(row, split=f"fold{k}", slide=f"{row.slide}{k}") for k in range(2) for row in one.predictions]
+    runs = tuple(replace(run, split=f"fold{k}") for k in range(2) for run in one.runs)
+    for name, own in (("single", one), ("folds", replace(one, predictions=tuple(rows), runs=runs))):
+        write_results(tmp_path / "results" / name, [own], [score_method(own, EVALUATE)], EVALUATE)
+        file = tmp_path / "results" / name / "metrics.json"
+        file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "format_version": 1}), encoding="utf-8")
+    found = {results.name: judged.is_outdated(results) for results in contents.read_contents(tmp_path).results}
+    assert found == {"single": False, "folds": True}
+    text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
+    assert text.count("Stale: ") == 1
 
 
 # ---------------------------------------------------------------------------------------------------- the command

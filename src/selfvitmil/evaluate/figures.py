@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import words as plain
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, check_rows, limits_name
+from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, check_rows
 from selfvitmil.metrics import (
     Interval,
     Reliability,
@@ -98,6 +98,8 @@ class CurveOptions(TypedDict, total=False):
     """Where it came from, as in `Youden's point of the validation slides`."""
     groups: ArrayLike | None
     """Patients, who are drawn whole in intervals and bands."""
+    folds: ArrayLike | None
+    """Whose model scored a sample: curves are means over folds, within which samples are ranked."""
     protocol: Protocol
     level: float
     resamples: int
@@ -226,6 +228,11 @@ def _threshold_words(threshold: float | ArrayLike | None, source: str) -> str:
     return f"{words} ({source})" if source else words
 
 
+def _folds_words(folds: ArrayLike | None) -> str:
+    number = 1 if folds is None else len(np.unique(np.asarray(folds)))
+    return f"Curves: mean over {number} folds; slides are ranked within their fold." if number > 1 else ""
+
+
 def _seeds_words(count: int) -> str:
     return f"Thick line: ensemble of {count} seeds, thin lines: each of them." if count else ""
 
@@ -285,6 +292,7 @@ def _draw_curves(
     threshold: float | ArrayLike | None = None,
     threshold_from: str = "",
     groups: ArrayLike | None = None,
+    folds: ArrayLike | None = None,
     protocol: Protocol = "honest",
     level: float = 0.95,
     resamples: int = 1000,
@@ -298,17 +306,19 @@ def _draw_curves(
         )
     seeds = [check_scores(one, *given.shape) for one in seed_scores] if len(seed_scores) > 1 else []
     called = _called(given, threshold)
-    perfect = any(auc(label == k, given[:, k] if several else given) == 1 for k in range(1 - several, len(class_names)))
+    columns = range(1 - several, len(class_names))
+    perfect = any(auc(label == k, given[:, k] if several else given, folds=folds) == 1 for k in columns)
     whole = "patients drawn whole, " if groups is not None else ""
     caption = [
         _counts(label, class_names),
         "Each panel: one class against the rest." if several else "",
+        _folds_words(folds),
         _seeds_words(len(seeds)),
         f"Band: pointwise {percent(level)} limits ({whole}{resamples:,} bootstrap resamples).",
         "Where all resamples rank perfectly the band has no width; that is no certainty." if perfect else "",
         _mark_words(label, called, threshold, threshold_from, level),
     ]
-    how = {"groups": groups, "level": level, "resamples": resamples, "seed": seed}
+    how = {"groups": groups, "folds": folds, "level": level, "resamples": resamples, "seed": seed}
     figure = Figure()
     if not several:
         calls = None if called is None else called.astype(np.float64)
@@ -364,11 +374,12 @@ def _roc_panel(
     bands = curve_bands(label, scores, **how)
     band = axes.fill_between(bands.grid, bands.sensitivity_low, bands.sensitivity_high, color=BLUE, alpha=0.16, lw=0)
     (chance,) = axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (1, 2)))
-    thin = [_roc_line(axes, label, one, "seed", color=BLUE, lw=0.7, alpha=0.55) for one in seeds]
-    thick = _roc_line(axes, label, scores, "ensemble", color=BLUE, lw=2.2)
+    folds = how["folds"]
+    thin = [_roc_line(axes, label, one, folds, "seed", color=BLUE, lw=0.7, alpha=0.55) for one in seeds]
+    thick = _roc_line(axes, label, scores, folds, "ensemble", color=BLUE, lw=2.2)
     lines = f"AUC {with_limits(auc_interval(label, scores, **how))}".split("\xa0", 1)
     if len(seeds) > 1:
-        of_seeds = [auc(label, one) for one in seeds]
+        of_seeds = [auc(label, one, folds=folds) for one in seeds]
         lines.append(f"seeds {np.mean(of_seeds):.3f} ± {np.std(of_seeds, ddof=1):.3f}")
     _unit_square(axes, "false positive rate", "sensitivity")
     _note(axes, lines, "lower right")
@@ -381,8 +392,8 @@ def _roc_panel(
     return _curve_handles(thick, thin, band, chance, "chance", mark, how["level"])
 
 
-def _roc_line(axes: Axes, label: Labels, scores: Floats, name: str, **how: Any) -> Any:
-    curve = roc_curve(label, scores)
+def _roc_line(axes: Axes, label: Labels, scores: Floats, folds: ArrayLike | None, name: str, **how: Any) -> Any:
+    curve = roc_curve(label, scores, folds=folds)
     return axes.plot(curve.false_positive_rate, curve.sensitivity, label=name, **how)[0]
 
 
@@ -392,12 +403,13 @@ def _pr_panel(
     bands = curve_bands(label, scores, **how)
     band = axes.fill_between(bands.grid, bands.precision_low, bands.precision_high, color=BLUE, alpha=0.16, lw=0)
     (chance,) = axes.plot([0, 1], [label.mean()] * 2, color=GREY, lw=1, ls=(0, (1, 2)))
-    thin = [_pr_line(axes, label, one, "seed", color=BLUE, lw=0.7, alpha=0.55) for one in seeds]
-    thick = _pr_line(axes, label, scores, "ensemble", color=BLUE, lw=2.2)
-    value = average_precision(label, scores)
+    folds = how["folds"]
+    thin = [_pr_line(axes, label, one, folds, "seed", color=BLUE, lw=0.7, alpha=0.55) for one in seeds]
+    thick = _pr_line(axes, label, scores, folds, "ensemble", color=BLUE, lw=2.2)
+    value = average_precision(label, scores, folds=folds)
     lines = [f"average precision {value:.3f}"]
     if len(seeds) > 1:
-        of_seeds = [average_precision(label, one) for one in seeds]
+        of_seeds = [average_precision(label, one, folds=folds) for one in seeds]
         lines.append(f"seeds {np.mean(of_seeds):.3f} ± {np.std(of_seeds, ddof=1):.3f}")
     _unit_square(axes, "recall (sensitivity)", "precision")
     _note(axes, lines, "lower left" if value > 0.6 else "upper right")
@@ -408,9 +420,9 @@ def _pr_panel(
     return _curve_handles(thick, thin, band, chance, "share of positives", mark, how["level"])
 
 
-def _pr_line(axes: Axes, label: Labels, scores: Floats, name: str, **how: Any) -> Any:
+def _pr_line(axes: Axes, label: Labels, scores: Floats, folds: ArrayLike | None, name: str, **how: Any) -> Any:
     """Steps whose area is the average precision: up to each recall the precision that is reached there."""
-    curve = pr_curve(label, scores)
+    curve = pr_curve(label, scores, folds=folds)
     recall, precision = np.append(0.0, curve.recall), np.append(curve.precision[0], curve.precision)
     return axes.plot(recall, precision, drawstyle="steps-pre", label=name, **how)[0]
 
@@ -449,13 +461,14 @@ def draw_calibration(
     class_names: Sequence[str] = ("negative", "positive"),
     threshold: float | ArrayLike | None = None,
     threshold_from: str = "",
+    folds: ArrayLike | None = None,
     protocol: Protocol = "honest",
     level: float = 0.95,
 ) -> Figure:
     """Stated probability against the share observed in bins, Wilson limits, and how many slides are in each bin.
 
     `uncalibrated`: the probabilities before scaling, as hollow marks. (N, C) probabilities: the likeliest class's,
-    against how often it is right.
+    against how often it is right. Slides of all `folds` share the bins, and the caption says so.
     """
     label, given = _check(labels, probabilities, class_names)
     several = given.ndim == 2
@@ -463,6 +476,7 @@ def draw_calibration(
     caption = [
         _counts(label, class_names),
         f"Bars: {percent(level)} Wilson limits of the share in each bin; below: slides per bin.",
+        "" if folds is None else f"Slides of {len(set(np.asarray(folds).tolist()))} folds, each by its own model.",
         f"Brier score {brier(label, given):.3f}{before}.",
         "" if threshold is None else f"Vertical line: {_threshold_words(threshold, threshold_from)}.",
     ]
@@ -592,13 +606,13 @@ def _confusion_text(count: int, whole: int, size: int, level: float) -> str:
 def draw_auc(rows: Sequence[ComparisonRow], title: str = "AUC of every method") -> Figure:
     """A line for every row: the ensemble with its interval, each seed, and the published value as a hollow mark."""
     check_rows(rows)
-    on, limits = rows[0].judged_on, limits_name(rows[0].auc).replace(" ", "\xa0")
+    on, limits = rows[0].judged_on, percent(rows[0].auc.level)
     tested = {row.paired.baseline for row in rows if row.paired}
     base = next((row for row in rows if not row.paired and tested & {row.method, row.display_name}), None)
     caption = [
         f"Measured on {on.words} of {on.cohort} ({on.split}).",
         f"Filled marks: {_ensemble_words([row.num_seeds for row in rows])}.",
-        "Lines: smallest to largest of all splits." if limits == "range" else f"Lines: {limits} intervals.",
+        f"Lines: {limits} intervals.",
         f"Vertical line: {base.display_name}, the baseline." if base else "",
         _published_words(on) if any(row.published for row in rows) else "",
     ]

@@ -1,7 +1,9 @@
 """The figures of an evaluated method as files: ROC, precision-recall, calibration, confusion, training.
 
-Splits whose test slides do not overlap are drawn together. Where they overlap (Monte Carlo), each has its own files.
-A figure that cannot be drawn, say for want of a class among few test slides, is left out, and its reason returned.
+Splits whose test slides do not overlap are drawn together, their curves as means over splits: slides of different
+splits have scores of different models and are not ranked together. Where they overlap (Monte Carlo), each has its
+own files. A figure that cannot be drawn, say for want of a class among few test slides, is left out, and its reason
+returned.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from selfvitmil import artefact, metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
 from selfvitmil.evaluate.protocol import MethodResult
-from selfvitmil.evaluate.scores import Samples, are_disjoint, samples_of
+from selfvitmil.evaluate.scores import Samples, are_disjoint, normalized, samples_of
 from selfvitmil.settings import EvaluateSettings
 
 History = Sequence[Mapping[str, Any]]
@@ -75,14 +77,16 @@ def _figures(
     said = "; ".join(ensemble.threshold_from)
     shared: dict[str, Any] = {"class_names": result.class_names, "protocol": _protocol(result)}
     curves = shared | {"threshold": thresholds, "threshold_from": said, "groups": np.array(ensemble.patients)}
+    curves["folds"] = ensemble.folds
     curves |= {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
     curves["seed_scores"] = [_plain(own, "scores") for own in seeds] if len(seeds) > 1 else []
     scores, title = _plain(ensemble, "scores"), result.method
     yield "roc", lambda: figures.roc_figure(ensemble.labels, scores, f"ROC curve of {title}", **curves)
     yield "pr", lambda: figures.pr_figure(ensemble.labels, scores, f"Precision-recall curve of {title}", **curves)
     stated = shared | {"threshold": thresholds, "threshold_from": said, "level": evaluate.confidence}
+    stated["folds"] = ensemble.folds
     if ensemble.calibrated:
-        stated["uncalibrated"] = scores
+        stated["uncalibrated"] = normalized(scores)
     probabilities = _plain(ensemble, "probabilities")
     yield (
         "calibration",

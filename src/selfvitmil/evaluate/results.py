@@ -6,7 +6,6 @@ Equal results give equal bytes; neither times nor paths are in them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,12 +13,12 @@ from typing import Literal
 from selfvitmil import artefact
 from selfvitmil.evaluate.predictions import write_predictions
 from selfvitmil.evaluate.protocol import MethodResult
-from selfvitmil.evaluate.scores import Scores, are_disjoint, read_interval, samples_of
+from selfvitmil.evaluate.scores import Samples, Scores, are_disjoint, estimator_of, read_interval, samples_of
 from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, PairedRow, Published, paired_rows
-from selfvitmil.metrics import Interval
 from selfvitmil.settings import EvaluateSettings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: of several splits AUC, average precision and p-values are within splits; 1 ranked the scores of all together."""
 
 
 def write_results(
@@ -50,27 +49,38 @@ def judged_on(result: MethodResult, cohort: str, *, camelyon16_test: bool = Fals
         overlap = "" if are_disjoint(result.predictions) else ", which overlap"
         split = f"test slides of {number} splits{overlap}"
     protocol: Literal["honest", "optimistic"] = "optimistic" if result.protocol == "optimistic" else "honest"
-    return JudgedOn(cohort, split, counts, protocol=protocol, camelyon16_test=camelyon16_test)
+    return JudgedOn(
+        cohort, split, counts, protocol=protocol, estimator=estimator_of(result), camelyon16_test=camelyon16_test
+    )
 
 
 def compare_results(results: Sequence[MethodResult], baseline: str, evaluate: EvaluateSettings) -> dict[str, PairedRow]:
     """Every method against the one called `baseline`, by their ensembles' scores of the same test slides.
 
-    Empty where test sets overlap: a slide has several scores there, and no paired test is valid.
+    Slides are ranked within splits; those that are test slides of several splits count as one observation.
     """
-    if len(results) < 2 or not all(are_disjoint(result.predictions) for result in results):
+    if len(results) < 2:
         return {}
-    samples = {result.method: samples_of(result.predictions) for result in results}
+    samples = {result.method: samples_of(result.predictions, overlap=True) for result in results}
     first = next(iter(samples.values()))
+    folds = None if first.folds is None else dict(zip(_keys(first), first.folds, strict=True))
     return paired_rows(
-        dict(zip(first.names, first.labels.tolist(), strict=True)),
-        {method: dict(zip(own.names, own.scores.tolist(), strict=True)) for method, own in samples.items()},
+        dict(zip(_keys(first), first.labels.tolist(), strict=True)),
+        {method: dict(zip(_keys(own), own.scores.tolist(), strict=True)) for method, own in samples.items()},
         baseline,
-        patients=dict(zip(first.names, first.patients, strict=True)),
+        patients=dict(zip(_keys(first), first.patients, strict=True)),
+        folds=folds,
         level=evaluate.confidence,
         resamples=evaluate.bootstrap,
         seed=evaluate.seed,
     )
+
+
+def _keys(samples: Samples) -> list[str]:
+    """A name for each prediction: the slide, and where there are several splits which one."""
+    if samples.folds is None:
+        return list(samples.names)
+    return [f"{slide} in {split}" for slide, split in zip(samples.names, samples.folds, strict=True)]
 
 
 def comparison_row(
@@ -83,7 +93,7 @@ def comparison_row(
     published: Published | None = None,
 ) -> ComparisonRow:
     """The row of a method: the ensemble's figures by slide, AUC of each seed, where the threshold came from."""
-    level = scores.slide
+    whole = scores.slide["ensemble"]
     thresholds = {row.threshold_from for row in result.predictions if row.part == "test" and row.seed is None}
     binary = len(result.class_names) == 2
     return ComparisonRow(
@@ -91,42 +101,15 @@ def comparison_row(
         display_name=result.method,
         features=features or result.encoder,
         judged_on=on,
-        seed_aucs=_seed_aucs(scores),
-        auc=_of_ensemble(level, "auc"),
-        accuracy=_of_ensemble(level, "accuracy"),
-        balanced_accuracy=_of_ensemble(level, "balanced_accuracy"),
-        sensitivity=_of_ensemble(level, "sensitivity") if binary else None,
-        specificity=_of_ensemble(level, "specificity") if binary else None,
+        seed_aucs=tuple(read_interval(own["auc"]).value for own in scores.slide["seeds"].values()),
+        auc=read_interval(whole["auc"]),
+        accuracy=read_interval(whole["accuracy"]),
+        balanced_accuracy=read_interval(whole["balanced_accuracy"]),
+        sensitivity=read_interval(whole["sensitivity"]) if binary else None,
+        specificity=read_interval(whole["specificity"]) if binary else None,
         threshold_from=", ".join(sorted(thresholds)),
         paired=(paired or {}).get(result.method),
         training_seconds=sum(run.seconds for run in result.runs),
         warnings=result.warnings,
         published=published,
     )
-
-
-def _of_ensemble(level: Mapping[str, object], name: str) -> Interval:
-    """The ensemble's metric; where splits overlap the mean over them, from the smallest to the largest."""
-    told = level.get("ensemble")
-    if isinstance(told, Mapping):
-        return read_interval(told[name])
-    splits = level["splits"]
-    assert isinstance(splits, Mapping)
-    values = [own["ensemble"][name]["value"] for own in splits.values() if own["ensemble"][name] is not None]
-    if not values:
-        return read_interval(None)
-    words = f"mean, smallest and largest of {len(values)} splits whose test slides overlap"
-    return Interval(sum(values) / len(values), min(values), max(values), words, level=math.nan)
-
-
-def _seed_aucs(scores: Scores) -> tuple[float, ...]:
-    """AUC of each seed: of its pooled test slides, or its mean over splits that overlap."""
-    level = scores.slide
-    if level["seeds"]:
-        return tuple(read_interval(own["auc"]).value for own in level["seeds"].values())
-    aucs: list[float] = []
-    for seed in scores.about["seeds"]:
-        found = [own["seeds"][str(seed)]["auc"] for own in level["splits"].values()]
-        values = [told["value"] for told in found if told is not None]
-        aucs.append(sum(values) / len(values) if values else math.nan)
-    return tuple(aucs)

@@ -4,9 +4,10 @@ Only test slides are scored here. What goes out is nested plain data for `metric
 high, level, method}; a metric that cannot be computed (the AUC of a test set with one class) is null, and `reasons`
 beside it says why, while all others stand.
 
-Several splits: where their test sets are disjoint (k-fold), predictions are pooled, each slide scored by the models
-that did not see it, and the mean over splits stands beside it. Where test sets overlap (Monte Carlo) they are never
-pooled, since a slide would count several times; only the mean over splits is given.
+Several splits have different models, so their scores are never ranked together: AUC and average precision compare
+slides within a split (`inference.py`). Where test sets are disjoint (k-fold), decisions, made by each split's own
+threshold, are counted together. Where they overlap (Monte Carlo), a slide would count several times, and all other
+metrics are means over splits. The plain mean and standard deviation over splits stand beside either.
 
 Patients: with two classes a patient is positive where a slide of theirs is, their score is the largest of their slides'
 scores, and so they are called positive where one of their slides is. With more classes the score is the mean, the
@@ -24,10 +25,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.metrics import AucInterval, Interval
@@ -42,10 +44,6 @@ OVER = (
 )  # fmt: skip
 """Metrics of which means and standard deviations over seeds and splits are given."""
 
-POOLED = (
-    "every slide once, by the ensemble of the split in which it is a test slide; decisions by that split's threshold"
-)
-NOT_POOLED = "test sets of the splits overlap, so pooling would count slides several times: see over_splits"
 SLIDE_WORDS = (
     "each slide by itself; AUC limits keep a patient's slides together, Wilson limits take slides as independent"
 )
@@ -63,9 +61,11 @@ class Samples:
     scores: NDArray[np.float64]
     """(N, K) as the aggregator gives them."""
     probabilities: NDArray[np.float64]
-    """(N, K) calibrated where there is a calibration, else the scores."""
+    """(N, K) calibrated where there is a calibration, else the scores; of several classes divided by their sum."""
     decisions: NDArray[np.int64]
     patients: tuple[str, ...]
+    splits: tuple[str, ...]
+    """The split whose models scored it."""
     calibrated: bool
     thresholds: tuple[float, ...]
     """The different ones that decided."""
@@ -75,6 +75,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def folds(self) -> tuple[str, ...] | None:
+        """The splits, within which samples are ranked; None where there is one."""
+        return self.splits if len(set(self.splits)) > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,19 +105,22 @@ def samples_of(
     seed: int | None = None,
     split: str | None = None,
     level: Literal["slide", "patient"] = "slide",
+    overlap: bool = False,
 ) -> Samples:
     """The test slides of one method and seed (None: the ensemble) as arrays; of one split, or of all together.
 
-    MetricError where a slide occurs twice: predictions of several methods, or of splits whose test sets overlap.
+    MetricError where a slide occurs twice: predictions of several methods, or, unless `overlap` is allowed, of splits
+    whose test sets overlap.
     """
     rows = [row for row in predictions if row.part == "test" and row.seed == seed and split in (None, row.split)]
     if level == "patient":
-        return _by_patient(rows)
-    return _samples(rows)
+        return _by_patient(rows, overlap)
+    return _samples(rows, overlap)
 
 
-def _samples(rows: Sequence[Prediction]) -> Samples:
-    twice = [slide for slide, count in Counter(row.slide for row in rows).items() if count > 1]
+def _samples(rows: Sequence[Prediction], overlap: bool) -> Samples:
+    counts = Counter((row.slide, row.split if overlap else "") for row in rows)
+    twice = [slide for (slide, _), count in counts.items() if count > 1]
     if twice:
         raise MetricError(
             f"{twice[0]}: several predictions in one set, as of {len(twice)} slides",
@@ -124,18 +132,32 @@ def _samples(rows: Sequence[Prediction]) -> Samples:
         names=tuple(row.slide for row in rows),
         labels=np.array([row.label for row in rows], dtype=np.int64),
         scores=np.array([row.score for row in rows], dtype=np.float64),
-        probabilities=np.array([row.calibrated if calibrated else row.score for row in rows], dtype=np.float64),
+        probabilities=normalized([(row.calibrated if calibrated else None) or row.score for row in rows]),
         decisions=np.array([row.decision for row in rows], dtype=np.int64),
         patients=tuple(row.patient for row in rows),
+        splits=tuple(row.split for row in rows),
         calibrated=calibrated,
         thresholds=tuple(dict.fromkeys(row.threshold for row in rows if row.threshold is not None)),
         threshold_from=tuple(dict.fromkeys(row.threshold_from for row in rows)),
     )
 
 
-def _by_patient(rows: Sequence[Prediction]) -> Samples:
-    slides = _samples(rows)
-    members: dict[tuple[str, str], list[int]] = defaultdict(list)
+def normalized(probabilities: ArrayLike) -> NDArray[np.float64]:
+    """(N, K) probabilities; those of several classes divided by their sum, equal where all are 0.
+
+    An aggregator with a sigmoid for each class (DSMIL) gives numbers that need not sum to 1. Brier score and ECE are
+    of distributions over classes. Ranks of one class against the rest are those of the scores as they are.
+    """
+    given = np.asarray(probabilities, dtype=np.float64)
+    if given.ndim < 2 or given.shape[1] < 2:
+        return given
+    total = given.sum(axis=1, keepdims=True)
+    return np.where(total > 0, given / np.where(total > 0, total, 1.0), 1 / given.shape[1])
+
+
+def _by_patient(rows: Sequence[Prediction], overlap: bool) -> Samples:
+    slides = _samples(rows, overlap)
+    members: dict[tuple[str, str], list[int]] = defaultdict(list)  # of (split, patient)
     for place, row in enumerate(rows):
         members[row.split, row.patient].append(place)
     binary = slides.scores.shape[1:] == (1,)
@@ -157,6 +179,7 @@ def _by_patient(rows: Sequence[Prediction]) -> Samples:
         probabilities=pooled(slides.probabilities),
         decisions=np.array(decisions, dtype=np.int64),
         patients=names,
+        splits=tuple(rows[own[0]].split for own in groups),
         calibrated=slides.calibrated,
         thresholds=slides.thresholds,
         threshold_from=slides.threshold_from,
@@ -165,7 +188,7 @@ def _by_patient(rows: Sequence[Prediction]) -> Samples:
 
 
 def are_disjoint(predictions: Iterable[Prediction]) -> bool:
-    """Whether no slide is a test slide of two splits, so that splits may be pooled."""
+    """Whether no slide is a test slide of two splits, so that decisions may be counted together."""
     places = {(row.split, row.slide) for row in predictions if row.part == "test"}
     return len(places) == len({slide for _, slide in places})
 
@@ -174,22 +197,43 @@ def are_disjoint(predictions: Iterable[Prediction]) -> bool:
 
 
 def score_samples(samples: Samples, class_names: Sequence[str], evaluate: EvaluateSettings) -> Json:
-    """All metrics of one set of slides or patients."""
+    """All metrics of one set of slides or patients; those of several splits are ranked within their split."""
     binary = len(class_names) == 2
-    counts = Counter(samples.labels.tolist())
-    reasons: dict[str, str] = {}
+    reasons = _without_pairs(samples, binary)
+    told = (_score_binary if binary else _score_multiclass)(samples, class_names, evaluate, reasons)
+    return {**_about_samples(samples, class_names), **told, "reasons": reasons}
+
+
+def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
+    """How many there are, and by which rules they were decided."""
+    label_of = dict(zip(samples.names, samples.labels.tolist(), strict=True))
+    counts = Counter(label_of.values())
     thresholds = samples.thresholds
+    given = "as given by the aggregator"
+    if samples.scores.ndim == 2 and samples.scores.shape[1] > 1:
+        proper = np.allclose(samples.scores.sum(axis=1), 1.0, atol=1e-4)
+        given += "" if proper else "; Brier score and ECE: divided by their sum over the classes"
     told: Json = {
-        "num": len(samples),
+        "num": len(label_of),
         "counts": {name: counts[k] for k, name in enumerate(class_names)},
         "threshold": thresholds[0] if len(thresholds) == 1 else list(thresholds) or None,
         "threshold_from": ", ".join(samples.threshold_from),
-        "probabilities": "calibrated" if samples.calibrated else "as given by the aggregator",
+        "probabilities": "calibrated" if samples.calibrated else given,
     }
     if samples.left_out:
         told["left_out"] = {"patients": list(samples.left_out), "why": "their slides have different labels"}
-    told |= (_score_binary if binary else _score_multiclass)(samples, class_names, evaluate, reasons)
-    return {**told, "reasons": reasons}
+    return told
+
+
+def _without_pairs(samples: Samples, binary: bool) -> dict[str, str]:
+    """Which splits take no part in AUC and average precision, and why. Of several classes each has its own splits."""
+    if samples.folds is None or not binary:
+        return {}
+    labels = {split: set() for split in samples.splits}
+    for split, label in zip(samples.splits, samples.labels.tolist(), strict=True):
+        labels[split].add(label)
+    why = "its test slides are of one class: there is nothing to rank"
+    return {f"auc and pr_auc of {split}": why for split, found in labels.items() if len(found) < 2}
 
 
 def _score_binary(
@@ -200,8 +244,8 @@ def _score_binary(
     curve = attempt(reasons, "reliability", lambda: metrics.reliability(labels, probability, level=evaluate.confidence))
     names = ("accuracy", "balanced_accuracy", "f1", "sensitivity", "specificity", "ppv", "npv")
     return {
-        "auc": attempt(reasons, "auc", lambda: _auc(labels, score, samples.patients, evaluate)),
-        "pr_auc": attempt(reasons, "pr_auc", lambda: {"value": metrics.average_precision(labels, score)}),
+        "auc": attempt(reasons, "auc", lambda: _auc(labels, score, samples, evaluate)),
+        "pr_auc": attempt(reasons, "pr_auc", lambda: _pr_auc(labels, score, samples)),
         **{name: _interval(getattr(decided, name, None), name, reasons) for name in names},
         "confusion": None if decided is None else decided.confusion.tolist(),
         "brier": attempt(reasons, "brier", lambda: {"value": metrics.brier(labels, probability)}),
@@ -226,7 +270,7 @@ def _score_multiclass(
     if None in precisions:
         reasons["pr_auc"] = "a class has none, and so has the mean over classes"
     return {
-        "auc": attempt(reasons, "auc", lambda: _macro_auc(labels, scores, samples.patients, evaluate)),
+        "auc": attempt(reasons, "auc", lambda: _macro_auc(samples, evaluate)),
         "pr_auc": None if None in precisions else {"value": float(np.mean([one["value"] for one in precisions]))},
         "accuracy": _interval(getattr(decided, "accuracy", None), "accuracy", reasons),
         "balanced_accuracy": _interval(getattr(decided, "balanced_accuracy", None), "balanced_accuracy", reasons),
@@ -248,24 +292,64 @@ def _one_class(
     names = ("f1", "sensitivity", "specificity", "ppv", "npv")
     return {
         "num": int(label.sum()),
-        "auc": attempt(reasons, f"{name}: auc", lambda: _auc(label, score, samples.patients, evaluate)),
-        "pr_auc": attempt(reasons, f"{name}: pr_auc", lambda: {"value": metrics.average_precision(label, score)}),
+        "auc": attempt(reasons, f"{name}: auc", lambda: _auc(label, score, samples, evaluate)),
+        "pr_auc": attempt(reasons, f"{name}: pr_auc", lambda: _pr_auc(label, score, samples)),
         **{key: _interval(getattr(own, key, None), f"{name}: {key}", reasons) for key in names},
     }
 
 
-def _auc(label: Any, score: Any, patients: Sequence[str], evaluate: EvaluateSettings) -> Json:
-    found = metrics.auc_interval(
-        label, score, level=evaluate.confidence, groups=patients, resamples=evaluate.bootstrap, seed=evaluate.seed
-    )
-    return interval_json(found)
+def _auc(label: Any, score: Any, samples: Samples, evaluate: EvaluateSettings) -> Json:
+    return interval_json(metrics.auc_interval(label, score, **_drawn(samples, evaluate)))
 
 
-def _macro_auc(label: Any, scores: Any, patients: Sequence[str], evaluate: EvaluateSettings) -> Json:
-    found = metrics.multiclass_auc(
-        label, scores, level=evaluate.confidence, groups=patients, resamples=evaluate.bootstrap, seed=evaluate.seed
+def _pr_auc(label: Any, score: Any, samples: Samples) -> Json:
+    return {"value": metrics.average_precision(label, score, folds=samples.folds)}
+
+
+def _macro_auc(samples: Samples, evaluate: EvaluateSettings) -> Json:
+    return interval_json(metrics.multiclass_auc(samples.labels, samples.scores, **_drawn(samples, evaluate)).macro)
+
+
+def _drawn(samples: Samples, evaluate: EvaluateSettings) -> Json:
+    """How the limits of an AUC are found: within splits, with patients drawn whole."""
+    drawn = {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
+    return {**drawn, "groups": samples.patients, "folds": samples.folds}
+
+
+def score_overlapping(
+    samples: Samples, parts: Sequence[Json], class_names: Sequence[str], evaluate: EvaluateSettings
+) -> Json:
+    """All metrics of splits whose test sets overlap: the AUC within splits, of all others the mean over splits.
+
+    `parts` are the metrics of the single splits. A mean has the mean of the splits' limits: the error of a mean is at
+    most the mean of the errors, however the splits depend on each other.
+    """
+    binary = len(class_names) == 2
+    reasons = _without_pairs(samples, binary)
+    told = {name: _mean_of(parts, name, reasons) for name in OVER if name in parts[0]}
+    labels, scores = samples.labels, samples.scores
+    told["auc"] = attempt(
+        reasons,
+        "auc",
+        lambda: _auc(labels, scores[:, 0], samples, evaluate) if binary else _macro_auc(samples, evaluate),
     )
-    return interval_json(found.macro)
+    for name in ("confusion", "reliability"):
+        told[name] = None
+        reasons[name] = "test sets of the splits overlap, so slides would count several times: see the single splits"
+    return {**_about_samples(samples, class_names), **told, "reasons": reasons}
+
+
+def _mean_of(parts: Sequence[Json], name: str, reasons: dict[str, str]) -> Json | None:
+    """Mean over the splits that have the metric, with the mean of their limits where there are limits."""
+    found = [part[name] for part in parts if part[name] is not None]
+    if not found:
+        reasons[name] = "no split has it"
+        return None
+    mean = {key: float(np.mean([one[key] for one in found])) for key in ("value", "low", "high") if key in found[0]}
+    if "low" not in mean:
+        return mean
+    method = f"mean over {len(found)} splits of: {found[0]['method']}"
+    return {**mean, "level": found[0]["level"], "method": method}
 
 
 def attempt(reasons: dict[str, str], name: str, compute: Callable[[], T]) -> T | None:
@@ -371,36 +455,46 @@ def _counts(result: MethodResult) -> Json:
 
 def _level(result: MethodResult, level: Literal["slide", "patient"], words: str, evaluate: EvaluateSettings) -> Json:
     names, seeds = result.class_names, (*result.seeds, None)
+    estimator = estimator_of(result)
 
     def scored(seed: int | None, split: str | None) -> Json:
         samples = samples_of(result.predictions, seed=seed, split=split, level=level)
         return score_samples(samples, names, evaluate)
 
-    by_split = {split: _with_seeds({seed: scored(seed, split) for seed in seeds}) for split in result.splits}
-    if len(by_split) == 1:
-        return {"words": words, **next(iter(by_split.values())), "splits": {}, "over_splits": None}
-    pooled: Json = {"ensemble": None, "seeds": {}, "over_seeds": None}
-    how = NOT_POOLED
-    if are_disjoint(result.predictions):
-        pooled, how = _with_seeds({seed: scored(seed, None) for seed in seeds}), POOLED
-    else:
-        pooled["over_seeds"] = _over_seeds_of_means(by_split, result.seeds)
-    over_splits = _spread([own["ensemble"] for own in by_split.values()], "splits")
-    return {"words": words, "pooled": how, **pooled, "splits": by_split, "over_splits": over_splits}
+    def scored_together(seed: int | None) -> Json:
+        if estimator == Estimator.WITHIN_FOLDS:
+            return scored(seed, None)
+        samples = samples_of(result.predictions, seed=seed, level=level, overlap=True)
+        return score_overlapping(samples, [own[seed] for own in by_split.values()], names, evaluate)
+
+    by_split = {split: {seed: scored(seed, split) for seed in seeds} for split in result.splits}
+    told = {
+        "words": words,
+        "estimator": estimator.value,
+        "estimator_words": estimator.words,
+        "conditional_on": estimator.conditional_on,
+    }
+    if estimator == Estimator.ONE_TEST_SET:
+        return {**told, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
+    return {
+        **told,
+        **_with_seeds({seed: scored_together(seed) for seed in seeds}),
+        "splits": {split: _with_seeds(own) for split, own in by_split.items()},
+        "over_splits": _spread([own[None] for own in by_split.values()], "splits"),
+    }
+
+
+def estimator_of(result: MethodResult) -> Estimator:
+    """How the test sets of these splits become one number."""
+    if len(result.splits) == 1:
+        return Estimator.ONE_TEST_SET
+    disjoint = are_disjoint(result.predictions)
+    return Estimator.WITHIN_FOLDS if disjoint else Estimator.WITHIN_OVERLAPPING_SPLITS
 
 
 def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
     seeds = {str(seed): own for seed, own in scored.items() if seed is not None}
     return {"ensemble": scored[None], "seeds": seeds, "over_seeds": _spread(list(seeds.values()), "seeds")}
-
-
-def _over_seeds_of_means(by_split: Mapping[str, Json], seeds: Sequence[int]) -> Json:
-    """Spread over seeds of the mean over splits, where splits cannot be pooled."""
-    means = []
-    for seed in seeds:
-        over = _spread([own["seeds"][str(seed)] for own in by_split.values()], "splits")
-        means.append({name: None if told["mean"] is None else {"value": told["mean"]} for name, told in over.items()})
-    return _spread(means, "seeds")
 
 
 def _spread(sets: Sequence[Json], what: str) -> Json:

@@ -18,6 +18,7 @@ import numpy as np
 
 from selfvitmil.artefact import csv_text
 from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.metrics.intervals import (
     Floats,
@@ -152,6 +153,8 @@ class JudgedOn:
     counts: tuple[tuple[str, int], ...]
     """Class names in class order with the number of slides of each."""
     protocol: Literal["honest", "optimistic"] = "honest"
+    estimator: Estimator = Estimator.ONE_TEST_SET
+    """How the test sets of the splits become one number."""
     camelyon16_test: bool = False
     """These are Camelyon16's official test slides, on which the published numbers were made."""
 
@@ -363,7 +366,7 @@ def check_rows(rows: Sequence[ComparisonRow]) -> None:
         raise MetricError("a comparison without rows", "there is nothing to show", "Name a method in compare.methods")
     first = rows[0]
     for row in rows[1:]:
-        if row.judged_on != first.judged_on or limits_name(row.auc) != limits_name(first.auc):
+        if row.judged_on != first.judged_on or row.auc.level != first.auc.level:
             raise MetricError(
                 f"{first.display_name} and {row.display_name} were judged on different slides or in different ways",
                 "in one table they would look comparable",
@@ -371,16 +374,11 @@ def check_rows(rows: Sequence[ComparisonRow]) -> None:
             )
 
 
-def limits_name(interval: Interval) -> str:
-    """What its limits are: `95 %`, or `range` where the level is NaN because they are a smallest and largest value."""
-    return "range" if np.isnan(interval.level) else percent(interval.level)
-
-
 def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
     judged_on = rows[0].judged_on
     method = "method\nOPTIMISTIC" if judged_on.protocol == "optimistic" else "method"
     auc = "macro AUC" if len(judged_on.counts) > 2 else "AUC"
-    limits = f" [{limits_name(rows[0].auc)}]"
+    limits = f" [{percent(rows[0].auc.level)}]"
     rest = limits if intervals else ""
     named = [method, f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
     named += [f"acc.{rest}", f"bal.\nacc.{rest}", f"sens.{rest}", f"spec.{rest}", "p", "p\nHolm", "training"]
@@ -410,7 +408,15 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
     general = [_judged_words(rows[0].judged_on)]
     special: list[str] = []
     marks: list[list[int]] = [[] for _ in rows]
-    topics = [_features_note, _auc_note, _threshold_note, _paired_note, *_warning_topics(rows), _published_note]
+    topics = [
+        _features_note,
+        _auc_note,
+        _threshold_note,
+        _paired_note,
+        _conditional_note,
+        *_warning_topics(rows),
+        _published_note,
+    ]
     for topic in topics:
         texts = [topic(row) for row in rows]
         distinct = list(dict.fromkeys(text for text in texts if text))
@@ -443,7 +449,7 @@ def _features_note(row: ComparisonRow) -> str:
 def _auc_note(row: ComparisonRow) -> str:
     seeds = f"the mean probability of {row.num_seeds} seeds" if row.num_seeds > 1 else "one training (1 seed)"
     spread = "; 'of seeds': mean ± sample sd over the single trainings" if row.num_seeds > 1 else ""
-    limits = row.auc.method if np.isnan(row.auc.level) else f"{limits_name(row.auc)} interval, {row.auc.method}"
+    limits = f"{percent(row.auc.level)} interval, {row.auc.method}"
     return f"AUC: {seeds} ({limits}){spread}."
 
 
@@ -457,6 +463,10 @@ def _paired_note(row: ComparisonRow) -> str | None:
         return None
     number = f"{paired.num_comparisons} comparison{'s' * (paired.num_comparisons > 1)}"
     return f"p: {paired.test} against {paired.baseline}, two-sided; 'Holm': corrected for {number}."
+
+
+def _conditional_note(row: ComparisonRow) -> str:
+    return row.judged_on.estimator.conditional_on
 
 
 def _published_note(row: ComparisonRow) -> str | None:
@@ -496,7 +506,8 @@ def _record(row: ComparisonRow) -> dict[str, str]:
         "features": row.features,
         "num_seeds": str(row.num_seeds),
         **_interval_record("macro_auc" if len(on.counts) > 2 else "auc", row.auc),
-        "auc_limits": f"{limits_name(row.auc)}, {row.auc.method}",
+        "auc_limits": f"{percent(row.auc.level)}, {row.auc.method}",
+        "estimator": on.estimator.value,
         "seed_auc_mean": _full(row.auc_mean),
         "seed_auc_sd": _full(row.auc_sd),
         "seed_aucs": ";".join(map(_full, row.seed_aucs)),
@@ -512,6 +523,7 @@ def _record(row: ComparisonRow) -> dict[str, str]:
         "p_value_holm": _full(paired.holm_p_value if paired else None),
         "bootstrap_p_value": _full(paired.bootstrap_p_value if paired else None),
         "bootstrap_p_value_holm": _full(paired.bootstrap_holm_p_value if paired else None),
+        "conditional_on": on.estimator.conditional_on,
         "training_seconds": "" if row.training_seconds is None else f"{row.training_seconds:.1f}",
         "warnings": "; ".join(row.warnings),
     }

@@ -66,11 +66,14 @@ class Temperature:
 
 
 def brier(labels: ArrayLike, probabilities: ArrayLike) -> float:
-    """Mean squared error of (N,) probabilities of class 1, or of (N, C) summed over the classes (0 to 2)."""
+    """Mean squared error of (N,) probabilities of class 1, or of (N, C) summed over the classes (0 to 2).
+
+    Brier 1950: rows of (N, C) are distributions over the classes. Others, such as one sigmoid per class, are refused.
+    """
     if np.ndim(probabilities) == 2:
         num_classes = np.shape(probabilities)[1]
         label = check_labels(labels, num_classes)
-        given = check_probabilities(probabilities, len(label), num_classes)
+        given = _check_distributions(probabilities, len(label), num_classes)
         return float(((given - np.eye(num_classes)[label]) ** 2).sum(axis=1).mean())
     label = check_labels(labels)
     return float(((check_probabilities(probabilities, len(label)) - label) ** 2).mean())
@@ -80,7 +83,7 @@ def top_class(labels: ArrayLike, probabilities_NC: ArrayLike) -> tuple[Labels, F
     """Whether the likeliest class is right (0, 1) and its probability: what `reliability` takes for several classes."""
     num_classes = np.shape(probabilities_NC)[-1]
     label = check_labels(labels, num_classes)
-    given = check_probabilities(probabilities_NC, len(label), num_classes)
+    given = _check_distributions(probabilities_NC, len(label), num_classes)
     return (given.argmax(axis=1) == label).astype(np.int64), given.max(axis=1)
 
 
@@ -162,6 +165,18 @@ def fit_temperature(labels: ArrayLike, logits: ArrayLike) -> Temperature:
         high *= 2
     inverse = float(brentq(slope, 0.0, high, xtol=1e-14 * high))  # pyright: ignore[reportArgumentType]
     return Temperature(1 / inverse)
+
+
+def _check_distributions(probabilities_NC: ArrayLike, count: int, num_classes: int) -> Floats:
+    given = check_probabilities(probabilities_NC, count, num_classes)
+    total = given.sum(axis=1)
+    if not np.allclose(total, 1.0, atol=1e-3):
+        raise MetricError(
+            f"probabilities of {num_classes} classes that sum to {total.min():.3g} up to {total.max():.3g}",
+            "one probability for each class, summing to 1, is needed",
+            "Divide each row by its sum first",
+        )
+    return given
 
 
 def _check(labels: ArrayLike, logits: ArrayLike) -> tuple[Labels, Floats]:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.evaluate.results import FORMAT_VERSION
 from selfvitmil.localize.maps import MAIN_METHOD
 from selfvitmil.names import Names
 from selfvitmil.report.contents import Contents, Record, Results
@@ -48,6 +50,7 @@ def _comparison(results: Results, names: Names) -> Markup:
         "div",
         tag("h3", results.name),
         _optimistic(results),
+        _outdated(results),
         _comparison_table(header, rows) if rows else missing("Its table cannot be read"),
         bullets(note for note in notes if not note.startswith("[")),
         _numbered([note for note in notes if note.startswith("[")]),
@@ -110,6 +113,7 @@ def _evaluation(results: Results, names: Names) -> Markup:
         "div",
         tag("h3", results.name),
         _optimistic(results),
+        _outdated(results),
         facts(
             [
                 ("method", str(told.get("method", ""))),
@@ -128,13 +132,14 @@ def _evaluation(results: Results, names: Names) -> Markup:
 
 
 def _test_words(told: Mapping[str, Any]) -> str:
-    """How many slides the figures are of; those of splits whose test slides overlap are not of any sum."""
+    """How many slides the metrics are of; those of splits whose test slides overlap are not of any sum."""
     splits = told.get("slides") or {}
     counts = [((own.get("test") or {}).get("slides")) or {} for own in splits.values()]
     if len(counts) < 2:
         return "".join(map(counted, counts))
-    pooled = ((told.get("slide") or {}).get("ensemble") or {}).get("counts")
-    if pooled:
+    slide = told.get("slide") or {}
+    pooled = (slide.get("ensemble") or {}).get("counts")
+    if pooled and slide.get("estimator") != Estimator.WITHIN_OVERLAPPING_SPLITS:
         return f"{counted(pooled)}, each in one of {len(counts)} splits"
     listed = "; ".join(f"{text} in {number}" for text, number in Counter(map(counted, counts)).items())
     return f"{listed} of {len(counts)} splits, which overlap"
@@ -168,6 +173,7 @@ def _headlines(told: Mapping[str, Any], level: str) -> Markup:
             tag("h4", f"By {level}"),
             table(("", "ensemble", f"{level_words} interval", "seeds: mean ± sd"), rows, kind="headlines"),
             tag("p", _sentence(own["words"]), class_="note") if own.get("words") else "",
+            *(tag("p", own[key], class_="note") for key in ("estimator_words", "conditional_on") if own.get(key)),
             bullets(f"{HEADLINES.get(key, key)}: {why}" for key, why in reasons.items()),
         )
     )
@@ -203,6 +209,20 @@ def _optimistic(results: Results) -> Markup:
         return Markup()
     words = "epoch and threshold were chosen on the test slides; expect less on others."
     return tag("p", tag("strong", "OPTIMISTIC: "), words, class_="research")
+
+
+def is_outdated(results: Results) -> bool:
+    """Whether an earlier version ranked the scores of several splits, which have different models, together."""
+    several = any(len(method.get("slides") or {}) > 1 for method in results.methods)
+    return several and results.metrics.get("format_version") != FORMAT_VERSION
+
+
+def _outdated(results: Results) -> Markup:
+    if not is_outdated(results):
+        return Markup()
+    command = "compare" if results.is_comparison else "evaluate"
+    words = "these metrics rank the scores of different splits' models together, as an earlier version did. Run "
+    return tag("p", tag("strong", "Stale: "), words, tag("code", f"selfvitmil {command}"), " again.", class_="research")
 
 
 def _figures(results: Results, names: Names) -> Markup:
