@@ -32,7 +32,7 @@ from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.choices import Choice
 from selfvitmil.localize.maps import write_map
-from selfvitmil.package import SECTIONS, Judge, Measures, Package, PackageParts, expect, open_package, write_package
+from selfvitmil.package import SETTINGS, Judge, Measures, Package, PackageParts, expect, open_package, write_package
 from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import synthetic
@@ -76,7 +76,7 @@ def make_package(folder: Path, slide: Path, encoder: Encoder, settings: StudySet
         "chosen_on": {"part": "validation", "slides": {"normal": 0, "tumor": 0}},
     }  # fmt: skip
     models = save_models(work / "models", encoder.dim, seeds)
-    text = to_toml(settings, SECTIONS)
+    text = to_toml(settings, SETTINGS)
     expected = expect([measures] * 3, [], settings.tile.mpp)
     write_package(folder, PackageParts(about, "", text, expected, {"encoder": encoder}, models))
 

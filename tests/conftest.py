@@ -22,3 +22,9 @@ def shared() -> Path:
     if not (folder / "golden").is_dir():
         pytest.skip("no shared/ folder with reference material beside the checkout")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests must not depend on where the person who runs them has work done."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))

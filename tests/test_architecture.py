@@ -11,7 +11,7 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "artefact", "annotations", "metrics", "words", "engine"]
+BELOW = ["errors", "geometry", "settings", "artefact", "untrusted", "annotations", "metrics", "words", "engine"]
 STAGES = [
     "cohort",
     "names",

@@ -378,10 +378,10 @@ def path_outside(folder: Path) -> None:
         ),
         (lambda folder: (folder / "package.json").unlink(), "it has no package.json"),
         (lambda folder: (folder / "package.json").write_text("{"), "package.json cannot be read"),
-        (lambda folder: rewrite(folder, format_version=99), "version 99, this program reads 1. Update"),
+        (lambda folder: rewrite(folder, format_version=99), "version 99, this program reads 2. Update"),
         (lambda folder: rewrite(folder, schema="other"), "no packaged model"),
-        (lambda folder: rewrite(folder, seeds=[0, 7]), "models/seed7/model.safetensors"),
-        (path_outside, "altered"),
+        (lambda folder: rewrite(folder, seeds=[0, 7]), "models/seed7/"),
+        (path_outside, "leads out of the folder"),
         (shutil.rmtree, "there is no such folder"),
     ],
 )

@@ -295,7 +295,7 @@ def open_pack(path: Path) -> Pack:
         return Pack(PackFile(path, made_from["encoding"], made_from["size_px"]), spans, made_from)
     except FileNotFoundError:
         raise _missing(path) from None
-    except (ValueError, KeyError, EOFError, OSError) as error:
+    except (ValueError, KeyError, EOFError, OSError, MemoryError) as error:
         raise _damaged(path, str(error)) from None
 
 

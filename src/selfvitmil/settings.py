@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -553,6 +554,13 @@ class EngineSettings(Settings):
     """A batch system to start workers on."""
 
 
+STUDY_ENGINE = ("workers", "retries")
+"""Keys of `engine` that a study.toml may set. A study may come from somebody else: addresses, certificates and shell
+lines come from flags and from the user's own file alone (`user_engine`)."""
+PLACES = ("workers", "cluster", "batch")
+"""Keys of `engine` that say where work runs: one of them given makes the user's file silent."""
+
+
 Preset = Literal["default", "quick", "paper", "authors-code"]
 
 
@@ -626,6 +634,41 @@ def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | N
     return parse(merged, source=str(toml_file) if toml_file is not None else "the command line")
 
 
+def user_engine_file() -> Path:
+    """Where a user says once for all studies where work runs."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "selfvitmil" / "engine.toml"
+
+
+def with_user_engine(flags: Mapping[str, Any], in_study: Any = None) -> dict[str, Any]:
+    """The flags with the user's own engine settings below them, unless flags or study name a place to work.
+
+    `in_study` is the section `engine` of study.toml.
+    """
+    path, places = user_engine_file(), (flags.get("engine"), in_study)
+    if any(key in place for place in places if isinstance(place, dict) for key in PLACES) or not path.is_file():
+        return dict(flags)
+    told = read_toml(path)
+    if other := [key for key in told if key != "engine"]:
+        what = f"{path.name} in {path.parent}: it holds {', '.join(other)}"
+        raise ConfigError(what, "this file is for the section [engine] alone", "Put other settings into study.toml")
+    parse(told, str(path))
+    return _overlay({"engine": told.get("engine", {})}, flags)
+
+
+def check_study_engine(told: Mapping[str, Any], source: str) -> None:
+    """ConfigError where the section `engine` of a study's file says more than how many processes work here."""
+    section = told.get("engine")  # of another type: parsing says so
+    others = [key for key in EngineSettings.model_fields if key not in STUDY_ENGINE]
+    forbidden = [f"engine.{key}" for key in others if isinstance(section, dict) and key in section]
+    if forbidden:
+        raise ConfigError(
+            f"{source}: it sets {', '.join(forbidden)}",
+            "a study may come from somebody else, and these settings start programs or connect to other machines",
+            f"Give them as flags, or move them to {user_engine_file()}, which holds for all your studies",
+        )
+
+
 def parse(values: Mapping[str, Any], source: str) -> StudySettings:
     """Check a nested dict; `source` names in errors where it came from."""
     try:
@@ -643,12 +686,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as a nested dict."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path.name}: cannot be read as TOML ({error})", how="Correct the file") from None
 
 
-def to_toml(settings: Settings, sections: set[str] | None = None, *, typed_only: bool = False) -> str:
-    """The settings, or some sections, as TOML that `resolve_settings` reads back; unset optional ones are left out.
+def to_toml(
+    settings: Settings, sections: set[str] | dict[str, set[str]] | None = None, *, typed_only: bool = False
+) -> str:
+    """The settings, or some sections, or some keys of these, as TOML that `resolve_settings` reads back.
+
+    Unset optional ones are left out.
 
     `typed_only` leaves out all that were not given but are at their defaults.
     """

@@ -28,12 +28,14 @@ from PIL import Image, ImageDraw
 from scipy import ndimage
 
 from selfvitmil import annotations, artefact, stain
+from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.engine import may_pass
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name
 from selfvitmil.slides import Slide, fingerprint, open_slide
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
+from selfvitmil.untrusted import open_hdf5
 
 SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1
@@ -388,11 +390,11 @@ def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
         if not target.exists():
             return "made"
         try:
-            with h5py.File(target, "r") as file:
+            with open_hdf5(target) as file:
                 attributes = {key: file.attrs[key] for key in ("format_version", "settings", "inputs")}
                 if "coords" not in file or "tissue" not in file:
                     raise KeyError("coords")
-        except (OSError, KeyError):
+        except (OSError, KeyError, ValueError):
             return f"made again: {target.parent.name}/{target.name} is damaged"
         if attributes["format_version"] != FORMAT_VERSION:
             return f"made again: written in format {attributes['format_version']}, now {FORMAT_VERSION}"
@@ -447,7 +449,7 @@ def write_tiles(path: Path, table: TileTable, made_from: Mapping[str, Any]) -> N
 def read_tiles(path: Path) -> TileTable:
     """Read a table back; ArtefactError when the file is damaged or of another kind."""
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             return _table_from(file)
     except (OSError, KeyError, ValueError) as error:
         raise ArtefactError(
@@ -463,6 +465,7 @@ def _table_from(file: Any) -> TileTable:
             f"{file.attrs['schema']} in format {file.attrs['format_version']}, expected {SCHEMA} {FORMAT_VERSION}"
         )
     coords = file["coords"]
+    check_slide_name(str(coords.attrs["name"]))
     parents = file.get("parents", {})
     return TileTable(
         slide=str(coords.attrs["name"]),

@@ -49,6 +49,7 @@ from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, build, c
 from selfvitmil.aggregate.pooling import top_instances
 from selfvitmil.aggregate.rows import Memory, Rows, fold
 from selfvitmil.errors import ConfigError
+from selfvitmil.untrusted import load_torch
 
 QUERIES = ("linear", "mlp")
 VALUES = ("linear", "identity", "linear_relu", "bottleneck")
@@ -336,8 +337,8 @@ def load_dsmil(source: Mapping[str, Any] | str | Path, **settings: Any) -> Aggre
 def _read_state(source: Mapping[str, Any] | str | Path) -> dict[str, Tensor]:
     if not isinstance(source, Mapping):
         try:
-            source = torch.load(source, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            source = load_torch(Path(source))
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"{Path(str(source)).name}: no weights can be read from it", first_line) from None
         if not isinstance(source, Mapping):

@@ -41,6 +41,7 @@ from selfvitmil.aggregate.steps import Floats, LabelledBag, Slots, Steps
 from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
+from selfvitmil.untrusted import read_json
 
 __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save_model", "score", "train"]
 
@@ -353,12 +354,19 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
     """The aggregator of such a folder, on the CPU, ready to judge, and its config; ArtefactError where it is broken."""
     how = "Train it again"
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         if config["format_version"] != FORMAT_VERSION:
             why = f"its format is version {config['format_version']}, this program reads {FORMAT_VERSION}"
             raise ArtefactError(f"{folder.name}: an aggregator of another time", why, how)
+        state = safetensors.torch.load_file(folder / "model.safetensors")
+        with torch.device("meta"):  # without memory: the config may claim any size
+            expected = build(**config["aggregator"]).state_dict()
+        if {name: value.shape for name, value in expected.items()} != {
+            name: value.shape for name, value in state.items()
+        }:
+            raise ValueError("config.json describes another network than model.safetensors holds")
         module = build(**config["aggregator"])
-        module.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+        module.load_state_dict(state)
     except FileNotFoundError as error:
         why = f"it has no {Path(str(error.filename or 'model.safetensors')).name}"
         raise ArtefactError(f"{folder.name}: no trained aggregator", why, how) from None

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from selfvitmil import artefact
 from selfvitmil.errors import BagError
 from selfvitmil.tiles import TileTable, trident_attributes
+from selfvitmil.untrusted import load_torch, open_hdf5
 
 SCHEMA = "selfvitmil.bag"
 FORMAT_VERSION = 1
@@ -106,7 +107,7 @@ def read_bag(path: Path) -> Bag:
     if path.suffix == ".pt":
         return _read_pt(path)
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             name = next((name for name in ("features", "feats") if name in file), None)
             if name is None:
                 raise KeyError(f"it has no dataset named features or feats, only {sorted(file)}")
@@ -126,6 +127,8 @@ def _unreadable(path: Path, error: Exception) -> BagError:
 
 def _mapped(path: Path, dataset: Any) -> Features:
     """The dataset as a read-only memory map, or read whole where it is chunked or compressed."""
+    if dataset.dtype.kind not in "fiu":
+        raise ValueError(f"its features are of the type {dataset.dtype}, not numbers")
     shape = (
         dataset.shape[1:] if dataset.ndim == 3 and dataset.shape[0] == 1 else dataset.shape
     )  # (1, N, D) of old files
@@ -174,7 +177,7 @@ def _read_pt(path: Path) -> Bag:
     import torch
 
     try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensor = load_torch(path, mmap=True)
     except Exception as error:  # torch raises pickle's, zip's and its own errors here
         raise _unreadable(path, error) from None
     if isinstance(tensor, dict):

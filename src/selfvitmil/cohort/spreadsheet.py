@@ -16,9 +16,11 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree.ElementTree import ParseError
 
 from selfvitmil.cohort.table import MPP_RANGE, listing
 from selfvitmil.errors import CohortError
+from selfvitmil.untrusted import check_expansion
 
 _SLIDE_COLUMNS = ("slide", "slide_id", "slide_name", "sample_id", "filename", "file_name", "file", "image", "image_id")
 
@@ -271,14 +273,23 @@ def _read_xlsx(path: Path) -> tuple[list[tuple[int, list[str]]], tuple[str, ...]
     from openpyxl.utils.exceptions import InvalidFileException
 
     content = io.BytesIO(_read_bytes(path))
-    try:
-        book = openpyxl.load_workbook(content, read_only=True, data_only=True)
-    except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CohortError(
+    # expat, below all of it, ends XML whose entities grow without bound; it then raises ParseError.
+    broken = (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, ParseError)
+
+    def refused(error: Exception) -> CohortError:
+        return CohortError(
             f"{path.name}: cannot be read as .xlsx ({error})",
             "it is damaged or of another format",
             "Save it again, as .xlsx or CSV UTF-8",
-        ) from None
+        )
+
+    try:
+        with zipfile.ZipFile(content) as archive:
+            claimed = sum(entry.file_size for entry in archive.infolist())
+        check_expansion("the workbook", claimed, len(content.getvalue()))
+        book = openpyxl.load_workbook(content, read_only=True, data_only=True)
+    except broken as error:
+        raise refused(error) from None
     try:
         sheet = book.worksheets[0]
         sheet.reset_dimensions()  # some programs store a wrong size
@@ -287,6 +298,8 @@ def _read_xlsx(path: Path) -> tuple[list[tuple[int, list[str]]], tuple[str, ...]
             for number, values in enumerate(sheet.iter_rows(values_only=True), start=1)
         ]
         others = [other.title for other in book.worksheets[1:]]
+    except broken as error:
+        raise refused(error) from None
     finally:
         book.close()
     ignored = f"{path.name}: only the first sheet is read; not {listing(others)}." if others else ""

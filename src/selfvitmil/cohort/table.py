@@ -219,6 +219,12 @@ def specific_warnings(cohort: Cohort) -> tuple[str, ...]:
     return tuple(warning for warning in cohort.warnings if warning not in general)
 
 
+def check_slide_name(name: str) -> None:
+    """ValueError where a slide's name, as a file tells it, cannot be a file name: other files are named after it."""
+    if problem := _name_problem(name):
+        raise ValueError(f"it is of the slide {name!r}, which is no name of a slide: {problem}")
+
+
 def _name_problem(name: str) -> str:
     if not name:
         return "it is empty"

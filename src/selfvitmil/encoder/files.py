@@ -15,10 +15,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 import safetensors
@@ -35,11 +35,13 @@ from selfvitmil.encoder.network import (
     Encoder,
     build_backbone,
     build_encoder,
+    check_model_args,
     describe_weights,
     make_config,
     network_explained,
 )
 from selfvitmil.errors import EncoderError
+from selfvitmil.untrusted import UnsafeFile, load_torch, read_json
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -147,8 +149,9 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
     fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
     fields |= {key: content[key] for key in ("architecture", "model_args")}
     made = make_config(**(fields | config))
-    backbone = build_backbone(made.architecture, made.model_args)
-    _load_strictly(folder.name, backbone, _read_weights(weights))
+    state = _read_weights(weights)
+    check_model_args(folder.name, made.model_args)
+    backbone = _build_fitting(folder.name, partial(build_backbone, made.architecture, made.model_args), state)
     return Encoder(backbone, made)
 
 
@@ -195,10 +198,11 @@ def _build_published(
     classifier = described.get("classifier") or "head"
     state = _without(_read_weights(weights), [classifier] if isinstance(classifier, str) else classifier)
     args = {key: value for key, value in (content.get("model_args") or {}).items() if key != "num_classes"}
+    make_config(architecture=str(content["architecture"]), **facts)  # an implausible size is refused before it is built
+    check_model_args(name, args)
     try:
-        encoder = build_encoder(content["architecture"], img_size=size_px, model_args=args, **facts)
-        _load_strictly(name, encoder.backbone, state)
-        return encoder
+        build = partial(build_encoder, content["architecture"], img_size=size_px, model_args=args, **facts)
+        return _build_fitting(name, build, state)
     except EncoderError:
         if not _is_vit(state):
             raise
@@ -307,15 +311,42 @@ def _usual_heads(name: str, width: int) -> int:
     return {1280: 16, 1408: 16}.get(width, width // 64)
 
 
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def _build_fitting(name: str, build: Callable[[], Network], state: Mapping[str, Tensor]) -> Network:
+    """Build a network and load its weights; EncoderError where they do not fit.
+
+    It is built without memory first: a config can claim any size, the weights only what their file holds.
+    """
+    with torch.device("meta"):
+        _check_fits(name, _backbone(build()).state_dict(), state)
+    network = build()
+    _load_strictly(name, _backbone(network), state)
+    return network
+
+
+def _backbone(network: nn.Module) -> nn.Module:
+    return network.backbone if isinstance(network, Encoder) else network
+
+
 def _load_strictly(name: str, backbone: nn.Module, state: Mapping[str, Tensor]) -> None:
+    _check_fits(name, backbone.state_dict(), state)
+    unknown = [key for key, value in state.items() if not value.isfinite().all()]
+    if unknown:
+        raise EncoderError(f"{name}: weights that are not finite: {_brief(unknown)}", how="Copy or train it again")
     own = backbone.state_dict()
+    backbone.load_state_dict({key: value for key, value in own.items() if key not in state} | dict(state))
+
+
+def _check_fits(name: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """EncoderError where weights are missing, too many or of other shapes than the network's own."""
     state = {key: value for key, value in own.items() if key.endswith("num_batches_tracked")} | dict(state)
     shapes = {key: (tuple(state[key].shape), tuple(own[key].shape)) for key in own if key in state}
     problems = {
         "missing": [key for key in own if key not in state],
         "unexpected": [key for key in state if key not in own],
         "of another shape": [f"{key} {has} for {needs}" for key, (has, needs) in shapes.items() if has != needs],
-        "not finite": [key for key, value in state.items() if not value.isfinite().all()],
     }
     if any(problems.values()):
         raise EncoderError(
@@ -323,7 +354,6 @@ def _load_strictly(name: str, backbone: nn.Module, state: Mapping[str, Tensor]) 
             "; ".join(f"{problem}: {_brief(keys)}" for problem, keys in problems.items() if keys),
             "Use weights of this very architecture",
         )
-    backbone.load_state_dict(state)
 
 
 def _brief(names: Iterable[Any]) -> str:
@@ -353,7 +383,10 @@ def _read_weights(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         with torch.serialization.safe_globals(_SHELLS):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = load_torch(path)
+    except UnsafeFile as error:
+        how = "Do not use this file; ask for the weights as safetensors"
+        raise EncoderError(f"{path.name}: cannot be read as weights", str(error), how) from None
     except Exception as error:  # bytes of any kind make the parsers fail in any way
         foreign = re.search(r"GLOBAL (\S+)", str(error))
         if foreign:
@@ -373,7 +406,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise EncoderError(
             f"{name}: there is no config.json",
@@ -382,7 +415,14 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise EncoderError(f"{name}: config.json cannot be read", str(error), "Copy the folder again") from None
-    if not isinstance(content, dict) or "architecture" not in content:
+    parts = (
+        [content.get(key) for key in ("model_args", "pretrained_cfg", "selfvitmil")]
+        if isinstance(content, dict)
+        else []
+    )
+    if not isinstance(content, dict) or not all(part is None or isinstance(part, dict) for part in parts):
+        raise EncoderError(f"{name}: config.json cannot be read", "its parts are no tables", "Copy the folder again")
+    if not isinstance(content.get("architecture"), str):
         raise EncoderError(
             f"{name}: its config.json names no timm architecture",
             "it is of another library, or damaged",

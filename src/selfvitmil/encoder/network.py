@@ -37,6 +37,24 @@ POOLED = "pooled"
 Layout = TokenLayout | Literal["pooled"]
 MPP_TOLERANCE = 0.05
 """Relative difference of microns per pixel that counts as the same scale."""
+MODEL_ARGS = (
+    "img_size", "patch_size", "in_chans", "num_classes", "global_pool", "embed_dim", "embed_dims", "dims", "depth",
+    "depths", "num_heads", "heads", "mlp_ratio", "mlp_ratios", "qkv_bias", "qkv_fused", "qk_norm", "proj_bias",
+    "init_values", "class_token", "pos_embed", "no_embed_class", "reg_tokens", "num_reg_tokens", "pre_norm",
+    "final_norm", "fc_norm", "use_fc_norm", "pool_include_prefix", "dynamic_img_size", "dynamic_img_pad", "drop_rate",
+    "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate", "norm_layer",
+    "act_layer", "mlp_layer", "swiglu_mlp", "swiglu_align_to", "scale_mlp", "scale_attn_norm", "scale_mlp_norm",
+    "scale_attn_inner", "attn_type", "window_size", "strict_img_size", "use_abs_pos_emb", "use_rot_pos_emb",
+    "rope_type", "rope_temperature", "rope_rotate_half", "rope_grid_offset", "rope_grid_indexing", "ref_feat_shape",
+    "use_post_norm", "use_pre_transformer_norm", "use_post_transformer_norm", "layers", "stem_type", "stem_width",
+    "cardinality", "base_width", "avg_down",
+)  # fmt: skip
+"""Arguments of a network that a config.json may set: sizes and kinds of its layers. Arguments by which timm loads files
+(`checkpoint_path`, `pretrained_cfg`, `cache_dir`, ...) or wraps the network are not among them."""
+LARGEST_SIZE_PX = 8192
+"""Largest edge of an encoder's tiles."""
+LARGEST_ARG, LARGEST_DEPTH = 65_536, 512
+"""Largest number among those arguments, and among those that count layers; real networks have tenths of these."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -55,7 +73,7 @@ class EncoderConfig(Settings):
     """What a tile is then divided by, per channel."""
     mpp: float | None = Field(default=None, gt=0)
     """Microns per pixel of the tiles."""
-    size_px: int = Field(default=224, gt=0)
+    size_px: int = Field(default=224, gt=0, le=LARGEST_SIZE_PX)
     """Edge of the tiles."""
     stain: Literal["slide", "tile", "none"] | None = None
     """How the stain of the tiles was normalized."""
@@ -244,6 +262,34 @@ def mean_color(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """`MeanColor`, by a name that timm finds."""
     del pretrained, kwargs
     return MeanColor()
+
+
+def check_model_args(name: str, args: Mapping[str, Any]) -> None:
+    """EncoderError for arguments in a config.json that are not sizes or kinds of layers."""
+    for key, value in args.items():
+        if key not in MODEL_ARGS:
+            raise EncoderError(
+                f"{name}: its config.json sets model_args.{key}",
+                "only sizes and kinds of layers may be set there: other arguments load files or change how timm works",
+                f"Do not use this file unless you trust its source; without model_args.{key} it can be read",
+            )
+        largest = LARGEST_DEPTH if key in ("depth", "depths", "layers") else LARGEST_ARG
+        if not _is_plain(value, largest):
+            raise EncoderError(
+                f"{name}: its config.json sets model_args.{key} to {str(value)[:60]!r}",
+                f"numbers up to {largest}, words and short lists of these are expected",
+                "Do not use this file unless you trust its source",
+            )
+
+
+def _is_plain(value: Any, largest: int) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 16 and all(
+            not isinstance(each, list | tuple) and _is_plain(each, largest) for each in value
+        )
+    if isinstance(value, str):
+        return re.fullmatch(r"[A-Za-z0-9_]{0,40}", value) is not None
+    return value is None or (isinstance(value, bool | int | float) and abs(value) <= largest)
 
 
 def build_backbone(

@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import artefact
+from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError
 from selfvitmil.tiles import boxes_l0
+from selfvitmil.untrusted import open_hdf5
 
 SCHEMA = "selfvitmil.map"
 FORMAT_VERSION = 1
@@ -194,7 +196,7 @@ def write_map(path: Path, slide_map: SlideMap, made_from: str) -> None:
 def read_map(path: Path) -> SlideMap:
     """Read a map; ArtefactError where the file is damaged or of another version."""
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             slide_map = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
         why = artefact.without_folders(str(error)).strip("'\"")
@@ -207,6 +209,7 @@ def read_map(path: Path) -> SlideMap:
 def _read(file: Any) -> SlideMap:
     _check_version(file)
     told, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
+    check_slide_name(told["slide"])
     return SlideMap(
         slide=told["slide"],
         model=told["model"],
@@ -229,7 +232,7 @@ def _read(file: Any) -> SlideMap:
 def map_made_from(path: Path) -> str | None:
     """What a map on disk was made from; None where there is none, or none that can be read."""
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             _check_version(file)
             return str(file.attrs["made_from"])
     except (OSError, KeyError, ValueError):

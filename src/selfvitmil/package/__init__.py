@@ -14,7 +14,7 @@ from selfvitmil.package.card import FIGURES, model_card
 from selfvitmil.package.expected import Expected, Limits, Measures, Outside, expect
 from selfvitmil.package.files import (
     RESEARCH_ONLY,
-    SECTIONS,
+    SETTINGS,
     Package,
     PackagedEncoder,
     PackageParts,
@@ -27,7 +27,7 @@ from selfvitmil.package.judge import Answer, Judge, answers_csv, answers_json
 __all__ = [
     "FIGURES",
     "RESEARCH_ONLY",
-    "SECTIONS",
+    "SETTINGS",
     "Answer",
     "Expected",
     "Judge",

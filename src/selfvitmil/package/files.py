@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import safetensors
@@ -32,21 +32,37 @@ from selfvitmil import __version__, artefact
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Platt, Temperature
 from selfvitmil.package.expected import Expected
-from selfvitmil.settings import StudySettings, parse, read_toml
+from selfvitmil.settings import StainSettings, StudySettings, TissueSettings, parse, read_toml
+from selfvitmil.untrusted import check_size, file_problem, read_json
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
     from selfvitmil.evaluate.choices import Choice
 
 SCHEMA = "selfvitmil.package"
-FORMAT_VERSION = 1
-SECTIONS = {"slide", "tissue", "stain", "tile", "embed", "localize"}
-"""Settings that a package carries."""
+FORMAT_VERSION = 2
+SETTINGS: dict[str, set[str]] = {
+    "slide": {"reader"},
+    "tissue": set(TissueSettings.model_fields) - {"folder"},
+    "stain": set(StainSettings.model_fields),
+    "tile": {"size_px", "mpp", "overlap_px", "min_tissue", "parent_mpp"},
+    "embed": {"batch", "precision"},
+    "localize": {
+        *("score", "scale", "z_limit", "gate"),
+        *("lesion_threshold", "min_lesion_mm2", "point_radius_um", "point_min"),
+    },
+}
+"""The settings that a package may hold: those that decide the numbers of a slide. Where the work runs, devices, paths,
+processes, and which files are written are the user's alone. Any other key in a package is refused."""
 RESEARCH_ONLY = "For research only: no medical device, not to be used to diagnose or to decide about patients"
 TOLD_OF_MODELS = (
     "schema", "format_version", "aggregator", "recipe", "epoch", "split", "seed", "classes", "protocol", "epoch_from",
     "encoder", "tiling",
 )  # fmt: skip
 """What stays of a model's config.json; the names of the slides it was trained on do not."""
+NOT_OURS = "Do not use this package; ask its author for one that `selfvitmil package` wrote"
+ENCODER_FOLDERS = ("encoder", "encoder_coarse")
+MAX_NAME = 200
+"""Characters of a name in package.json."""
 COPY_AGAIN = "Copy the whole folder again from where it came from"
 
 
@@ -237,27 +253,79 @@ def open_package(folder: Path) -> Package:
     about = _read_about(folder)
     _check_files(folder, about["files"])
     try:
-        settings = parse(read_toml(folder / "settings.toml"), "settings.toml")
+        _check_about(folder, about)
+        check_size(folder / "settings.toml")
+        told = read_toml(folder / "settings.toml")
+        _check_settings(folder, told)
+        settings = parse(told, "settings.toml")
         vectors = safetensors.numpy.load_file(folder / "expected.safetensors")
-        plain = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-        expected = Expected.from_plain(plain, vectors["mean"], vectors["std"])
+        expected = Expected.from_plain(read_json(folder / "expected.json"), vectors["mean"], vectors["std"])
         package = Package(folder, about, settings, expected)
-        needed = [f"{each.folder}/model.safetensors" for each in package.encoders]
-        needed += [f"models/seed{seed}/model.safetensors" for seed in package.seeds]
+        places = [each.folder for each in package.encoders] + [f"models/seed{seed}" for seed in package.seeds]
+        needed = ["settings.toml", "expected.json", "expected.safetensors"]
+        needed += [f"{place}/{name}" for place in places for name in ("config.json", "model.safetensors")]
         missing = [name for name in needed if name not in about["files"]]
         if missing or not package.seeds or not package.encoders or len(package.classes) < 2:
             raise KeyError(missing[0] if missing else "models")
         package.choice  # noqa: B018 (that it can be read)
-    except (KeyError, TypeError, ValueError, ConfigError, safetensors.SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
         why = str(error).strip("'\"").splitlines()[0]
         raise ArtefactError(f"{folder.name}: this package cannot be used", why, "Package the model again") from None
     return package
 
 
+def check_packaged(settings: Mapping[str, Any]) -> list[str]:
+    """The settings, as `section.key`, that a package may not hold."""
+    found: list[str] = []
+    for section, values in settings.items():
+        if section not in SETTINGS or not isinstance(values, Mapping):
+            keys = list(values) if isinstance(values, Mapping) else []
+            found += [f"{section}.{key}" for key in keys] or [section]
+        else:
+            found += [f"{section}.{key}" for key in values if key not in SETTINGS[section]]
+    return found
+
+
+def _check_settings(folder: Path, told: Mapping[str, Any]) -> None:
+    if forbidden := check_packaged(told):
+        more = f" and {len(forbidden) - 5} more" if len(forbidden) > 5 else ""
+        raise ArtefactError(
+            f"{folder.name}: this package sets {', '.join(forbidden[:5])}{more}",
+            "a package may only say how slides are cut, coloured, embedded and scored; where work runs and which "
+            "programs, paths and devices are used is for its user to say, by flags",
+            NOT_OURS,
+        )
+
+
+def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
+    """ArtefactError where package.json holds names that are no names, or numbers that are none."""
+    words = [about["name"], about["method"], about["split"], *about["classes"]]
+    words += [each["name"] for each in about["encoders"]] + ([about["positive"]] if about["positive"] else [])
+    for word in words:
+        if not isinstance(word, str) or not word.isprintable() or not 0 < len(word) <= MAX_NAME:
+            _refuse_name(folder, word, "it is no printable text of a name's length")
+    # These become names of files.
+    for word in (about["name"], about["method"], about["split"], *(each["name"] for each in about["encoders"])):
+        if "/" in word or "\\" in word or word.startswith("."):
+            _refuse_name(folder, word, "files are named after it, and it is a path")
+    for each in about["encoders"]:
+        if each["folder"] not in ENCODER_FOLDERS:
+            _refuse_name(folder, each["folder"], f"encoders lie in {' or '.join(ENCODER_FOLDERS)}")
+    for seed in about["seeds"]:
+        if type(seed) is not int or seed < 0:
+            _refuse_name(folder, seed, "seeds are whole numbers")
+
+
+def _refuse_name(folder: Path, word: Any, why: str) -> NoReturn:
+    raise ArtefactError(f"{folder.name}: package.json holds the name {str(word)[:80]!r}", why, NOT_OURS)
+
+
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / "package.json"
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        if problem := file_problem(folder, "package.json") if folder.is_dir() else "":
+            raise ArtefactError(f"{folder.name}: package.json cannot be used", problem, NOT_OURS)
+        about = read_json(path)
         schema, version, identity = about["schema"], about["format_version"], about["identity"]
     except (FileNotFoundError, NotADirectoryError):
         why = "it has no package.json" if folder.is_dir() else "there is no such folder"
@@ -281,12 +349,13 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, files: Mapping[str, str]) -> None:
     """ArtefactError that lists what is missing or altered."""
+    for name in files:
+        if problem := file_problem(folder, name):
+            raise ArtefactError(f"{folder.name}: {name} is not a file of this package", problem, NOT_OURS)
     missing, altered = [], []
     for name, digest in files.items():
-        path = folder / name
-        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         try:
-            if not inside or artefact.sha256(path) != digest:
+            if artefact.sha256(folder / name) != digest:
                 altered.append(name)
         except OSError:
             missing.append(name)

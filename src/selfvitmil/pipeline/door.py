@@ -77,12 +77,12 @@ def check_formats(study: Path) -> None:
 
 def _format_of(path: Path) -> int | None:
     """The format version of a file of ours; None of any other, and of a damaged one, which its stage will tell of."""
-    import h5py
+    from selfvitmil.untrusted import open_hdf5
 
     try:
         if path.suffix == ".json":
             return json.loads(path.read_text(encoding="utf-8")).get("selfvitmil", {}).get("format_version")
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             version: Any = file.attrs.get("format_version")
             return None if version is None else int(version)
     except (OSError, ValueError):

@@ -45,7 +45,7 @@ def package(
     `results` is the folder of results that the model card's figures come from, where it has another name than usual.
     """
     from selfvitmil.evaluate import seal, stored_models
-    from selfvitmil.package import SECTIONS, PackageParts, check_target, model_card, write_package
+    from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
     _check_asked(choice, settings)
     check_target(out)
@@ -63,7 +63,7 @@ def package(
         contents = PackageParts(
             about,
             model_card(about, expected, carried),
-            to_toml(carried, SECTIONS),
+            to_toml(carried, SETTINGS),
             expected,
             {scale.folder: scale.encoder for scale in scales},
             {run.seed: models / chosen.name / f"seed{run.seed}" for run in fitted.runs},
@@ -164,9 +164,9 @@ def _carried_settings(
 
 def _made_with(table: Path) -> dict[str, Any]:
     """Settings of a tile table, as its file tells them."""
-    import h5py
+    from selfvitmil.untrusted import open_hdf5
 
-    with h5py.File(table, "r") as file:
+    with open_hdf5(table) as file:
         return json.loads(str(file.attrs["settings"]))
 
 

@@ -29,7 +29,7 @@ from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.localizing import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.pipeline.products import ProductJob, Record, make_products
 from selfvitmil.pipeline.study import Summary, map_slides, num_tiles, open_study
-from selfvitmil.settings import StudySettings, parse, tiling_name
+from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
 
 if TYPE_CHECKING:
     from selfvitmil.package import Answer, Package
@@ -38,9 +38,12 @@ STAGES = ("open", "tile", "embed", "judge", "localize")
 
 
 def predict_settings(package: Package, flags: Mapping[str, Any]) -> StudySettings:
-    """The package's settings with what was typed on top of the sections slide, embed, localize and engine."""
+    """The package's settings with what was typed on top of the sections slide, embed, localize and engine.
+
+    A package holds no engine settings: they come from flags and the user's own file.
+    """
     told = package.settings.model_dump(mode="json")
-    for section, values in flags.items():
+    for section, values in with_user_engine(flags).items():
         told[section] = {**told[section], **values}
     settings = parse(told, "the command line")
     if settings.embed.layout is not None:

@@ -332,14 +332,14 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
 
 
 def _tile_counts(study: Path, cohort: Cohort, settings: StudySettings) -> list[int]:
-    import h5py
+    from selfvitmil.untrusted import open_hdf5
 
     folder = study / "tiles" / tiling_name(settings.tile)
     counts: list[int] = []
     for slide in cohort.slides:
         try:
-            with h5py.File(folder / f"{slide}.h5", "r") as file:
+            with open_hdf5(folder / f"{slide}.h5") as file:
                 counts.append(int(file["coords"].shape[0]))  # pyright: ignore[reportAttributeAccessIssue]
-        except (OSError, KeyError):
+        except (OSError, KeyError, ValueError):
             continue
     return counts

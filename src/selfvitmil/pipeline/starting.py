@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from selfvitmil import artefact
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import Summary
-from selfvitmil.settings import StudySettings, resolve_settings
+from selfvitmil.settings import STUDY_ENGINE, EngineSettings, StudySettings, resolve_settings
 
 HEAD = """\
 # Settings of this study. Lines that begin with # and a name show what holds: take the # away to change it.
@@ -47,7 +47,11 @@ def _sections(model: type[BaseModel], values: dict[str, Any], prefix: str) -> st
     """The sections inside a model, each with its keys and followed by those inside it."""
     text = ""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if (
+            model is not EngineSettings
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, BaseModel)
+        ):
             inner = field.annotation
             text += f"\n\n{_comment(inner.__doc__)}[{prefix}{name}]\n{_keys(inner, values[name])}"
             text += _sections(inner, values[name], f"{prefix}{name}.")
@@ -59,6 +63,8 @@ def _keys(model: type[BaseModel], values: dict[str, Any]) -> str:
     for key, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             continue
+        if model is EngineSettings and key not in STUDY_ENGINE:
+            continue  # a study's file may not say it
         text += f"\n{_comment(field.description)}{_line(key, values[key])}"
     return text
 

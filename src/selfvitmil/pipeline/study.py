@@ -13,7 +13,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import StudySettings, resolve_settings
+from selfvitmil.settings import StudySettings, check_study_engine, read_toml, resolve_settings, with_user_engine
 
 T = TypeVar("T")
 
@@ -51,9 +51,13 @@ def open_study(study: Path, command: str) -> Iterator[None]:
 
 
 def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
-    """Settings of a study: its `study.toml` if there is one, `flags` on top."""
+    """Settings of a study: its `study.toml` if there is one, the user's own engine settings and `flags` on top."""
     toml_file = study / "study.toml"
-    return resolve_settings(toml_file if toml_file.exists() else None, flags)
+    if not toml_file.exists():
+        return resolve_settings(None, with_user_engine(flags))
+    told = read_toml(toml_file)
+    check_study_engine(told, toml_file.name)
+    return resolve_settings(toml_file, with_user_engine(flags, told.get("engine")))
 
 
 def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:

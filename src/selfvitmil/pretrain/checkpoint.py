@@ -17,6 +17,7 @@ import torch
 
 from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.untrusted import load_torch
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.pt"
@@ -36,7 +37,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_torch(path)
         version = state["format_version"]
     except Exception as error:  # bytes of any kind make the parser fail in any way
         raise ArtefactError(

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import h5py
-
 from selfvitmil.artefact import Failure
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
 from selfvitmil.settings import LocalizeSettings, resolve_settings
+from selfvitmil.untrusted import open_hdf5
 
 REFRESH_S = 2.0
 """Folders are listed again at most this often."""
@@ -168,7 +167,7 @@ def state_of(stat: os.stat_result) -> State:
 def read_told(path: Path) -> Mapping[str, Any]:
     """What a map says of its slide, without its tiles; ArtefactError where it cannot be read."""
     try:
-        with h5py.File(path, "r") as file:
+        with open_hdf5(path) as file:
             if file.attrs.get("schema") != SCHEMA:
                 raise ValueError("it is no file of ours")
             told = json.loads(str(file.attrs["told"]))
