@@ -23,6 +23,7 @@ from selfvitmil.pretrain.loss import (
     effective_rank,
     feature_std,
     koleo_loss,
+    nearest_neighbours,
     teacher_entropy,
     teacher_probabilities,
     teacher_student_kl,
@@ -233,6 +234,7 @@ def test_collapses_are_seen_from_logits():
 
 PROCESS = """
 import sys, torch, torch.distributed as dist
+from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.loss import update_center
 from selfvitmil.pretrain.simclr import nt_xent_loss
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -240,10 +242,10 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, 
 data = torch.load(f"{folder}/data.pt")
 rows = [slice(0, 3), slice(3, 10)][rank]  # processes with different numbers of rows
 center = update_center(data["center"], data["teacher"][rows], 0.9)
-z = data["z"][:, 3 * rank : 3 * rank + 3].reshape(6, -1).clone().requires_grad_()
-loss = nt_xent_loss(z, 0.5)
+z = data["z"][:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
+loss = nt_xent_loss(JointBatch().join(z).flatten(0, 1), 0.5)
 loss.backward()
-torch.save({"center": center, "loss": loss.detach(), "grad": z.grad.view(2, 3, -1)}, f"{folder}/out{rank}.pt")
+torch.save({"center": center, "loss": loss.detach(), "grad": z.grad}, f"{folder}/out{rank}.pt")
 dist.destroy_process_group()  # or its threads may outlive what they use, and abort the process at its end
 """
 
@@ -504,3 +506,22 @@ def test_koleo_spreads_embeddings_apart():
         moved = embeddings - 1e-4 * embeddings.grad
     assert koleo_loss(moved) < before
     assert torch.isfinite(koleo_loss(torch.ones(4, 3))), "equal embeddings"
+
+
+def test_koleo_under_autocast_is_that_of_float32():
+    """Embeddings as early in training, with a mean cosine of 0.997, whose cosines bfloat16 cannot tell apart."""
+    rng = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(1, 384, generator=rng) + 0.055 * torch.randn(128, 384, generator=rng)
+    cosines = torch.corrcoef(embeddings.double())
+    assert 0.996 < cosines[~torch.eye(128, dtype=torch.bool)].mean() < 0.998
+    directions = nn.functional.normalize(embeddings.double(), dim=1)
+    distances = torch.tensor([[math.dist(a, b) for b in directions.tolist()] for a in directions.tolist()])
+    nearest = distances.fill_diagonal_(math.inf).argmin(dim=1)
+    exact = embeddings.double().requires_grad_()
+    pairs = nn.functional.normalize(exact, dim=1)
+    (-(pairs - pairs[nearest]).norm(dim=1).log().mean()).backward()
+    ours = embeddings.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(nearest_neighbours(directions.float()), nearest)
+        koleo_loss(ours).backward()
+    torch.testing.assert_close(ours.grad, exact.grad.float(), rtol=1e-3, atol=1e-7)  # pyright: ignore[reportOptionalMemberAccess]

@@ -247,7 +247,7 @@ def test_training_that_was_stopped_goes_on(fresh: Path):
     (fresh / "encoders" / "dino" / "config.json").unlink()
     changed = run(fresh, "--until", "pretrain", "--pretrain.steps", 5)
     assert changed.returncode == 2
-    assert "was begun with other settings or other tiles" in changed.stderr
+    assert "was begun with other settings, other tiles" in changed.stderr
 
 
 def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path, monkeypatch: pytest.MonkeyPatch):

@@ -166,8 +166,9 @@ class PretrainSettings(Settings):
     batch: int = Field(default=256, gt=0)
     """Tiles of one step, over all GPUs and all parts of `accumulate` together."""
     accumulate: int = Field(default=1, gt=0)
-    """Parts in which a GPU works through its share of a batch, one after the other, to save memory. A CPU takes as many
-    at a time as it has cores (with `drop_path = 0`), which is quicker for small networks."""
+    """Parts in which a GPU works through its share of a batch, one after the other, to save memory; the result stays
+    the same. Losses that compare tiles (`koleo`, `simclr`) take one more forward pass of the large views then. A CPU
+    takes as many parts at a time as it has cores (with `drop_path = 0`), which is quicker for small networks."""
     sampler: Literal["mixed", "one-slide"] = "mixed"
     """`mixed`: batches of tiles of many slides; `one-slide`: each batch from one slide, slides in order (authors)."""
     tiles_per_slide: int | None = Field(default=None, gt=0)
@@ -608,8 +609,6 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
     """What the fields of this section must agree on."""
     if pretrain.batch % pretrain.accumulate:
         raise ValueError(f"pretrain.batch {pretrain.batch} does not divide into {pretrain.accumulate} equal parts")
-    if pretrain.method == "simclr" and pretrain.accumulate > 1:
-        raise ValueError("pretrain.accumulate must be 1 with simclr: it contrasts the tiles of a batch with each other")
     if pretrain.sampler == "one-slide" and (pretrain.tiles_per_slide or 1) % pretrain.batch:
         raise ValueError("pretrain.sampler 'one-slide' needs tiles_per_slide as a multiple of batch")
     if (pretrain.mean is None) != (pretrain.std is None):

@@ -243,7 +243,10 @@ class _Ahead:
         made_from = content.get("selfvitmil", {}).get("provenance", {}).get("made_from")
         if not self._training_tiles_change() and made_from == self._made_from():
             return StageOutlook("pretrain", words=f"current (encoders/{name})")
-        kept = f"encoders/{name} is kept, though its tiles have changed since it was trained; --name NEW trains another"
+        kept = (
+            f"encoders/{name} is kept, though its tiles have changed since it was trained or another version of "
+            "selfvitmil trained it; --name NEW trains another"
+        )
         return StageOutlook("pretrain", words=kept)
 
     def _unfinished(self, folder: Path) -> StageOutlook:
@@ -256,7 +259,7 @@ class _Ahead:
             return StageOutlook("pretrain", todo, words=f"train encoders/{folder.name}, {length}")
         if self._training_tiles_change() or state["made_from"] != self._made_from():
             raise ConfigError(
-                f"encoders/{folder.name} was begun with other settings or other tiles",
+                f"encoders/{folder.name} was begun with other settings, other tiles or by another version",
                 f"its checkpoint of step {state['step']} does not belong to this run, and nothing was done",
                 "Give --name with a new name, take the change back, or remove its folder to start again",
             )

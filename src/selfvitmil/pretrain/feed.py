@@ -39,6 +39,9 @@ from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
 from selfvitmil.pretrain.sources import Indices, Pixels, TileReader, TileSource
 from selfvitmil.readers import RUN
 
+REPEAT_ID = 0x1E3779B97F4A7C15
+"""Added to the id of a tile for each time that it came before in the same step; any large odd number does."""
+
 # ---------------------------------------------------------------------------------------------------- order, pure
 
 
@@ -109,6 +112,15 @@ class Pool(NamedTuple):
         return Pool(self.first_step, self.tiles[used], [np.searchsorted(used, part) for part in parts])
 
 
+def count_repeats(tiles: Indices) -> Indices:
+    """How often each tile occurs before its own place."""
+    order = np.argsort(tiles, kind="stable")
+    in_order = tiles[order]
+    repeats = np.empty(len(tiles), dtype=np.int64)
+    repeats[order] = np.arange(len(tiles)) - np.searchsorted(in_order, in_order)
+    return repeats
+
+
 @lru_cache(maxsize=2)
 def _epoch_cached(order: Order, epoch: int) -> Indices:
     choice = np.random.default_rng([order.seed, epoch if order.resample else 0, 0])
@@ -158,6 +170,9 @@ class Batch(NamedTuple):
     tiles_B3HW: torch.Tensor
     """uint8 in the CPU's memory, pinned for a GPU."""
     ids_B: torch.Tensor
+    view_ids_B: torch.Tensor
+    """What the views of each tile are drawn from: its id, and another number where the tile occurs again in the step
+    (of all processes), so that its copies get views of their own."""
     maps_B33: NDArray[np.float64] | None
     """Maps of stain normalization, to be applied on the device."""
     unfitted: int
@@ -332,7 +347,8 @@ class Feed:
         pixels = read_all(self.source, requests, self._workers)
         most = sum(self.source.counts) if self._keeps else self.order.batches_per_pool * self.order.batch
         memory_T3HW = torch.empty((most, 3, *self.source.shape_px), dtype=torch.uint8)
-        for pool, unread in zip(self._pools(), self._unread(), strict=True):
+        for whole, unread in zip(self.order.pools(*self._span), self._unread(), strict=True):
+            pool = whole.share(*self._part)
             rows = torch.from_numpy(unread if self._keeps else np.arange(len(unread)))
             filled, unfitted = 0, 0
             while filled < len(unread):
@@ -343,16 +359,21 @@ class Feed:
                     return
             for number, places in enumerate(pool.batches):
                 batch = pool.tiles[places]
+                repeats = np.split(count_repeats(whole.tiles[whole.batches[number]]), self._part[1])[self._part[0]]
                 from_rows = memory_T3HW, batch if self._keeps else places
-                yield self._gather(pool.first_step + number, batch, *from_rows, 0 if number else unfitted)
+                yield self._gather(pool.first_step + number, batch, repeats, *from_rows, 0 if number else unfitted)
 
-    def _gather(self, step: int, batch: Indices, memory_T3HW: torch.Tensor, rows: Indices, unfitted: int) -> Batch:
+    def _gather(
+        self, step: int, batch: Indices, repeats: Indices, memory_T3HW: torch.Tensor, rows: Indices, unfitted: int
+    ) -> Batch:
         tiles_B3HW = torch.empty((len(batch), *memory_T3HW.shape[1:]), dtype=torch.uint8, pin_memory=self._pin)
         torch.index_select(memory_T3HW, 0, torch.from_numpy(rows), out=tiles_B3HW)
         firsts = np.concatenate([[0], np.cumsum(self.source.counts)])
         groups = np.searchsorted(firsts, batch, side="right") - 1
-        ids_B = torch.from_numpy(self.source.ids[batch])
-        return Batch(step, tiles_B3HW, ids_B.pin_memory() if self._pin else ids_B, self.source.maps(groups), unfitted)
+        ids = self.source.ids[batch]
+        numbers = [torch.from_numpy(each) for each in (ids, ids + repeats * REPEAT_ID)]
+        ids_B, view_ids_B = (each.pin_memory() if self._pin else each for each in numbers)
+        return Batch(step, tiles_B3HW, ids_B, view_ids_B, self.source.maps(groups), unfitted)
 
 
 def measure_colours(

@@ -22,6 +22,7 @@ from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain import schedule
 from selfvitmil.pretrain.head import DinoHead
+from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.optim import cancel_gradients, update_teacher
 from selfvitmil.pretrain.schedule import CosineSchedule, TeacherTemperature
 from selfvitmil.pretrain.simclr import SimclrHead, nt_xent_loss
@@ -237,10 +238,16 @@ class Branch(nn.Module):
         self.head = head
         self.embed = embedding_of(backbone)
 
-    def forward(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, views: Sequence[torch.Tensor], join: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With `join`, the head sees the embeddings (V, tiles, D) of the whole batch instead of those of the views."""
         # Views of one size go through the network together: with DINO that makes two passes.
         embeddings_RD = torch.cat([self.embed(self.backbone, view_VB3SS.flatten(0, 1)) for view_VB3SS in views])
-        return self.head(embeddings_RD), embeddings_RD
+        if join is None:
+            return self.head(embeddings_RD), embeddings_RD
+        embeddings_VBD = embeddings_RD.unflatten(0, (-1, views[0].shape[1]))
+        return self.head(join(embeddings_VBD).flatten(0, 1)), embeddings_RD
 
 
 class Learner(nn.Module):
@@ -290,6 +297,28 @@ class Learner(nn.Module):
         """The network worth keeping."""
         return (self.student if self.teacher is None else self.teacher).backbone
 
+    @property
+    def joins_teacher(self) -> bool:
+        """Whether the loss of a tile depends on what the teacher says of the other tiles of the batch."""
+        return self.teacher is not None and self.settings.centering == "sinkhorn"
+
+    @property
+    def joins_student(self) -> bool:
+        """Whether the loss compares the student's embeddings of different tiles."""
+        return self.teacher is None or self.settings.koleo > 0
+
+    def teach(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The teacher's logits and embeddings of the large views, without gradient."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            return self.teacher(_global_views(views))
+
+    def look_ahead(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(V, B, D): the student's embeddings of the large views, which are what tiles are compared by."""
+        # The same call as in the step itself: it drops the same paths, whatever other views come with the large ones.
+        embeddings_RD = self.student.embed(self.student.backbone, views[0].flatten(0, 1))
+        return embeddings_RD.unflatten(0, (-1, views[0].shape[1]))[: losses.NUM_GLOBAL]
+
     def finish_step(self, momentum: float, teacher_means: Sequence[torch.Tensor]) -> None:
         """Move teacher and centre, after the optimizer's step."""
         if self.teacher is not None:
@@ -316,30 +345,52 @@ class Outcome:
     """The teacher's distributions, which the student learns to predict."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch, and what it knows of the others."""
+
+    joint: JointBatch
+    number: int = 0
+    taught: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the teacher says of this part (`Learner.teach`), where it was asked before."""
+
+    def join(self, own_VBD: torch.Tensor) -> torch.Tensor:
+        return self.joint.join(own_VBD, self.number)
+
+
 def compute_loss(
-    learner: Learner, student: nn.Module, views: Sequence[torch.Tensor], teacher_temp: float, mark: Any
+    learner: Learner,
+    student: nn.Module,
+    views: Sequence[torch.Tensor],
+    teacher_temp: float,
+    mark: Callable[[str], None],
+    part: Part | None = None,
 ) -> Outcome:
-    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes."""
-    settings = learner.settings
+    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes.
+
+    The loss is the mean over the tiles of this part where tiles do not depend on each other, else that of the whole
+    batch; averaged over parts and processes both are the loss of the whole batch.
+    """
+    settings, part = learner.settings, part or Part(JointBatch())
     tiles = views[0].shape[1]
     if learner.teacher is None:
-        projections_RD, embeddings_RD = student(views)
+        projections_RD, embeddings_RD = student(views, part.join)
         mark("student")
         value = nt_xent_loss(projections_RD, settings.temperature)
         return Outcome(value, embeddings_RD[:tiles], projections_RD, None, None)
-    with torch.no_grad():
-        teacher_RK, embeddings_RD = learner.teacher(_global_views(views))
+    teacher_RK, embeddings_RD = part.taught or learner.teach(views)
     mark("teacher")
     student_RK, student_RD = student(views)
     num_views = sum(len(view_VB3SS) for view_VB3SS in views)
     if settings.centering == "sinkhorn":
-        targets_RK = losses.balanced_probabilities(teacher_RK, teacher_temp)
+        all_RK, own = part.joint.join_teacher(teacher_RK, part.number)
+        targets_RK = losses.balanced_probabilities(all_RK, teacher_temp, alone=part.joint.is_alone)[own]
     else:
         targets_RK = losses.teacher_probabilities(teacher_RK, learner.center_K, teacher_temp)
     value = losses.crossed_cross_entropy(student_RK, targets_RK, settings.student_temp, num_views)
     if settings.koleo > 0:
-        each = [losses.koleo_loss(view_BD) for view_BD in student_RD.split(tiles)[: losses.NUM_GLOBAL]]
-        value = value + settings.koleo * torch.stack(each).sum()
+        large_VBD = part.join(student_RD.unflatten(0, (num_views, tiles))[: losses.NUM_GLOBAL])
+        value = value + settings.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_VBD]).sum()
     mark("student")
     return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK, targets_RK)
 

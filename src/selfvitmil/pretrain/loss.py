@@ -40,19 +40,22 @@ def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teache
 
 
 @torch.no_grad()
-def balanced_probabilities(teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3) -> torch.Tensor:
+def balanced_probabilities(
+    teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3, *, alone: bool = False
+) -> torch.Tensor:
     """The teacher's distributions, sharpened and then balanced: over all rows every output gets nearly an equal share.
 
     Sinkhorn and Knopp's iteration in place of a centre (SwAV, DINOv2): scale columns to equal sums, then rows to one,
-    and again. The rows of all processes count. Unlike with a centre, the outcome can be neither one output for all nor
-    uniform rows, as long as the logits differ at all: scaling undoes what all rows have in common at once.
+    and again. The rows of all processes count, unless `alone`. Unlike with a centre, the outcome can be neither one
+    output for all nor uniform rows, as long as the logits differ at all: scaling undoes what all rows have in common at
+    once.
     """
     logits_RK = at_least_float32(teacher_RK.detach()) / teacher_temp
     shares_RK = torch.exp(logits_RK - logits_RK.amax(dim=1, keepdim=True))
     shares_RK /= shares_RK.sum(dim=1, keepdim=True)
     for _ in range(rounds):
         columns_K = shares_RK.sum(dim=0)
-        if dist.is_available() and dist.is_initialized():
+        if not alone and dist.is_available() and dist.is_initialized():
             dist.all_reduce(columns_K)
         shares_RK /= columns_K.clamp_min(torch.finfo(columns_K.dtype).tiny)
         shares_RK /= shares_RK.sum(dim=1, keepdim=True)
@@ -193,12 +196,22 @@ def koleo_loss(embeddings_BD: torch.Tensor) -> torch.Tensor:
 
     The entropy estimate of Kozachenko and Leonenko up to constants (Sablayrolles et al. 2019; in DINOv2 of each large
     view by itself): least where embeddings are spread evenly over the sphere.
+
+    Autocast is off here, and neighbours are found by differences instead of products: early in training all cosines
+    are about 0.997, and products rounded to bfloat16 or TF32 would find the wrong neighbour for most embeddings.
     """
-    directions_BD = functional.normalize(at_least_float32(embeddings_BD), dim=-1, eps=1e-8)
-    with torch.no_grad():
-        nearest_B = (directions_BD @ directions_BD.T).fill_diagonal_(-1.0).argmax(dim=1)
-    distance_B = functional.pairwise_distance(directions_BD, directions_BD[nearest_B], eps=1e-8)
-    return -(distance_B + 1e-8).log().mean()
+    with torch.autocast(embeddings_BD.device.type, enabled=False):
+        directions_BD = functional.normalize(at_least_float32(embeddings_BD), dim=-1, eps=1e-8)
+        nearest_B = nearest_neighbours(directions_BD)
+        distance_B = functional.pairwise_distance(directions_BD, directions_BD[nearest_B], eps=1e-8)
+        return -(distance_B + 1e-8).log().mean()
+
+
+@torch.no_grad()
+def nearest_neighbours(rows_BD: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest other row, by Euclidean distance computed from differences in the rows' own precision."""
+    distance_BB = torch.cdist(rows_BD, rows_BD, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance_BB.fill_diagonal_(torch.inf).argmin(dim=1)
 
 
 @torch.no_grad()

@@ -41,6 +41,13 @@ def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> t
     return norms
 
 
+@torch.no_grad()
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Whether every number of all tensors is finite: one truth value on their device, which nobody waits for."""
+    norms = torch._foreach_norm(list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).isfinite().all()
+
+
 def cancel_gradients(*modules: nn.Module) -> None:
     """Drop the gradients, so that the next step of an optimizer leaves these weights alone (no weight decay either)."""
     for module in modules:

@@ -1,7 +1,8 @@
 """Training an encoder on tiles without labels: from tile tables (or a folder of images) to the folder of an encoder.
 
 The loop is plain PyTorch. Under `torchrun` every process takes an equal part of each batch; `batch` stays what it is,
-so more GPUs make a run faster and do not change it. All that is random depends on (seed, step, tile) or (seed, step,
+so more GPUs make a run faster and do not change it (to rounding; which paths are dropped differs, and batch norms see
+their own part only). All that is random depends on (seed, step, tile) or (seed, step,
 process), so a checkpoint holds weights, optimizer, centre and step, and no state of any generator.
 
 Going on: when the folder holds a `state.pt` of the same settings and tiles, the run continues from it; on a CPU with
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from selfvitmil import artefact
 from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
-from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.errors import ConfigError, EncoderError, EngineError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
 from selfvitmil.pretrain.feed import Batch, Feed, Order, default_workers, measure_colours
-from selfvitmil.pretrain.learner import Learner, Numbers, Outcome
-from selfvitmil.pretrain.optim import clip_each_gradient, parameter_groups
+from selfvitmil.pretrain.joint import JointBatch
+from selfvitmil.pretrain.learner import Learner, Numbers, Outcome, Part
+from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, parameter_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.sources import TileSource
 from selfvitmil.pretrain.surroundings import (
@@ -49,7 +51,7 @@ from selfvitmil.pretrain.surroundings import (
 from selfvitmil.pretrain.views import make_views, render_view
 from selfvitmil.settings import PretrainSettings
 
-STAGE_VERSION = 1
+STAGE_VERSION = 2
 """Part of the hash of a run: raised when the same settings come to mean something else."""
 ALARM_LINES = 10
 """Lines of metrics over which the collapse alarm averages."""
@@ -145,6 +147,29 @@ def identity_of(source: TileSource, out: Path, settings: PretrainSettings, origi
 # ---------------------------------------------------------------------------------------------------- the run
 
 
+@dataclass
+class _Ahead:
+    """What was computed before the parts of a batch; None where a part makes it itself."""
+
+    joint: JointBatch
+    views: list[list[torch.Tensor] | None]
+    taught: list[Any]
+
+
+class _Checked(NamedTuple):
+    """What is looked at after every step, as the mean over all processes."""
+
+    loss: float
+    stop: float
+    """Above 0 where a process was asked to stop."""
+    broken: float
+    """Above 0 where a weight is not finite."""
+
+    @property
+    def is_sound(self) -> bool:
+        return math.isfinite(self.loss) and not self.broken
+
+
 class _Run:
     """One training run: what it is made of, and the steps it goes through."""
 
@@ -191,7 +216,7 @@ class _Run:
         if settings.batch // (world * settings.accumulate) < 2:
             raise ConfigError(
                 f"pretrain.batch {settings.batch} leaves one tile for each part",
-                "tiles are compared within a part",
+                "the rank and spread of embeddings are measured within a part",
                 f"Use at least {2 * world * settings.accumulate}",
             )
         if self.order.steps_per_epoch < 1:
@@ -225,7 +250,7 @@ class _Run:
             self.step = self.numbers.total_steps
             return True
         raise ConfigError(
-            f"{self.out.name}: this encoder was made with other settings or other tiles",
+            f"{self.out.name}: this encoder was made with other settings, other tiles or by another version",
             "training does not overwrite it",
             "Choose another name, or remove its folder to train it again",
         )
@@ -244,7 +269,7 @@ class _Run:
         state = read_state(self.out)
         if state is not None and state["made_from"] != self.made_from:
             raise ConfigError(
-                f"{self.out.name}: was begun with other settings or other tiles",
+                f"{self.out.name}: was begun with other settings, other tiles or by another version",
                 f"its state.pt of step {state['step']} does not belong to this run",
                 "Choose another name, or remove its folder to start again",
             )
@@ -323,7 +348,7 @@ class _Run:
                 )
 
     def _compile(self) -> None:
-        """Compile what is worth it. Where that fails, the first step tells (see `_first_step`)."""
+        """Compile what is worth it. Where that fails, the first step tells (see `_try_compiled`)."""
         worth_it = self.place.device.type == "cuda" and self.numbers.total_steps - self.step >= COMPILE_FROM_STEPS
         self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and worth_it)
         if self.compiled:
@@ -379,8 +404,12 @@ class _Run:
         pending: Later | None = None
         asked = False
         with feed, self.metrics or nullcontext(), self._part_threads() as self.threads:
+            untried = self.compiled
             for batch in feed:
                 numbers = self.schedules.at(self.step)
+                if untried:
+                    self._try_compiled(batch, numbers)
+                    untried = False
                 outcome, checked = self._guarded_step(batch, numbers)
                 # The loss of the step before is looked at now: the device has work and nobody waits.
                 asked = self._check(pending, self.step - 1) or asked
@@ -393,10 +422,12 @@ class _Run:
                     found = self._probe() if probing else {}
                     self._log(outcome, numbers, checked, feed, report, found)
                 due = time.monotonic() - self.pace.saved > self.settings.checkpoint_minutes * 60
-                if due or asked or self.step == total:
-                    # A broken step is never saved. Whether to stop is decided at the next look, which all processes
-                    # take at the same step: their clocks, and so their `due`, differ.
+                ends = asked or self.step == total
+                if ends:
                     self._check(pending, self.step - 1)
+                # A broken step is never saved. The error comes at the next look, which all processes take at the same
+                # step: their clocks, and so their `due`, differ.
+                if ends or (due and (pending is None or _Checked(*pending.values()).is_sound)):
                     self._save()
                 if asked:
                     break
@@ -413,7 +444,9 @@ class _Run:
         plain = not self.compiled and not self.scaler.is_enabled()
         # What depends on the order of the parts: random numbers, and means that batch norms keep.
         norms = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in self.learner.modules())
-        if together == 1 or not alone_on_cpu or not plain or settings.drop_path or norms:
+        joins = self.learner.joins_teacher or self.learner.joins_student
+        waits_in_vain = joins and together < settings.accumulate
+        if together == 1 or not alone_on_cpu or not plain or settings.drop_path or norms or waits_in_vain:
             yield None
             return
         with ThreadPoolExecutor(together, initializer=torch.set_num_threads, initargs=(cores // together,)) as threads:
@@ -427,23 +460,48 @@ class _Run:
             return self._do_step(batch, numbers)
         except torch.OutOfMemoryError:
             pass  # handled below, when the frames that hold the memory are gone
-        except ConfigError:
-            raise
-        except Exception as error:
-            if not self.compiled or self.settings.compile == "on" or self.pace.steps:
-                raise
-            self.warnings.append(f"compiling failed ({type(error).__name__}), training goes on without")
-            self._uncompile()
-            return self._do_step(batch, numbers)
         raise self._out_of_memory(batch, numbers)
 
+    def _try_compiled(self, batch: Batch, numbers: dict[str, float]) -> None:
+        """Compute a first part without moving anything; where that fails in any process, all go on uncompiled.
+
+        Nothing here waits for other processes, so that one whose compiler fails leaves none of them waiting.
+        """
+        failure: Exception | None = None
+        buffers = [buffer.clone() for buffer in self.learner.buffers()]
+        try:
+            views = self._make_views(batch, self._part(batch, 0))
+            if self.settings.accumulate > 1 and self.learner.joins_student:
+                with torch.no_grad(), self._autocast():
+                    self.learner.look_ahead(views)
+            self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
+        except torch.OutOfMemoryError:
+            pass  # no fault of the compiler's: the step itself tells what would fit
+        except Exception as error:
+            failure = error
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.learner.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        failed = torch.tensor(float(failure is not None), device=self.place.device)
+        if self.place.world > 1:
+            dist.all_reduce(failed)
+        if not failed.item():
+            return
+        kind = type(failure).__name__ if failure else "in another process"
+        if self.settings.compile == "on":
+            raise EngineError(
+                f"compiling the networks failed in {failed.item():.0f} of {self.place.world} processes",
+                kind if failure is None else f"{kind}: {str(failure).split(chr(10))[0]}",
+                "Use --pretrain.compile off, or auto, which goes on without compiling",
+            ) from failure
+        self.warnings.append(f"compiling failed ({kind}), training goes on without")
+        self._uncompile()
+
     def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
-        """One step of the optimizer; the outcome of its last part, and [mean loss, whether to stop] for later."""
+        """One step of the optimizer; the outcome of its last part, and the numbers of `_Checked` for later."""
         settings, mark = self.settings, self.watch
         self.unfitted += batch.unfitted
         mark.start()
-        # Paths that are dropped: by step and process, so that nothing has to be remembered.
-        torch.manual_seed((settings.seed * 1_000_003 + self.step) * 1_009 + self.place.rank)
         total = torch.zeros((), device=self.place.device)
         means: list[torch.Tensor] = []
         last: Outcome | None = None
@@ -457,7 +515,9 @@ class _Run:
         assert last is not None
         self._move(numbers, means)
         mark("update")
-        checked = torch.stack([total, torch.full_like(total, float(self.stop.is_set()))])
+        # A gradient that is not finite shows in the weights, a step that the loss scale of fp16 skips does not.
+        broken = (~all_finite(self.learner.student.parameters())).to(total.dtype)
+        checked = torch.stack([total, torch.full_like(total, float(self.stop.is_set())), broken])
         if self.place.world > 1:
             dist.all_reduce(checked)
             checked /= self.place.world
@@ -467,51 +527,110 @@ class _Run:
         size = len(batch.tiles_B3HW) // self.settings.accumulate
         return slice(number * size, (number + 1) * size)
 
+    def _seed_part(self, number: int) -> None:
+        """Paths that are dropped: by step, process and part, so that nothing has to be remembered."""
+        seed = (self.settings.seed * 1_000_003 + self.step) * 1_009
+        torch.manual_seed(seed + self.place.rank + self.place.world * number)
+
     def _one_by_one(self, batch: Batch, numbers: dict[str, float]) -> Iterator[Outcome]:
         """Part after part of the batch; gradients add up in the weights."""
         parts = self.settings.accumulate
+        ahead = self._look_ahead(batch)
         for number in range(parts):
             joint = number == parts - 1 or not isinstance(self.student, DistributedDataParallel)
+            views, taught = ahead.views[number], ahead.taught[number]
+            ahead.views[number] = ahead.taught[number] = None
+            if views is None:
+                views = self._make_views(batch, self._part(batch, number))
+                self.watch("views")
+            self._seed_part(number)
             with nullcontext() if joint else self.student.no_sync():  # pyright: ignore[reportCallIssue]
-                yield self._forward_backward(batch, self._part(batch, number), numbers, parts)
+                yield self._forward_backward(views, numbers, Part(ahead.joint, number, taught))
+            del views, taught
+
+    def _look_ahead(self, batch: Batch) -> _Ahead:
+        """What parts that come one after the other must know of each other, where the loss compares their tiles."""
+        parts, learner = self.settings.accumulate, self.learner
+        ahead = _Ahead(JointBatch(parts), [None] * parts, [None] * parts)
+        if parts == 1 or not (learner.joins_teacher or learner.joins_student):
+            return ahead
+        views_of = [self._make_views(batch, self._part(batch, number)) for number in range(parts)]
+        ahead.views = list(views_of)
+        self.watch("views")
+        with torch.no_grad(), self._autocast():
+            if learner.joins_teacher:
+                ahead.taught = [learner.teach(views) for views in views_of]
+                ahead.joint.look_ahead_teacher([taught[0] for taught in ahead.taught])
+                self.watch("teacher")
+            if learner.joins_student:
+                embeddings: list[torch.Tensor] = []
+                for number, views in enumerate(views_of):
+                    self._seed_part(number)
+                    embeddings.append(learner.look_ahead(views))
+                ahead.joint.look_ahead(embeddings)
+                self.watch("student")
+        return ahead
 
     def _side_by_side(self, batch: Batch, numbers: dict[str, float]) -> list[Outcome]:
         """The same on a CPU, a part a thread. They wait for each other once a step instead of in every operation."""
         assert self.threads is not None
-        weights = [weight for weight in self.learner.student.parameters() if weight.requires_grad]
+        parts, learner = self.settings.accumulate, self.learner
+        weights = [weight for weight in learner.student.parameters() if weight.requires_grad]
+        joint = JointBatch(parts, in_threads=learner.joins_teacher or learner.joins_student)
 
         def compute(number: int) -> tuple[Outcome, tuple[torch.Tensor, ...]]:
             mark = self.watch if number == 0 else lambda phase: None
-            outcome = self._forward(batch, self._part(batch, number), numbers, mark)
-            gradients = torch.autograd.grad(outcome.loss / self.settings.accumulate, weights)
+            try:
+                views = self._make_views(batch, self._part(batch, number))
+                mark("views")
+                outcome = self._forward(views, numbers, Part(joint, number), mark)
+                gradients = torch.autograd.grad(outcome.loss / parts, weights)
+            except BaseException:
+                joint.give_up()
+                raise
             mark("backward")
             return outcome, gradients
 
+        futures = [self.threads.submit(compute, number) for number in range(parts)]
+        failures = [failure for future in futures if (failure := future.exception()) is not None]
+        if failures:  # that of a part that waited in vain says nothing
+            raise next((each for each in failures if not isinstance(each, threading.BrokenBarrierError)), failures[0])
         outcomes = []
-        for outcome, gradients in self.threads.map(compute, range(self.settings.accumulate)):
+        for outcome, gradients in (future.result() for future in futures):
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
             outcomes.append(outcome)
         return outcomes
 
-    def _forward_backward(self, batch: Batch, part: slice, numbers: dict[str, float], parts: int) -> Outcome:
-        outcome = self._forward(batch, part, numbers, self.watch)
-        self.scaler.scale(outcome.loss / parts).backward()
+    def _forward_backward(
+        self, views: list[torch.Tensor], numbers: dict[str, float], part: Part, student: nn.Module | None = None
+    ) -> Outcome:
+        outcome = self._forward(views, numbers, part, self.watch, student)
+        self.scaler.scale(outcome.loss / part.joint.parts).backward()
         self.watch("backward")
         return outcome
 
-    def _forward(self, batch: Batch, part: slice, numbers: dict[str, float], mark: Callable[[str], None]) -> Outcome:
-        views = self._make_views(batch, part)
-        mark("views")
-        with torch.autocast(self.place.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return learning.compute_loss(self.learner, self.student, views, numbers["teacher_temp"], mark)
+    def _forward(
+        self,
+        views: list[torch.Tensor],
+        numbers: dict[str, float],
+        part: Part,
+        mark: Callable[[str], None],
+        student: nn.Module | None = None,
+    ) -> Outcome:
+        with self._autocast():
+            chosen = self.student if student is None else student
+            return learning.compute_loss(self.learner, chosen, views, numbers["teacher_temp"], mark, part)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.place.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
         """Views of normalized tiles on the device."""
         device = self.place.device
         return make_views(
             batch.tiles_B3HW[part].to(device, non_blocking=True),
-            batch.ids_B[part].to(device, non_blocking=True),
+            batch.view_ids_B[part].to(device, non_blocking=True),
             self.step,
             self.recipes,
             self.mean,
@@ -536,19 +655,22 @@ class _Run:
         self.learner.finish_step(numbers["momentum"], means)
 
     def _check(self, checked: Later | None, step: int) -> bool:
-        """Raise when the loss of a step was no number; else whether any process was asked to stop by then."""
+        """Raise when the loss or the weights of a step were not finite; else whether any process was asked to stop."""
         if checked is None:
             return False
-        value, stop = checked.values()
-        if not math.isfinite(value):
+        found = _Checked(*checked.values())
+        if not found.is_sound:
             kept = read_state(self.out) if self.place.rank == 0 else None
             good = f"state.pt of step {kept['step']} is kept" if kept else "no checkpoint was written yet"
+            what = f"the loss at step {step} is not a number ({found.loss})"
+            if math.isfinite(found.loss):
+                what = f"the weights are not finite after step {step}, though its loss is ({found.loss:.4g})"
             raise EncoderError(
-                f"{self.out.name}: the loss at step {step} is not a number ({value})",
+                f"{self.out.name}: {what}",
                 f"training from here on would be in vain; {good}",
                 "Lower pretrain.lr or raise its warm-up; with fp16 use --pretrain.precision bf16 or fp32",
             )
-        return stop > 0
+        return found.stop > 0
 
     def _out_of_memory(self, batch: Batch, numbers: dict[str, float]) -> ConfigError:
         """The error to raise, after trying which part of the batch does fit."""
@@ -559,9 +681,8 @@ class _Run:
         while trial >= 2 and not fitting:
             torch.cuda.empty_cache()
             try:
-                single = self.student.no_sync() if isinstance(self.student, DistributedDataParallel) else nullcontext()
-                with single:
-                    self._forward_backward(batch, slice(0, trial), numbers, 1)
+                views = self._make_views(batch, slice(0, trial))
+                self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
                 fitting = trial
             except torch.OutOfMemoryError:
                 trial //= 2
@@ -569,9 +690,7 @@ class _Run:
         how = "Choose a smaller pretrain.architecture or fewer pretrain.num_local"
         if fitting:
             parts = self.settings.accumulate * -(-size // fitting)
-            how = f"{fitting} tiles at a time fit: use --pretrain.accumulate {parts} (the same result, a little slower)"
-            if self.settings.method == "simclr":
-                how = f"{fitting} tiles at a time fit: use --pretrain.batch {fitting * self.place.world}"
+            how = f"{fitting} tiles at a time fit: use --pretrain.accumulate {parts} (the same result, slower)"
         return ConfigError(
             f"the GPU's memory does not hold {size} tiles at a time",
             f"that is pretrain.batch {self.settings.batch} over {self.place.world} processes "
@@ -697,7 +816,6 @@ class _Pace:
 
     def __init__(self, step: int):
         self.saved = time.monotonic()
-        self.steps = 0
         self._step, self._time, self._waited = step, time.perf_counter(), 0.0
 
     def leave_out(self, seconds: float) -> None:
@@ -708,6 +826,5 @@ class _Pace:
         now = time.perf_counter()
         span = max(now - self._time, 1e-9)
         pace = Pace((step - self._step) * batch / span, min((waited_s - self._waited) / span, 1.0))
-        self.steps += step - self._step
         self._step, self._time, self._waited = step, now, waited_s
         return pace
