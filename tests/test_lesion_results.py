@@ -16,7 +16,7 @@ from selfvitmil import pipeline
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine
-from selfvitmil.localize.maps import read_map
+from selfvitmil.localize.maps import SlideMap, read_map
 from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary
 from selfvitmil.settings import EngineSettings, StudySettings, resolve_settings
 from test_cli import rows_of
@@ -105,6 +105,57 @@ def test_lesions_of_two_methods_side_by_side(study: Path):
     text = (study / "results" / "compare" / "lesions.md").read_text()
     assert "dsmil" in text
     assert "FROC" in text
+
+
+def slow_average_precision(tumour: np.ndarray, scores: np.ndarray) -> float:
+    ranked = tumour[np.argsort(-scores, kind="stable")]
+    return float(np.mean([ranked[: place + 1].mean() for place in np.flatnonzero(ranked)]))
+
+
+def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slides_do_not(study: Path, tmp_path: Path):
+    shutil.copytree(study.parent, tmp_path / "copy")
+    copy, settings = tmp_path / "copy" / "study", settings_of()
+    table = copy / "cohort.csv"
+    table.write_text(table.read_text().replace(str(study.parent), str(copy.parent)))
+    evaluated(copy, settings)
+
+    def localized(**chosen: object) -> Summary:
+        own = settings.model_copy(update={"localize": settings.localize.model_copy(update=chosen)})
+        with Engine(EngineSettings(workers=0)) as engine:
+            return pipeline.localize(copy, CohortSource(), choice_of(copy), own, engine)
+
+    def maps() -> dict[str, SlideMap]:
+        return {path.stem: read_map(path) for path in (copy / "maps" / "features_vit_dsmil").glob("*.h5")}
+
+    def spoil(slide: str) -> None:
+        """Outline the other end of the slide."""
+        right = 448 * 500.0
+        corners = np.array([(right / 2, 0), (right, 0), (right, 448), (right / 2, 448)], float)
+        write_annotations(copy.parent / f"{slide}.geojson", [Annotation("lesion", "Tumor", corners)])
+
+    summary = localized(parts=("test", "val"))
+    judges = [one for one in maps().values() if one.verdict.part == "val" and one.slide.startswith("tumor")]
+    assert judges
+    found = {
+        kind: np.mean([slow_average_precision(one.annotated > 0.5, one.columns[kind]) for one in judges])
+        for kind in ("instance", "attention")
+    }
+    best = max(found, key=lambda kind: found[kind])
+    assert {one.kind for one in maps().values()} == {best}
+    told = {one.details["shown_because"] for one in maps().values()}
+    assert told == {f"best on {len(judges)} annotated validation slides (average precision of tiles: "
+                    f"instance {found['instance']:.3f}, attention {found['attention']:.3f})"}  # fmt: skip
+    assert any(next(iter(told)) in line for line in summary.lines)
+    spoil("tumor_12_0")  # a test slide: its own map alone is made again
+    again = [line for line in localized(parts=("test", "val")).lines if "made again" in line]
+    assert len(again) == 1
+    assert "tumor_12_0" in again[0]
+    spoil(judges[0].slide)  # a validation slide: all maps are
+    again = [line for line in localized(parts=("test", "val")).lines if "validation annotations" in line]
+    assert again
+    localized(score="attention")
+    assert maps()["tumor_12_0"].kind == "attention"
+    assert maps()["tumor_12_0"].details["shown_because"] == "set by localize.score"
 
 
 def test_models_that_are_not_there_are_not_made(study: Path):

@@ -31,6 +31,7 @@ from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortEr
 from selfvitmil.evaluate import read_predictions
 from selfvitmil.localize import places, scores
 from selfvitmil.localize.maps import Frame, SlideMap, read_map, write_map
+from selfvitmil.localize.source import source_by_annotations
 from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary, products
 from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
@@ -256,7 +257,7 @@ def map_of(told: Sequence[TileScores], verdict: Any = VERDICT, annotated: Any = 
 
 def test_seeds_are_combined_by_their_means():
     told = [told_of([0.5, 0.3, 0.2], [0.9, 0.1, 0.4]), told_of([0.1, 0.1, 0.8], [0.2, 0.6, 0.5])]
-    made = map_of(told, scale="none")
+    made = map_of(told, scale="none", score="attention")
     np.testing.assert_allclose(made.columns["attention"], [0.3, 0.2, 0.5], rtol=1e-6)
     np.testing.assert_allclose(made.columns["instance"], [0.55, 0.35, 0.45], rtol=1e-6)
     np.testing.assert_allclose(
@@ -267,13 +268,45 @@ def test_seeds_are_combined_by_their_means():
     np.testing.assert_allclose(made.detection, made.score * 0.9, rtol=1e-6)
 
 
-def test_auto_takes_attention_then_instance_then_effect():
-    assert map_of([told_of([0.5, 0.5, 0], [1, 0, 0])]).kind == "attention"
+def test_auto_takes_tile_scores_then_attention_then_effect():
+    assert map_of([told_of([0.5, 0.5, 0], [1, 0, 0])]).kind == "instance"
+    assert "no annotated validation slide" in map_of([told_of([0.5, 0.5, 0], [1, 0, 0])]).details["shown_because"]
+    assert map_of([told_of([0.5, 0.5, 0], None)]).kind == "attention"
     assert map_of([told_of(None, [1, 0, 0])]).kind == "instance"
     assert map_of([told_of(None, None, [0.1, 0, -0.2])]).kind == "effect"
     assert map_of([told_of([0.5, 0.5, 0], [1, 0, 0])], score="product").kind == "product"
     with pytest.raises(ConfigError, match=r"localize.score 'instance' with dsmil, what it says of tiles is attention"):
         map_of([told_of([0.5, 0.5, 0], None)], score="instance")
+
+
+def slow_average_precision(tumour: np.ndarray, scores: np.ndarray) -> float:
+    """Precision at every tumour tile from the highest on; no two scores are equal."""
+    ranked = tumour[np.argsort(-scores)]
+    return float(np.mean([ranked[: place + 1].mean() for place in np.flatnonzero(ranked)]))
+
+
+def test_annotated_validation_slides_choose_what_is_shown():
+    rng = np.random.default_rng(0)
+    slides, expected = [], {"instance": [], "attention": []}
+    for _ in range(3):
+        annotated = np.array([1, 0.9, 0.5, 0.3, 0, 0, 0, 0.005], np.float32)
+        tumour, known = annotated >= 0.5, np.array([1, 1, 1, 0, 1, 1, 1, 1], bool)
+        columns = {"attention": annotated + rng.random(8), "instance": rng.random(8), "product": rng.random(8)}
+        slides.append(({name: values.astype(np.float32) for name, values in columns.items()}, annotated))
+        for kind, found in expected.items():
+            found.append(slow_average_precision(tumour[known], slides[-1][0][kind][known]))
+    chosen = source_by_annotations(slides)
+    assert chosen is not None
+    assert (chosen.kind, chosen.num_slides) == ("attention", 3)
+    assert chosen.precision == pytest.approx({kind: np.mean(found) for kind, found in expected.items()})
+    assert "3 annotated validation slides" in chosen.reason
+    swapped = [({"attention": one["instance"], "instance": one["attention"]}, share) for one, share in slides]
+    assert getattr(source_by_annotations(swapped), "kind", "") == "instance"
+    same = [({"attention": one["instance"], "instance": one["instance"]}, share) for one, share in slides]
+    assert getattr(source_by_annotations(same), "kind", "") == "instance"
+    assert source_by_annotations([]) is None
+    assert source_by_annotations([(slides[0][0], np.zeros(8, np.float32))]) is None  # nothing but normal tissue
+    assert source_by_annotations([({"attention": slides[0][0]["attention"]}, slides[0][1])]) is None
 
 
 def test_gate_blanks_slides_that_were_not_found_positive():
@@ -321,7 +354,7 @@ def test_the_hottest_tile_lies_in_the_planted_lesion(name: str):
     hit = []
     for told in score_tiles(trained.module, [case.bag for case in bags[25::2]]):
         made = map_of([told])
-        assert made.kind == ("attention" if told.attention_NC is not None else "instance")
+        assert made.kind == ("attention" if told.instance_NC is None else "instance")
         hit.append(int(np.argmax(made.columns[made.kind])) < 4)
     # TransMIL's attention leaves out what its convolutions carry, so that it may point beside the evidence.
     assert np.mean(hit) >= (0.6 if name == "transmil" else 1.0), hit

@@ -436,7 +436,8 @@ class LocalizeSettings(Settings):
     """How scores of tiles become maps, lesions and pictures."""
 
     score: Literal["auto", "attention", "instance", "product", "effect"] = "auto"
-    """What is mapped; `auto`: attention, else the tile's own probability, else the effect of leaving it out."""
+    """What heatmaps show; `auto`: of attention and the tile's own probability the one that is better on annotated
+    validation slides, without such the tile's own probability, else attention, else the effect of leaving it out."""
     scale: Literal["winsor", "zero-outliers", "percentile", "none"] = "winsor"
     """Z-scores cut off at `z_limit`; with outliers set to 0, as the paper says; ranks; or from least to most."""
     z_limit: float = Field(default=3.0, gt=0)

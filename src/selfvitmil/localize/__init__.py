@@ -1,5 +1,6 @@
 """Where the evidence lies: scores of tiles to maps, maps to lesions, pictures, files for other tools, and figures.
 
+source.py    which of an aggregator's per-tile evidence a heatmap shows, and why
 scores.py    what an aggregator says of every tile, put on one scale
 maps.py      the map of a slide, and its file
 lesions.py   connected regions of high score, and points

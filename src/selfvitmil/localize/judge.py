@@ -47,16 +47,13 @@ from selfvitmil.localize.lesion_scores import Json, JudgedSlide, LesionScores, T
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import SlideMap, read_map
 from selfvitmil.localize.places import check_outlines
+from selfvitmil.localize.source import NORMAL_SHARE, TUMOUR_SHARE
 from selfvitmil.metrics.detection import ITC_UM, evaluation_mask, major_axes
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
 
 LEVEL = 5
 CHALLENGE_MPP = 0.243
 """Microns per level-0 pixel that the challenge takes for every slide."""
-TUMOUR_SHARE = 0.5
-"""A tile is tumour when at least this share of it is outlined."""
-NORMAL_SHARE = 0.01
-"""A tile is normal when less than this share of it is outlined: a line may brush it."""
 THRESHOLDS = np.arange(1, 201) / 200
 """Thresholds to choose from."""
 _MARGIN_PX = 16

@@ -119,7 +119,7 @@ class SlideMap:
     """(N,) share of each tile inside annotated tumour."""
     warnings: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Encoder, tiling and the like, for people."""
+    """Encoder, tiling, why this `kind` is shown (`shown_because`) and the like, for people."""
 
     def __len__(self) -> int:
         return len(self.coords_l0)

@@ -87,6 +87,12 @@ def score_words(slide_map: SlideMap) -> str:
     return f"Score: evidence for {slide_map.verdict.shown}, by {kind}; {scale}. {tile}"
 
 
+def shown_words(slide_map: SlideMap) -> str:
+    """What the heatmap shows, and why that and nothing else."""
+    why = slide_map.details.get("shown_because", "")
+    return f"{KINDS.get(slide_map.kind, slide_map.kind)}{f': {why}' if why else ''}"
+
+
 def verdict_words(slide_map: SlideMap) -> str:
     """Probability, decision, and where its threshold came from."""
     verdict = slide_map.verdict

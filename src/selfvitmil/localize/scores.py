@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.localize.maps import Floats, Frame, SlideMap, Verdict
+from selfvitmil.localize.source import HeatmapSource, source_without_evidence
 from selfvitmil.settings import LocalizeSettings
 
 if TYPE_CHECKING:  # these load torch, and who draws maps needs none
@@ -37,8 +38,6 @@ if TYPE_CHECKING:  # these load torch, and who draws maps needs none
 
 Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
 
-AUTO = ("attention", "instance", "effect")
-"""What `auto` takes, the first that there is."""
 SAME = 1e-6
 """Scores whose deviation is a smaller share of their size do not differ: float32 knows no more digits."""
 
@@ -182,19 +181,6 @@ def combine(tile_scores: Sequence[TileScores], column: int) -> dict[str, Floats]
     }
 
 
-def choose_kind(wanted: str, columns: Mapping[str, Floats], method: str) -> str:
-    """Which of the columns is mapped; ConfigError where the method has none such."""
-    kinds = AUTO if wanted == "auto" else (wanted,)
-    kind = next((kind for kind in kinds if kind in columns), None)
-    if kind is None:
-        raise ConfigError(
-            f"localize.score {wanted!r} with {method}",
-            f"what it says of tiles is {' and '.join(columns) or 'nothing'}",
-            "Leave localize.score at auto, or use effect, which every method has",
-        )
-    return kind
-
-
 # ---------------------------------------------------------------------------------------------------- the map
 
 
@@ -208,17 +194,20 @@ def make_map(
     verdict: Verdict,
     settings: LocalizeSettings,
     *,
+    source: HeatmapSource | None = None,
     annotated: Floats | None = None,
     warnings: Sequence[str] = (),
     details: Mapping[str, Any] | None = None,
 ) -> SlideMap:
     """The map of a slide from what each seed's model says of its tiles (`coords_l0`, (N, 2) top left corners).
 
-    `verdict.shown` names the class. A gated map of a slide that was not found positive is 0 throughout.
+    `verdict.shown` names the class; `source` what annotated validation slides chose to show, else `settings.score`
+    decides. A gated map of a slide that was not found positive is 0 throughout.
     """
     column = 0 if len(verdict.probability) == 1 else verdict.classes.index(verdict.shown)
     columns = combine(tile_scores, column)
-    kind = choose_kind(settings.score, columns, method)
+    source = source or source_without_evidence(settings.score, columns, method)
+    kind = source.kind
     values = columns[kind]
     if len(values) != len(coords_l0):
         raise BagError(f"{slide}: {len(values)} scores for {len(coords_l0)} tiles", "each tile needs its own")
@@ -245,5 +234,5 @@ def make_map(
         columns=columns,
         annotated=annotated,
         warnings=tuple(notes),
-        details=details or {},
+        details={**(details or {}), "shown_because": source.reason},
     )

@@ -13,7 +13,7 @@ import csv
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
-    from selfvitmil.evaluate import Trial
+    from selfvitmil.evaluate import Case, Trial
     from selfvitmil.evaluate.cases import BagFile
     from selfvitmil.evaluate.choices import Choice
     from selfvitmil.evaluate.trial import TrialSplit
     from selfvitmil.localize.maps import Verdict
     from selfvitmil.localize.places import Places
+    from selfvitmil.localize.source import HeatmapSource
     from selfvitmil.tiles import TileTable
 
-VERSION = 2
-"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM judges a tile's classes one by one."""
+VERSION = 3
+"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM judges a tile's classes one by one;
+since 3 `auto` chooses by annotated validation slides, and prefers tile scores to attention without them."""
 SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
 MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
 """Settings of `localize` that change maps; the others change what is made from them."""
@@ -84,7 +86,12 @@ def localize(
         write_tables(mapper.folder, made, wanted)
         artefact.write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
-    lines += [*changes(mapped), *_warning_lines(made), *_last_lines(study, mapper.folder, mapped, made)]
+    lines += [
+        *changes(mapped),
+        *_warning_lines(made),
+        *_source_lines(made),
+        *_last_lines(study, mapper.folder, mapped, made),
+    ]
     return Summary(tuple(lines), (*cases.failures, *failures), _table(made))
 
 
@@ -199,8 +206,9 @@ class Mapper:
         with show_progress("localize", "slides", sum(map(len, stale.values()))) as progress:
             for name, batch in stale.items():
                 of_split = self._split_models(splits[name], store)
+                source = self.choose_source(list(of_split.modules.values()), store)
                 for prepared in batch:
-                    failure = self._write(prepared, of_split, store)
+                    failure = self._write(prepared, of_split, source, store)
                     progress.advance(failure is not None, 1)
                     if failure is None:
                         mapped[prepared.wanted.case.slide] = Mapped(prepared.note)
@@ -229,18 +237,11 @@ class Mapper:
     def _prepared(self, wanted: Wanted, models: str) -> Prepared:
         """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
         from selfvitmil.aggregate.scoring import check_effect
-        from selfvitmil.localize.places import look_at_slide, place_tiles
-        from selfvitmil.tiles import read_tiles
 
-        row, slide = self.cohort[wanted.case.slide], self.settings.slide
-        bag = self.trial.bag(wanted.case)
+        row = self.cohort[wanted.case.slide]
+        bag, table, places = self._placed(wanted.case)
         if self.settings.localize.score == "effect":
             check_effect(bag)
-        file = self.study / "tiles" / tiling_name(self.settings.tile) / f"{row.slide}.h5"
-        table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
-        places = place_tiles(
-            bag, table, partial(look_at_slide, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
-        )
         made_from = {
             "version": VERSION,
             "settings": {
@@ -251,11 +252,26 @@ class Mapper:
             "split": [wanted.split.name, wanted.part],
             "features": wanted.case.identity,
             "frame": artefact.hash_of(asdict(places.frame)),
-            "tiles": None if table is None else artefact.fingerprint(file),
+            "tiles": None if table is None else artefact.fingerprint(self._table_file(row.slide)),
             "annotation": None if row.annotation is None else artefact.fingerprint(row.annotation),
+            "validation annotations": self._evidence_identity,
         }
         note = why_stale(self.folder / f"{row.slide}.h5", made_from)
         return Prepared(wanted, bag, table, places, made_from, note)
+
+    def _table_file(self, slide: str) -> Path:
+        return self.study / "tiles" / tiling_name(self.settings.tile) / f"{slide}.h5"
+
+    def _placed(self, case: BagFile) -> tuple[Bag, TileTable | None, Places]:
+        """The slide's bag, its tile table where the study has one, and where the tiles lie."""
+        from selfvitmil.localize.places import look_at_slide, place_tiles
+        from selfvitmil.tiles import read_tiles
+
+        row, slide, file = self.cohort[case.slide], self.settings.slide, self._table_file(case.slide)
+        bag = self.trial.bag(case)
+        table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
+        look = partial(look_at_slide, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
+        return bag, table, place_tiles(bag, table, look)
 
     # ------------------------------------------------------------------------------------------------ scoring
 
@@ -267,7 +283,46 @@ class Mapper:
         stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
         return SplitModels(stored.modules, stored.fitted.choices[split.name, None])
 
-    def _write(self, prepared: Prepared, models: SplitModels, store: BagStore) -> Failure | None:
+    @cached_property
+    def _evidence(self) -> tuple[Case, ...]:
+        """Positive validation slides with an annotation, where these may choose what heatmaps show.
+
+        With several splits a validation slide of one may be a test slide of another: then none may. Nor where several
+        classes are told apart, since annotations tell tumour from normal tissue only.
+        """
+        first, *others = self.trial.splits
+        if self.settings.localize.score != "auto" or others or self.trial.num_classes > 1:
+            return ()
+        files = {case: self.cohort[case.slide].annotation for case in first.val if case.label == 1}
+        return tuple(case for case, file in files.items() if file is not None and file.exists())
+
+    @cached_property
+    def _evidence_identity(self) -> list[list[str]]:
+        files = {case: self.cohort[case.slide].annotation for case in self._evidence}
+        return [[case.slide, case.identity, artefact.fingerprint(file)] for case, file in files.items() if file]
+
+    def choose_source(self, modules: Sequence[Aggregator], store: BagStore) -> HeatmapSource | None:
+        """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
+        from selfvitmil.localize.scores import combine, score_by_seeds
+        from selfvitmil.localize.source import source_by_annotations
+
+        told: list[tuple[Any, Any]] = []
+        unread = 0
+        for case in self._evidence:
+            try:
+                bag, table, places = self._placed(case)
+                shares, _ = _shares(places, table, self._outlines(case.slide, places)[0])
+                told.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
+            except (SelfVitMilError, OSError):  # `localize --localize.parts val` says what is wrong with it
+                unread += 1
+        source = source_by_annotations(told)
+        if source is None or not unread:
+            return source
+        return replace(source, reason=f"{source.reason}; {unread} more could not be used")
+
+    def _write(
+        self, prepared: Prepared, models: SplitModels, source: HeatmapSource | None, store: BagStore
+    ) -> Failure | None:
         from selfvitmil.localize.maps import write_map
         from selfvitmil.localize.scores import make_map, score_by_seeds
 
@@ -275,11 +330,12 @@ class Mapper:
         try:
             outlines, notes = self._outlines(slide, places)
             shares, doubts = _shares(places, prepared.table, outlines)
-            scores = score_by_seeds(models.modules.values(), prepared.bag, self.settings.localize.score, store)
+            kind = self.settings.localize.score if source is None else source.kind
+            scores = score_by_seeds(models.modules.values(), prepared.bag, kind, store)
             slide_map = make_map(
                 slide, self.model, self.method, places.frame, places.coords_l0, scores,
                 self._verdict(prepared.wanted, models, scores), self.settings.localize,
-                annotated=shares, warnings=(*places.warnings, *notes, *doubts),
+                source=source, annotated=shares, warnings=(*places.warnings, *notes, *doubts),
                 details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
             )  # fmt: skip
             write_map(self.folder / f"{slide}.h5", slide_map, json.dumps(prepared.made_from, sort_keys=True))
@@ -384,6 +440,11 @@ def _warning_lines(made: Mapping[str, Products]) -> list[str]:
         for warning in result.warnings:
             texts.setdefault(warning, []).append(slide)
     return few([f"{listing(slides, 3)}: {text}" for text, slides in texts.items()], "the maps")
+
+
+def _source_lines(made: Mapping[str, Products]) -> list[str]:
+    """What the heatmaps show, and why."""
+    return list(dict.fromkeys(f"heatmaps show {result.shows}" for result in made.values() if result.shows))
 
 
 def _last_lines(study: Path, folder: Path, mapped: Mapping[str, Mapped], made: Mapping[str, Products]) -> list[str]:

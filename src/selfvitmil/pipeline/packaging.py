@@ -25,6 +25,7 @@ from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Case, Cases, Fitted, Trial
+    from selfvitmil.evaluate.protocol import Stored
     from selfvitmil.package import Expected
     from selfvitmil.tiles import TileTable
 
@@ -53,7 +54,10 @@ def package(
         lines, cases, splits, features = prepare(study, source, choice, settings, "package")
         chosen = _choose_split(splits, split)
         trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
-        fitted = stored_models(settings.train.aggregator, trial, settings.train, models).fitted
+        stored = stored_models(settings.train.aggregator, trial, settings.train, models)
+        fitted = stored.fitted
+        if len(splits) == 1:
+            settings = _with_heatmap_source(study, settings, trial, cases, features, stored)
         tables = _tables(study, features, trial, settings)
         carried = _carried_settings(study, features, tables, settings)
         scales = _scales(study, choice, features, carried, tables)
@@ -74,6 +78,20 @@ def package(
     size_mb = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e6
     lines.append(f"{len(fitted.runs)} models of split {chosen.name}, encoder and card in {out.name} ({size_mb:.1f} MB)")
     return Summary(tuple(lines), cases.failures)
+
+
+def _with_heatmap_source(
+    study: Path, settings: StudySettings, trial: Trial, cases: Cases, features: Features, stored: Stored
+) -> StudySettings:
+    """What annotated validation slides choose to show in heatmaps, as `localize` takes it; new slides have none."""
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.pipeline.localizing import Mapper
+
+    mapper = Mapper(study, settings, trial, cases.cohort, features, "")
+    source = mapper.choose_source(list(stored.modules.values()), BagStore.of(settings.train))
+    if source is None:
+        return settings
+    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"score": source.kind})})
 
 
 def _check_asked(choice: FeatureChoice, settings: StudySettings) -> None:

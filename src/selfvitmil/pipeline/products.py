@@ -51,6 +51,8 @@ class Products:
     points: tuple[tuple[Any, ...], ...]
     num_made: int
     """Files that were written now."""
+    shows: str = ""
+    """What the heatmap shows, and why."""
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
     """Of what could not be made, though the map and all else could."""
@@ -88,6 +90,7 @@ def make_products(job: ProductJob) -> Products:
     """Find lesions and points of a map and write the files that were asked for and are not current."""
     from selfvitmil.localize.lesions import find_lesions, find_points
     from selfvitmil.localize.maps import read_map
+    from selfvitmil.localize.overlay import shown_words
 
     settings = job.settings
     slide_map = read_map(job.map_file)
@@ -100,6 +103,7 @@ def make_products(job: ProductJob) -> Products:
         lesions=tuple(_lesion_row(lesion) for lesion in lesions),
         points=tuple(tuple(row) for row in points.tolist()),
         num_made=num_made,
+        shows=shown_words(slide_map),
         warnings=(*slide_map.warnings, *warnings),
         failure=failure,
     )

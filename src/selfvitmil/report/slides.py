@@ -219,6 +219,8 @@ def _badge(finding: Finding | None) -> Markup:
 
 
 def _verdict(slide_map: SlideMap, finding: Finding | None, row: SlideRow | None, names: Names) -> Markup:
+    from selfvitmil.localize.overlay import shown_words
+
     verdict, frame = slide_map.verdict, slide_map.frame
     threshold = "" if verdict.threshold is None else f"{verdict.threshold:.3f}, {verdict.threshold_from}"
     streams = [
@@ -236,6 +238,7 @@ def _verdict(slide_map: SlideMap, finding: Finding | None, row: SlideRow | None,
             ("part", f"{verdict.part} slide of split {verdict.split}"),
             ("patient", names.patient(row.patient) if row else ""),
             ("map", f"{slide_map.method}, {slide_map.kind}, scale {slide_map.scale}{', gated' * slide_map.gated}"),
+            ("shows", shown_words(slide_map)),
             ("tiles", f"{len(slide_map):,} of {frame.size_px} px at {frame.tile_mpp:g} µm/px"),
             ("slide", f"{width:.1f} x {height:.1f} mm, {frame.slide_mpp:.4g} µm/px"),
             ("annotated", _annotated_words(slide_map)),
