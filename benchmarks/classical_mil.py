@@ -195,9 +195,11 @@ def summary(labels: NDArray[np.int64], repeats: Sequence[Sequence[Fold]]) -> dic
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(labels), size=(2000, len(labels)))
     of_bags = np.quantile(right_RB.mean(axis=0)[drawn].mean(axis=1), [0.025, 0.975])
-    of_fold = areas_RF[~np.isnan(areas_RF)]
-    drawn = rng.integers(len(of_fold), size=(2000, len(of_fold)))
-    of_folds = np.quantile(of_fold[drawn].mean(axis=1), [0.025, 0.975])
+    # Every repeat scores the same bags again: a bag is one observation, ranked among those of its own fold.
+    places = np.concatenate([fold.places for folds in repeats for fold in folds])
+    scores = np.concatenate([fold.probabilities for folds in repeats for fold in folds])
+    fold_of = np.repeat(np.arange(areas_RF.size), [len(fold.places) for folds in repeats for fold in folds])
+    of_folds = metrics.auc_interval(labels[places], scores, groups=places, folds=fold_of)
     several = len(repeats) > 1
     return {
         "accuracy": round(float(accuracies.mean()), 4),
@@ -205,7 +207,7 @@ def summary(labels: NDArray[np.int64], repeats: Sequence[Sequence[Fold]]) -> dic
         "accuracy_interval": [round(float(each), 4) for each in of_bags],
         "auc": round(float(areas.mean()), 4),
         "auc_sd": round(float(areas.std(ddof=1)), 4) if several else None,
-        "auc_interval": [round(float(each), 4) for each in of_folds],
+        "auc_interval": [round(of_folds.low, 4), round(of_folds.high, 4)],
     }
 
 

@@ -100,6 +100,15 @@ def test_accuracy_is_over_bags_and_auc_over_folds(classical: ModuleType):
     assert (found["accuracy"], found["auc"], found["accuracy_sd"]) == (0.6, 1.0, None)
 
 
+def test_repeats_of_the_same_folds_do_not_narrow_the_interval(classical: ModuleType):
+    rng = np.random.default_rng(0)
+    labels = np.tile([0, 1], 20)
+    scores = rng.normal(size=40) + labels
+    folds = [classical.Fold(places, scores[places], scores[places] >= 0.5) for places in np.split(np.arange(40), 4)]
+    once, often = (classical.summary(labels, [folds] * number)["auc_interval"] for number in (1, 6))
+    assert often == pytest.approx(once)
+
+
 def test_labels_that_mean_nothing_are_learned_by_the_optimistic_row_alone(
     classical: ModuleType, tmp_path: Path, monkeypatch
 ):

@@ -24,6 +24,7 @@ from selfvitmil.cohort.table import SlideRow
 from selfvitmil.errors import AnnotationError, ArtefactError, CohortError, MetricError
 from selfvitmil.localize.figures import draw_froc, froc_figure, write_lesion_scores, write_lesion_table
 from selfvitmil.localize.judge import (
+    ONE_ORDER,
     THRESHOLDS,
     LesionCase,
     choose_threshold,
@@ -254,6 +255,28 @@ def test_tile_scores_by_pairs_and_steps():
     told = scores.to_json()["tiles"]
     assert told["between"] > 0
     assert told["tumour"] == label.sum()
+
+
+def test_tiles_of_different_models_are_ranked_within_splits_and_froc_warns():
+    def of_split(lesion: LesionCase, split: str, factor: float) -> LesionCase:
+        slide_map = lesion.slide_map
+        verdict = replace(slide_map.verdict, split=split)
+        detection = slide_map.detection * np.float32(factor)
+        return LesionCase(replace(slide_map, verdict=verdict, detection=detection), lesion.annotations)
+
+    lesions = [blob(seed) for seed in (1, 2, 3)]
+    splits = ("fold0", "fold1", "fold1")
+    alike, dimmer = (
+        judge_lesions([of_split(*one) for one in zip(lesions, splits, factors, strict=True)], [], SETTINGS, EVALUATE)
+        for factors in ((1.0, 1.0, 1.0), (1.0, 0.25, 0.25))
+    )
+    assert alike.pooled["auc"] is not None
+    assert dimmer.pooled == pytest.approx(alike.pooled)
+    parts = [judge_lesions(some, [], SETTINGS, EVALUATE) for some in (lesions[:1], lesions[1:])]
+    pairs = [sum(s.tumour_tiles for s in one.slides) * sum(s.normal_tiles for s in one.slides) for one in parts]
+    assert alike.pooled["auc"] == pytest.approx(np.average([one.pooled["auc"] for one in parts], weights=pairs))
+    assert ONE_ORDER.format(2) in alike.warnings
+    assert not any("one order" in text for one in parts for text in one.warnings)
 
 
 def test_hit_rate_of_the_hottest_tile():

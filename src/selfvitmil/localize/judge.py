@@ -18,7 +18,8 @@ Scores, of the test cases:
   equals; without such slides it is the setting `lesion_threshold`. No test slide has a say.
 * Single tiles: one is tumour from `TUMOUR_SHARE` of it outlined on, normal below `NORMAL_SHARE`, and neither between,
   where it is left out. AUC and average precision within each slide, by score; and of all tiles of all slides together,
-  by detection, which compares across slides.
+  by detection, which compares across slides. Slides of different splits have maps of different models: their tiles are
+  ranked within splits, and that FROC puts their detections into one order is told in a warning.
 * Hit rate: how often the hottest tile, by score and among equals by what the score was made from, has outlined tumour.
 
 Limits are percentiles of a bootstrap that draws patients whole, positive and negative ones apart; of hit rates,
@@ -60,6 +61,12 @@ _MARGIN_PX = 16
 """Of evaluation masks around tumour: more than it grows by, which is 5."""
 FEW = 10
 """Limits from fewer positive slides are told to be rough."""
+
+ONE_ORDER = (
+    "FROC puts detections of the models of {} splits into one order, although their scores may differ in offset: "
+    "it can be too low"
+)
+"""Warning; with the number of splits."""
 
 Floats = NDArray[np.float64]
 
@@ -352,8 +359,12 @@ def judge_lesions(
         warnings.append(f"limits rest on {num_positive} positive slides and are rough")
     tiles = [tiles for _, tiles in judged]
     detection, tumour = (np.concatenate([getattr(each, name) for each in tiles]) for name in ("detection", "tumour"))
+    splits, split_of = np.unique([case.slide_map.verdict.split for case in cases], return_inverse=True)
+    if len(splits) > 1:
+        warnings.append(ONE_ORDER.format(len(splits)))
+    folds = np.repeat(split_of, [len(each.tumour) for each in tiles])
     pooled = {
-        name: attempt(reasons, f"pooled {name}", lambda score=score: score(tumour, detection))
+        name: attempt(reasons, f"pooled {name}", lambda score=score: score(tumour, detection, folds=folds))
         for name, score in (("auc", metrics.auc), ("average_precision", metrics.average_precision))
     }
     return LesionScores(

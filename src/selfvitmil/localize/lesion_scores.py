@@ -111,7 +111,7 @@ class LesionScores:
     froc: Froc | None
     """Its `cases` are in the order of `slides`."""
     pooled: dict[str, float | None]
-    """AUC and average precision of all tiles of all slides."""
+    """AUC and average precision of all tiles of all slides, ranked within splits, which have different models."""
     about: Json
     evaluate: EvaluateSettings
     reasons: dict[str, str]
