@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.feed import Feed, Order, count_repeats, measure_colours, requests_of
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
+from selfvitmil.pretrain.surroundings import Place
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.pretrain.views import ViewRecipe, make_views
@@ -383,7 +385,7 @@ def test_smaller_views_make_an_encoder_for_coarser_tiles(slides: list[TrainSlide
 
 def test_simclr_learns(slides: list[TrainSlide], tmp_path: Path):
     changes = dict.fromkeys(("architecture", "width", "depth", "heads", "patch_px"))
-    settings = tiny(method="simclr", steps=12, lr=2e-2, jitter=0.0, grey=0.0, **changes)
+    settings = tiny(method="simclr", steps=12, lr=6e-4, jitter=0.0, grey=0.0, **changes)
     source = SlideTiles(slides, stain_method="slide")
     result = pretrain(source, tmp_path / "simclr", settings, ORIGIN, device="cpu")
     losses = [line["loss"] for line in read_metrics(result.folder)]
@@ -455,7 +457,7 @@ JOINT: dict[str, dict[str, Any]] = {
     "dino": {},
     "koleo": {"koleo": 0.3},
     "sinkhorn and koleo": {"centering": "sinkhorn", "koleo": 0.3},
-    "simclr": {"method": "simclr"},
+    "simclr": {"method": "simclr", "lr": 1.5e-4},  # what the others have: it is not scaled to the batch
 }
 """Losses that compare the tiles of a batch with each other, and one that does not."""
 
@@ -814,6 +816,80 @@ def test_presets_hold_the_published_training(preset: str):
     assert [recipe.solarize for recipe in recipes] == [0.0, 0.2] + [0.0] * 8
     assert not any(recipe.vflip or recipe.right_angles or recipe.stain for recipe in recipes)
     assert settings.mean == (0.6223, 0.4763, 0.6009)
+
+
+def test_the_simclr_preset_holds_the_published_training():
+    settings = resolve_settings(flags={"preset": "dsmil-simclr"})
+    own = settings.pretrain
+    assert (settings.stain.method, settings.tile.size_px, own.batch, own.epochs) == ("none", 224, 512, 100)
+    numbers = learning.settle_numbers(own, 5_120_000, 10_000)
+    assert (numbers.optimizer, numbers.lr, numbers.clip_grad) == ("adam", 1e-5, 0.0)
+    assert (numbers.weight_decay, numbers.weight_decay_end) == (1e-5, 1e-5)
+    assert (numbers.total_steps, numbers.warmup_steps) == (1_000_000, 100_000)
+    rates = [numbers.schedules(own).at(step)["lr"] for step in (0, 50_000, 100_000, 999_999)]
+    # Held for 10 epochs. Its cosine over 100 epochs has run for 90 at the end.
+    assert rates == pytest.approx([1e-5, 1e-5, 1e-5, 1e-5 * (1 + np.cos(0.9 * np.pi)) / 2], rel=0.02)
+    views = learning.recipes_of(own, 224, None)
+    wanted = ViewRecipe(
+        size_px=224, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation="bilinear", hflip=0.5, vflip=0.0,
+        right_angles=False, stain=0.0, jitter=0.8, brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, grey=0.2,
+        blur=0.5, blur_sigma=(0.1, 2.0), solarize=0.0,
+    )  # fmt: skip
+    assert views == (wanted, wanted)
+    assert (own.temperature, own.mean, own.std) == (0.5, (0.0,) * 3, (1.0,) * 3)
+    learner = learning.Learner(learning.start_encoder(own, 224, 0), own, numbers, 0)
+    norms = [each for each in learner.student.modules() if "Norm" in type(each).__name__]
+    assert norms
+    assert all(isinstance(each, torch.nn.InstanceNorm2d) and each.weight is None for each in norms)
+    assert [tuple(weight.shape) for weight in learner.student.head.parameters()] == [
+        (512, 512),
+        (512,),
+        (256, 512),
+        (256,),
+    ]
+
+
+def test_simclr_without_a_preset_has_its_own_optimizer():
+    numbers = {
+        method: learning.settle_numbers(PretrainSettings(method=method, batch=512), 10_000, 10)
+        for method in ("dino", "simclr")
+    }
+    names = ("optimizer", "lr", "weight_decay", "weight_decay_end", "clip_grad")
+    assert [getattr(numbers["dino"], name) for name in names] == ["adamw", 1e-3, 0.04, 0.4, 3.0]
+    assert [getattr(numbers["simclr"], name) for name in names] == ["adam", 1e-5, 1e-5, 1e-5, 0.0]
+    given = PretrainSettings(method="simclr", optimizer="adamw", lr=1e-3, scale_lr=True, weight_decay=0.1, batch=512)
+    assert [getattr(learning.settle_numbers(given, 10_000, 10), name) for name in names] == [
+        "adamw",
+        2e-3,
+        0.1,
+        1e-5,
+        0.0,
+    ]
+
+
+def test_adam_decays_weights_through_the_gradient(images: Path, tmp_path: Path):
+    """Two steps of the run's own optimizer equal Adam written out, with the decay in the gradient."""
+    run = train._Run(
+        ImageTiles(images), tmp_path / "run", tiny(method="simclr", weight_decay=0.1, weight_decay_end=0.1, lr=1e-2),
+        ORIGIN, Place(torch.device("cpu")), threading.Event(),
+    )  # fmt: skip
+    run.prepare()
+    weight: Any = run.learner.student.head[0].weight  # pyright: ignore[reportIndexIssue]
+    value, mean, square = weight.detach().double().clone(), 0.0, 0.0
+    for step in (1, 2):
+        weight.grad = torch.full_like(weight, 0.01 * step)
+        run._move({"lr": 1e-2, "weight_decay": 0.1, "momentum": 1.0}, [])
+        gradient = 0.01 * step + 0.1 * value
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        value = value - 1e-2 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+    torch.testing.assert_close(weight.detach().double(), value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_published_preset_is_for_its_own_method():
+    for preset, method in (("paper", "simclr"), ("authors-code", "simclr"), ("dsmil-simclr", "dino")):
+        with pytest.raises(ConfigError, match=f"preset '{preset}' has the published settings of"):
+            resolve_settings(flags={"preset": preset, "pretrain": {"method": method}})
+    assert resolve_settings(flags={"preset": "quick", "pretrain": {"method": "simclr"}}).pretrain.lr == 0.001
 
 
 def test_views_are_those_of_dino_by_default_and_alike_for_simclr():

@@ -106,3 +106,20 @@ def test_every_setting_says_what_it_is():
 def test_tiling_name():
     assert tiling_name(TileSettings()) == "0.5mpp_224px_0px"
     assert tiling_name(TileSettings(overlap_px=16), mpp=2.0) == "2mpp_224px_16px"
+
+
+def test_defaults_of_the_method_are_no_changed_settings_of_an_encoder(tmp_path: Path):
+    """An earlier version wrote them out, and had neither optimizer nor scale_lr."""
+    from selfvitmil.pipeline.door import changed_settings
+
+    numbers = (
+        "lr = 5e-4\nmin_lr = 1e-6\nwarmup_lr = 1e-6\nweight_decay = 0.04\nweight_decay_end = 0.4\nclip_grad = 3.0\n"
+    )
+    rest = '[tile]\nmpp = 0.5\nsize_px = 224\n[stain]\nmethod = "slide"\n'
+    (tmp_path / "settings.toml").write_text(f'[pretrain]\nmethod = "dino"\n{numbers}{rest}')
+    assert changed_settings(tmp_path, resolve_settings()) == []
+    assert changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"lr": 1e-3}})) == [
+        "pretrain.lr 0.0005 -> 0.001"
+    ]
+    simclr = changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"method": "simclr"}}))
+    assert "pretrain.method dino -> simclr" in simclr

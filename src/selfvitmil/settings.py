@@ -137,6 +137,41 @@ def tiling_name(tile: TileSettings, mpp: float | None = None) -> str:
     return f"{mpp or tile.mpp:g}mpp_{tile.size_px}px_{tile.overlap_px}px"
 
 
+METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dino": {
+        "optimizer": "adamw",
+        "lr": 5e-4,
+        "scale_lr": True,
+        "min_lr": 1e-6,
+        "warmup_lr": 1e-6,
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.4,
+        "clip_grad": 3.0,
+        "global_scale": (0.4, 1.0),
+        "brightness": 0.4,
+        "contrast": 0.4,
+        "saturation": 0.2,
+        "hue": 0.1,
+    },
+    "simclr": {
+        "optimizer": "adam",
+        "lr": 1e-5,
+        "scale_lr": False,
+        "min_lr": 2.4e-7,
+        "warmup_lr": 1e-5,
+        "weight_decay": 1e-5,
+        "weight_decay_end": 1e-5,
+        "clip_grad": 0.0,
+        "global_scale": (0.08, 1.0),
+        "brightness": 0.8,
+        "contrast": 0.8,
+        "saturation": 0.8,
+        "hue": 0.2,
+    },
+}
+"""Settings of pretraining whose default depends on `method`: DINO's numbers, and those of the SimCLR of DSMIL."""
+
+
 class PretrainSettings(Settings):
     """How an encoder learns from the tiles of the study, without labels."""
 
@@ -176,20 +211,24 @@ class PretrainSettings(Settings):
     resample: bool = True
     """Draw those tiles anew in every epoch; off means the same ones in all epochs (authors)."""
 
-    lr: float = Field(default=5e-4, gt=0)
-    """Learning rate after the warm-up for a batch of 256; it grows with the batch."""
-    min_lr: float = Field(default=1e-6, ge=0)
-    """Learning rate at the end of the run (not scaled to the batch)."""
-    warmup_lr: float = Field(default=1e-6, ge=0)
-    """Learning rate at the first step (not scaled to the batch)."""
+    optimizer: Literal["adamw", "adam"] | None = None
+    """AdamW, or Adam, whose weight decay is part of the gradient; none means adamw, with `simclr` adam."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate after the warm-up; none means 5e-4, with `simclr` 1e-5."""
+    scale_lr: bool | None = None
+    """Take `lr` for a batch of 256 and scale it in proportion to the batch; none means true, with `simclr` false."""
+    min_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the end of the run (not scaled to the batch); none means 1e-6, with `simclr` 2.4e-7."""
+    warmup_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the first step (not scaled to the batch); none means 1e-6, with `simclr` 1e-5."""
     warmup_epochs: int | None = Field(default=None, ge=0)
-    """Epochs in which the learning rate rises; none means a tenth of the run."""
-    weight_decay: float = Field(default=0.04, ge=0)
-    """Weight decay at the first step; biases and norms have none."""
-    weight_decay_end: float = Field(default=0.4, ge=0)
-    """Weight decay at the end, reached along half a cosine."""
-    clip_grad: float = Field(default=3.0, ge=0)
-    """Longest gradient of each tensor of weights; 0 means no limit."""
+    """Epochs of learning-rate warm-up; none means a tenth of the run."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay at the first step; biases and norms have none. None means 0.04, with `simclr` 1e-5."""
+    weight_decay_end: float | None = Field(default=None, ge=0)
+    """Weight decay at the end, reached along half a cosine; none means 0.4, with `simclr` 1e-5."""
+    clip_grad: float | None = Field(default=None, ge=0)
+    """Clip each parameter's gradient norm to this value, 0 disables clipping; none means 3, with `simclr` 0."""
     drop_path: float = Field(default=0.1, ge=0, lt=1)
     """Chance that the student's last block is left out for a view; earlier blocks have less, the teacher has none."""
 
@@ -297,6 +336,11 @@ class PretrainSettings(Settings):
     """Epochs between such trials; none means a tenth of the run."""
     seed: int = Field(default=0, ge=0)
     """Decides the starting weights, the order of the tiles and all that is random in their views."""
+
+    def chosen(self, name: str) -> Any:
+        """The value of a setting, or where it is none the default of the method, if it has one."""
+        value = getattr(self, name)
+        return METHOD_DEFAULTS[self.method].get(name) if value is None else value
 
 
 TokenLayout = Literal[
@@ -563,14 +607,17 @@ PLACES = ("workers", "cluster", "batch")
 """Keys of `engine` that say where work runs: one of them given makes the user's file silent."""
 
 
-Preset = Literal["default", "quick", "paper", "authors-code"]
+Preset = Literal["default", "quick", "paper", "authors-code", "dsmil-simclr"]
+PRESET_METHODS = {"paper": "dino", "authors-code": "dino", "dsmil-simclr": "simclr"}
+"""Method of pretraining that a published preset is about; its settings make no sense for another."""
 
 
 class StudySettings(Settings):
     """All settings of a study."""
 
     preset: Preset = "default"
-    """`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code."""
+    """`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code;
+    `dsmil-simclr` trains the ResNet-18 of DSMIL's own features."""
     slide: SlideSettings = SlideSettings()
     tissue: TissueSettings = TissueSettings()
     stain: StainSettings = StainSettings()
@@ -598,6 +645,12 @@ class StudySettings(Settings):
             raise ValueError(f"tile.parent_mpp {tile.parent_mpp} must all be coarser than tile.mpp {tile.mpp}")
         if tile.parent_mpp and tile.overlap_px:
             raise ValueError("tile.parent_mpp needs tile.overlap_px 0: only then has a tile one parent")
+        method = PRESET_METHODS.get(self.preset, self.pretrain.method)
+        if self.pretrain.method != method:
+            raise ValueError(
+                f"preset {self.preset!r} has the published settings of {method}, which are wrong for pretrain.method "
+                f"{self.pretrain.method!r}: use another preset ('dsmil-simclr' for simclr) or 'default' for it"
+            )
         _check_pretrain(self.pretrain)
         if (self.train.split == "files") != (self.train.split_folder is not None):
             raise ValueError("train.split 'files' and train.split_folder go together: give both or neither")
@@ -617,7 +670,7 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
     if pretrain.std is not None and min(pretrain.std) <= 0:
         raise ValueError("pretrain.std must be above 0 in all channels")
     for name in ("global_scale", "local_scale"):
-        low, high = getattr(pretrain, name) or (1.0, 1.0)
+        low, high = pretrain.chosen(name)
         if not 0 < low <= high <= 1:
             raise ValueError(f"pretrain.{name} must be two shares of the tile, the smaller first, above 0 and up to 1")
 

@@ -9,7 +9,7 @@ would refuse them later.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from selfvitmil.pipeline.methods import (
     try_method,
 )
 from selfvitmil.pipeline.study import CohortSource
-from selfvitmil.settings import PretrainSettings, StudySettings, read_toml
+from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, StudySettings, read_toml
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import EncoderConfig
@@ -215,6 +215,11 @@ def check_encoder(folder: Path, cohort: Cohort, settings: StudySettings) -> None
         )
 
 
+def _method_defaults(pretrain: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them."""
+    return json.loads(json.dumps(METHOD_DEFAULTS[pretrain.get("method", PretrainSettings().method)]))
+
+
 def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
     """Settings of a finished encoder that are others now, as `pretrain.epochs 100 -> 50`."""
     from selfvitmil.pretrain.train import NOT_IN_HASH
@@ -223,6 +228,8 @@ def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
         return []
     before, now = read_toml(folder / "settings.toml"), json.loads(settings.model_dump_json(exclude_none=True))
     defaults = json.loads(PretrainSettings().model_dump_json(exclude_none=True))
+    for told in (before.setdefault("pretrain", {}), now["pretrain"]):  # older versions wrote defaults of the method
+        told |= {key: value for key, value in _method_defaults(told).items() if key not in told}
     changed: list[str] = []
     for section, keys in (
         ("pretrain", set(PretrainSettings.model_fields) - NOT_IN_HASH | {"init"}),

@@ -31,12 +31,6 @@ from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = {"dino": "vit_small_patch16_224", "simclr": "resnet18_instancenorm"}
-STRENGTHS: dict[str, dict[str, Any]] = {
-    "dino": {"global_scale": (0.4, 1.0), "brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1},
-    "simclr": {"global_scale": (0.08, 1.0), "brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2},
-}
-"""What large views show and how strongly colours change, by method, where the settings do not say it: DINO's numbers,
-and those of DSMIL's SimCLR."""
 OWN_SCALE = 0.15
 """By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
 
@@ -52,7 +46,14 @@ class Numbers:
     steps_per_epoch: int
     warmup_steps: int
     freeze_steps: int
+    optimizer: str
     lr: float
+    """Scaled to the batch, where it is to be."""
+    min_lr: float
+    warmup_lr: float
+    weight_decay: float
+    weight_decay_end: float
+    clip_grad: float
     momentum: float
     out_dim: int
 
@@ -62,8 +63,8 @@ class Numbers:
         # Without a length in epochs, the temperature climbs from step to step.
         in_epochs = settings.warmup_temp_epochs is not None
         return Schedules(
-            lr=CosineSchedule(self.lr, settings.min_lr, total, self.warmup_steps, settings.warmup_lr),
-            weight_decay=CosineSchedule(settings.weight_decay, settings.weight_decay_end, total),
+            lr=CosineSchedule(self.lr, self.min_lr, total, self.warmup_steps, self.warmup_lr),
+            weight_decay=CosineSchedule(self.weight_decay, self.weight_decay_end, total),
             momentum=CosineSchedule(self.momentum, 1.0, total),
             teacher_temp=TeacherTemperature(
                 settings.warmup_teacher_temp,
@@ -96,13 +97,15 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
     def steps(epochs: int | None, suggested: int) -> int:
         return suggested if epochs is None else min(epochs * steps_per_epoch, total)
 
-    momentum = settings.momentum
+    momentum, lr = settings.momentum, settings.chosen("lr")
+    as_they_are = ("optimizer", "min_lr", "warmup_lr", "weight_decay", "weight_decay_end", "clip_grad")
     return Numbers(
         total_steps=total,
         steps_per_epoch=steps_per_epoch,
         warmup_steps=steps(settings.warmup_epochs, schedule.suggested_warmup_steps(total)),
         freeze_steps=steps(settings.freeze_last_layer_epochs, schedule.suggested_freeze_steps(total)),
-        lr=schedule.scaled_learning_rate(settings.lr, settings.batch),
+        lr=schedule.scaled_learning_rate(lr, settings.batch) if settings.chosen("scale_lr") else lr,
+        **{name: settings.chosen(name) for name in as_they_are},
         momentum=schedule.suggested_momentum(settings.batch, total) if momentum is None else momentum,
         out_dim=settings.out_dim or schedule.suggested_out_dim(num_tiles),
     )
@@ -114,11 +117,9 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
 def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
     """How the views of a tile are made: two large ones, with DINO small ones besides."""
     large = settings.global_px or tile_px
-    given = {name: getattr(settings, name) for name in STRENGTHS[settings.method]}
-    strengths = {name: STRENGTHS[settings.method][name] if value is None else value for name, value in given.items()}
     base = ViewRecipe(
         size_px=large,
-        scale=strengths.pop("global_scale"),
+        scale=settings.chosen("global_scale"),
         hflip=settings.hflip,
         vflip=settings.vflip,
         right_angles=settings.right_angles,
@@ -127,10 +128,10 @@ def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -
         stain_shift=settings.stain_shift,
         jitter=settings.jitter,
         grey=settings.grey,
-        **strengths,
+        **{name: settings.chosen(name) for name in ("brightness", "contrast", "saturation", "hue")},
     )
-    if settings.method == "simclr":
-        return (replace(base, blur=settings.blur[2]),) * 2
+    if settings.method == "simclr":  # resampled as torchvision does where nothing is said, and DSMIL with it
+        return (replace(base, blur=settings.blur[2], interpolation="bilinear"),) * 2
     unit = patch_px or 1
     small = settings.local_px or max(round(large * 3 / 7 / unit), 1) * unit
     for name, size in (("global_px", large), ("local_px", small)):

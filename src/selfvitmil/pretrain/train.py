@@ -53,6 +53,7 @@ from selfvitmil.settings import PretrainSettings
 
 STAGE_VERSION = 2
 """Part of the hash of a run: raised when the same settings come to mean something else."""
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 ALARM_LINES = 10
 """Lines of metrics over which the collapse alarm averages."""
 ALARM_FROM_STEP = 500
@@ -286,7 +287,7 @@ class _Run:
         self.schedules = self.numbers.schedules(settings)
         self.learner = Learner(self.encoder, settings, self.numbers, settings.seed).to(device)
         # Fused only on a GPU: on a CPU it is no faster.
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = OPTIMIZERS[self.numbers.optimizer](
             parameter_groups(self.learner.student), lr=0.0, fused=True if device.type == "cuda" else None
         )
         self.dtype = choose_precision(settings.precision, device)
@@ -646,8 +647,8 @@ class _Run:
         for group, decay in zip(self.optimizer.param_groups, (numbers["weight_decay"], 0.0), strict=True):
             group["lr"], group["weight_decay"] = numbers["lr"], decay
         self.scaler.unscale_(self.optimizer)
-        if self.settings.clip_grad:
-            clip_each_gradient(self.learner.student.parameters(), self.settings.clip_grad)
+        if self.numbers.clip_grad:
+            clip_each_gradient(self.learner.student.parameters(), self.numbers.clip_grad)
         self.learner.freeze(self.step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
