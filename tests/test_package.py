@@ -127,7 +127,7 @@ def test_maps_are_those_of_localize(study: Path, model: Path, tmp_path: Path):
     done(selfvitmil("localize", study, *plain))
     done(selfvitmil("predict", model, *slides_of(study, "test"), "--out", tmp_path, *plain))
     for path in slides_of(study, "test"):
-        ours = read_map(tmp_path / "maps" / f"{path.stem}.h5")
+        ours = read_map(tmp_path / "maps" / open_package(model).tag / f"{path.stem}.h5")
         theirs = read_map(study / "maps" / "tiny_dsmil" / f"{path.stem}.h5")
         assert ours.frame == theirs.frame
         assert (ours.coords_l0 == theirs.coords_l0).all()
@@ -257,15 +257,17 @@ def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange:
     result = done(selfvitmil(*command))
     assert "For research only" in result.stdout
     answer = answers_of(tmp_path / "out")["plain"]
-    slide_map = read_map(tmp_path / "out" / "maps" / "plain.h5")
-    assert set(answer["map"]["files"]) >= {"maps/plain.h5", "maps/plain_red.png", "maps/plain.geojson"}
+    maps = tmp_path / "out" / "maps" / open_package(model).tag
+    slide_map = read_map(maps / "plain.h5")
+    places = {f"maps/{maps.name}/plain{ending}" for ending in (".h5", "_red.png", ".geojson")}
+    assert set(answer["map"]["files"]) >= places
     assert all((tmp_path / "out" / name).stat().st_size for name in answer["map"]["files"])
     tiles = [(tile["x_l0"], tile["y_l0"], tile["score"]) for tile in answer["top_tiles"]]
     best = sorted(slide_map.score.tolist(), reverse=True)[: len(tiles)]
     assert [score for *_, score in tiles] == best
     rows = {tuple(coords): score for coords, score in zip(slide_map.coords_l0.tolist(), slide_map.score, strict=True)}
     assert all(rows[x, y] == score for x, y, score in tiles)
-    features = json.loads((tmp_path / "out" / "maps" / "plain.geojson").read_text())["features"]
+    features = json.loads((maps / "plain.geojson").read_text())["features"]
     area = sum(lesion["area_mm2"] for lesion in answer["lesions"])
     tile_mm2 = (slide_map.frame.extent_l0 * slide_map.frame.slide_mpp / 1000) ** 2
     assert area == pytest.approx(tile_mm2 * int((slide_map.score >= 0.5).sum()))

@@ -20,65 +20,27 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from selfvitmil import artefact
-from selfvitmil.aggregate import build
-from selfvitmil.aggregate.train import FORMAT_VERSION as MODEL_VERSION
-from selfvitmil.aggregate.train import SCHEMA as MODEL_SCHEMA
 from selfvitmil.aggregate.train import load_model
 from selfvitmil.annotations import read_annotations
 from selfvitmil.bags import read_bag
 from selfvitmil.cohort import read_cohort
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortError, ConfigError, EncoderError
-from selfvitmil.package import SETTINGS, Measures, PackageParts, expect, open_package, write_package
-from selfvitmil.settings import StudySettings, all_keys, read_toml, to_toml
+from selfvitmil.package import SETTINGS, open_package
+from selfvitmil.settings import StudySettings, all_keys, read_toml
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import _relevant, read_tiles
 from selfvitmil.untrusted import file_problem, open_hdf5, read_json
 from test_cli import selfvitmil
-
-SMALL = {"embed_dim": 24, "depth": 4, "num_heads": 2}
-DIM = 5 * 24
-
-
-def make_model(folder: Path) -> Path:
-    """A trained aggregator as `train` leaves it, as far as a package needs it."""
-    module = build("mean", DIM, 1)
-    folder.mkdir(parents=True)
-    safetensors.torch.save_file(module.state_dict(), folder / "model.safetensors")
-    told = {"schema": MODEL_SCHEMA, "format_version": MODEL_VERSION, "aggregator": module.config, "seed": 0, "epoch": 1}
-    told |= dict.fromkeys(("recipe", "split", "classes", "protocol", "epoch_from", "encoder", "tiling"), "")
-    (folder / "config.json").write_text(json.dumps(told))
-    return folder
+from tiny_package import SMALL, make_model, make_package
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of untrained networks, as `package` writes it."""
-    folder = tmp_path_factory.mktemp("received")
-    rng = np.random.default_rng(0)
-    slides = []
-    for _ in range(4):
-        vectors = rng.normal(size=(9, DIM))
-        mean = vectors.mean(axis=0)
-        slides.append(Measures(0.25, 9, None, mean, ((vectors - mean) ** 2).sum(axis=0), 9))
-    about = {
-        "name": "tiny_mean", "method": "mean", "classes": ["normal", "tumor"], "positive": "tumor", "dim": DIM,
-        "encoders": [{"folder": "encoder", "name": "tiny", "mpp": 1.0}], "protocol": "honest", "split": "given",
-        "seeds": [0], "chosen_on": {"part": "validation", "slides": {"normal": 1, "tumor": 1}},
-        "choice": {"threshold": 0.5, "threshold_from": "fixed", "calibration_from": "none", "calibration": None},
-    }  # fmt: skip
-    settings = StudySettings.model_validate({"tile": {"mpp": 1.0, "size_px": 48}, "stain": {"method": "none"}})
-    parts = PackageParts(
-        about, "card", to_toml(settings, SETTINGS), expect(slides, [], 1.0),
-        {"encoder": build_encoder("vit_tiny_patch16_224", img_size=48, model_args=SMALL)},
-        {0: make_model(folder / "seed0")},
-    )  # fmt: skip
-    write_package(folder / "model", parts)
-    return folder / "model"
+    return make_package(tmp_path_factory.mktemp("received") / "model")
 
 
 @pytest.fixture

@@ -598,9 +598,11 @@ def predict(
     model: Annotated[Path, Parameter(help="Folder that `package` wrote.")],
     /,
     *slides: Annotated[Path, Parameter(help="Files of slides, or folders that hold some.")],
-    out: Annotated[Path, Parameter(help="Folder to write answers to.")],
+    out: Annotated[Path, Parameter(help="Folder for the answers; those of earlier calls stay.")],
     maps: Annotated[bool, Parameter(help="Write maps, pictures and files for QuPath.")] = True,
-    json: Annotated[bool, Parameter(help="Print predictions.json instead of a table.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print the answers of this call as JSON instead of a table.", negative="")
+    ] = False,
     slide: SlideSettings = SlideSettings(),
     embed: EmbedSettings = EmbedSettings(),
     localize: LocalizeSettings = LocalizeSettings(),
@@ -617,11 +619,11 @@ def predict(
     flags = _typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = pipeline.predict_settings(packaged, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        summary = pipeline.predict(packaged, slides, out, settings, workers, maps=maps)
+        result = pipeline.predict(packaged, slides, out, settings, workers, maps=maps)
     if json:
-        print((out / "predictions.json").read_text(encoding="utf-8"), end="")
-        return 3 if summary.failures else 0
-    return _end([summary])
+        print(result.json, end="")
+        return 3 if result.summary.failures else 0
+    return _end([result.summary])
 
 
 @app.command

@@ -3,7 +3,8 @@
     expected.py   what the training slides were like, and in what a new slide differs from them
     files.py      the folder: written whole, opened only when unaltered
     card.py       the model card
-    judge.py      one slide's bag to an answer; predictions.json and predictions.csv
+    judge.py      one slide's bag to an answer
+    predictions.py   predictions.json and predictions.csv of all calls into one folder
 
 The commands are `pipeline.package` and `pipeline.predict`.
 """
@@ -22,10 +23,12 @@ from selfvitmil.package.files import (
     open_package,
     write_package,
 )
-from selfvitmil.package.judge import Answer, Judge, answers_csv, answers_json
+from selfvitmil.package.judge import JSON_HEAD, Answer, Judge, add_answers, short_fingerprint
+from selfvitmil.package.predictions import Predictions
 
 __all__ = [
     "FIGURES",
+    "JSON_HEAD",
     "RESEARCH_ONLY",
     "SETTINGS",
     "Answer",
@@ -37,11 +40,12 @@ __all__ = [
     "Package",
     "PackageParts",
     "PackagedEncoder",
-    "answers_csv",
-    "answers_json",
+    "Predictions",
+    "add_answers",
     "check_target",
     "expect",
     "model_card",
     "open_package",
+    "short_fingerprint",
     "write_package",
 ]

@@ -96,6 +96,11 @@ class Package:
         return self.about["name"]
 
     @property
+    def tag(self) -> str:
+        """Name and short identity: what rows, files and folders of its answers are called after."""
+        return f"{self.name}_{self.identity[:12]}"
+
+    @property
     def method(self) -> str:
         return self.about["method"]
 

@@ -1,14 +1,13 @@
 """One new slide judged by a packaged model: its bag and its tile table come in, an `Answer` goes out.
 
 Scores and verdict come from `score_by_seeds` and `make_verdict`, as those of a study's maps do, so the numbers are the
-ones that `evaluate` gives the same slide. Answers become `predictions.json` and `predictions.csv` here.
+ones that `evaluate` gives the same slide. What `predictions.json` and `predictions.csv` say of an answer is here too.
 
 K columns of probabilities: one where there are two classes, else one per class.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selfvitmil import __version__
-from selfvitmil.artefact import Failure, csv_text
+from selfvitmil.artefact import Failure
 from selfvitmil.bags import Bag
 from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first
 from selfvitmil.localize.maps import SlideMap
@@ -24,6 +23,7 @@ from selfvitmil.localize.places import place_tiles
 from selfvitmil.localize.scores import make_map, make_verdict, score_by_seeds, shown_class
 from selfvitmil.package.expected import Measures, Outside
 from selfvitmil.package.files import RESEARCH_ONLY, Package
+from selfvitmil.package.predictions import Predictions
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.tiles import TileTable
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
     from selfvitmil.aggregate.scoring import TileScores
 
-FORMAT_VERSION = 1
 UNFITTED = "stains not fitted"
 """How a tile table's warning of it begins."""
 TOP_TILES = 10
@@ -59,6 +58,8 @@ class Answer:
     """Its distance from them."""
     warnings: tuple[str, ...]
     """Of opening, cutting and mapping it."""
+    fingerprint: str = ""
+    """Of the slide's content, short: tells slides of one name apart."""
     files: tuple[str, ...] = ()
     """What was written of its map, within the folder of the answers."""
 
@@ -108,7 +109,7 @@ class Judge:
         told = [text for text in table.attributes.get("warnings", ()) if not (outside and text.startswith(UNFITTED))]
         return Answer(
             slide, file, seeds, self._calibrated(verdict.probability), slide_map, lesions, outside,
-            expected.to_json(facts), (*told, *slide_map.warnings),
+            expected.to_json(facts), (*told, *slide_map.warnings), short_fingerprint(table.fingerprint or ""),
         )  # fmt: skip
 
     def _calibrated(self, probability: Values) -> Values | None:
@@ -119,17 +120,28 @@ class Judge:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def answers_json(package: Package, answers: Sequence[Answer], failures: Sequence[Failure]) -> str:
-    """`predictions.json`."""
-    told = {
-        "format_version": FORMAT_VERSION,
-        "research_only": RESEARCH_ONLY,
-        "selfvitmil": __version__,
-        "model": package.to_json(),
-        "slides": [_told(answer) for answer in answers],
-        "failures": [asdict(failure) for failure in failures],
-    }
-    return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+JSON_HEAD = {"research_only": RESEARCH_ONLY, "selfvitmil": __version__}
+"""What `predictions.json` begins with."""
+
+
+def short_fingerprint(fingerprint: str) -> str:
+    """As much of a slide's fingerprint as a table shows."""
+    return fingerprint[:16]
+
+
+def add_answers(
+    before: Predictions, package: Package, answers: Sequence[Answer], failures: Sequence[Failure], tried: Sequence[str]
+) -> Predictions:
+    """What a folder's files hold, with the answers of one call on top; `tried` are all slides of that call."""
+    columns, rows = answers_table(package, answers)
+    return before.updated(
+        columns,
+        rows,
+        (package.tag, package.to_json()),
+        [{"slide": answer.slide, "model": package.tag, **_told(answer)} for answer in answers],
+        [{"model": package.tag, **asdict(failure)} for failure in failures],
+        tried,
+    )
 
 
 def _told(answer: Answer) -> dict[str, Any]:
@@ -140,8 +152,8 @@ def _told(answer: Answer) -> dict[str, Any]:
         return None if values is None else dict(zip(shown, values, strict=True))
 
     return {
-        "slide": answer.slide,
         "file": answer.file,
+        "fingerprint": answer.fingerprint,
         "decision": verdict.decision,
         "probability": named(verdict.probability),
         "calibrated": named(answer.calibrated),
@@ -189,14 +201,15 @@ def _lesion(lesion: Lesion) -> dict[str, Any]:
     }
 
 
-def answers_csv(package: Package, answers: Sequence[Answer]) -> str:
-    """`predictions.csv`: a row per slide; numbers read back as the same ones, bit for bit."""
+def answers_table(package: Package, answers: Sequence[Answer]) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of `predictions.csv`, a row per slide; numbers read back as the same ones, bit for bit."""
     binary = len(package.classes) == 2
     names = [""] if binary else [f"_{name}" for name in package.classes]
     streams = ("probability", "calibrated", "max", "bag")
     columns = [f"{stream}{name}" for stream in streams for name in names]
-    tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "warnings", "classes", "model")
-    rows: list[list[Any]] = [["slide", "file", "decision", *columns, *tail]]
+    tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "warnings", "classes", "fingerprint")
+    header = ["slide", "model", "file", "decision", *columns, *tail]
+    rows: list[dict[str, str]] = []
     for answer in answers:
         verdict = answer.slide_map.verdict
         values = (verdict.probability, answer.calibrated, verdict.max_probability, verdict.bag_probability)
@@ -205,6 +218,15 @@ def answers_csv(package: Package, answers: Sequence[Answer]) -> str:
         threshold = "" if verdict.threshold is None else repr(verdict.threshold)
         told = (threshold, verdict.threshold_from, len(answer.slide_map), len(answer.lesions), about)
         classes = " ".join(package.classes)
-        row = [answer.slide, answer.file, verdict.decision, *cells, *told, "; ".join(answer.notes), classes]
-        rows.append([*row, package.identity])
-    return csv_text(rows)
+        row = [
+            answer.slide,
+            package.tag,
+            answer.file,
+            verdict.decision,
+            *cells,
+            *told,
+            "; ".join(answer.notes),
+            classes,
+        ]
+        rows.append(dict(zip(header, map(str, [*row, answer.fingerprint]), strict=True)))
+    return header, rows

@@ -4,8 +4,8 @@ A slide goes the way of the stages, by their own functions (`tile_slide`, `embed
 with the package's settings, so it gets the numbers that `evaluate` gives it, to the bit on the same machine. Tiles and
 vectors stay in `work/` below the answers: the same command again does only what is missing.
 
-    OUT/predictions.csv, predictions.json   the answers to this call
-    OUT/maps/<slide>.h5, _red.png, .geojson ...
+    OUT/predictions.csv, predictions.json   the answers of all calls into this folder, by slide and model
+    OUT/maps/<model>/<slide>.h5, _red.png, .geojson ...
     OUT/failures.csv                        slides that could not be done
     OUT/work/tiles/, work/bags/             may be removed
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,25 @@ from selfvitmil.pipeline.study import Summary, map_slides, num_tiles, open_study
 from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
 
 if TYPE_CHECKING:
-    from selfvitmil.package import Answer, Package
+    from selfvitmil.package import Answer, Package, Predictions
 
-STAGES = ("open", "tile", "embed", "judge", "localize")
+
+@dataclass(frozen=True)
+class PredictResult:
+    """What one call of `predict` found."""
+
+    summary: Summary
+    json: str
+    """The answers of this call alone, in the form of predictions.json."""
+
+
+STAGES = ("tile", "embed", "judge", "localize")
+"""Those that depend on the model."""
+
+
+def _stage(name: str, package: Package) -> str:
+    """What failures.csv calls a stage: another model may do what this one cannot."""
+    return f"{name} {package.tag}"
 
 
 def predict_settings(package: Package, flags: Mapping[str, Any]) -> StudySettings:
@@ -57,9 +73,12 @@ def predict_settings(package: Package, flags: Mapping[str, Any]) -> StudySetting
 
 def predict(
     package: Package, slides: Sequence[Path], out: Path, settings: StudySettings, engine: Engine, *, maps: bool = True
-) -> Summary:
-    """Judge slides (files, or folders of them) and write the answers into the folder `out`."""
-    from selfvitmil.package import Judge, answers_csv, answers_json
+) -> PredictResult:
+    """Run inference on slides (files, or folders of them) and add the answers to those in the folder `out`.
+
+    An answer replaces that of the same model for the same slide; answers for other slides and of other models stay.
+    """
+    from selfvitmil.package import JSON_HEAD, Judge, Predictions, add_answers
 
     if Path(os.path.abspath(out)) == package.folder:
         raise ConfigError(f"{out.name}: this is the folder of the model", "it must stay as it is", "Name another --out")
@@ -68,18 +87,20 @@ def predict(
     cohort = find_new_slides(slides)
     judge = Judge(package, settings.localize, settings.embed.device)
     with open_study(out, "predict"):
+        before = Predictions.read(out)  # one that cannot be read is told before hours of work
         tried = [row.slide for row in cohort.rows]
-        rows, failures = _open(cohort)
-        rows = _tile(engine, out, rows, settings, failures)
+        rows, failures = _open(cohort, before)
+        rows = _tile(engine, out, rows, package, settings, failures)
         rows = _embed(engine, out, rows, package, settings, failures)
         answers = _judge(judge, out, rows, package, settings, failures)
         if maps:
             answers = _localize(engine, out, rows, answers, package, settings, failures)
-        for stage in STAGES:
+        for stage in ("open", *(_stage(name, package) for name in STAGES)):
             artefact.record_failures(out, stage, tried, [each for each in failures if each.stage == stage])
-        artefact.write_text(out / "predictions.csv", answers_csv(package, answers))
-        artefact.write_text(out / "predictions.json", answers_json(package, answers, failures))
-    return _summary(answers, len(tried), failures, package, out)
+        # Read again: somebody may have written remarks into the table meanwhile.
+        add_answers(Predictions.read(out), package, answers, failures, tried).write(out, JSON_HEAD)
+    told = add_answers(Predictions(), package, answers, failures, tried).json_text(JSON_HEAD)
+    return PredictResult(_summary(answers, len(tried), failures, package, out), told)
 
 
 # ---------------------------------------------------------------------------------------------------- slides
@@ -111,28 +132,53 @@ def find_new_slides(places: Sequence[Path]) -> Cohort:
     return make_cohort(rows, "the slides")
 
 
-def _open(cohort: Cohort) -> tuple[list[SlideRow], list[Failure]]:
-    """Slides that are there, and failures of those that are not."""
-    rows = [row for row in cohort.rows if row.path.exists()]
-    how = "Correct the path, and see that the drive is there"
-    missing = [
-        Failure(row.slide, "open", f"{row.path.name}: there is no such file", how)
-        for row in cohort.rows
-        if row not in rows
-    ]
-    return rows, missing
+def _open(cohort: Cohort, before: Predictions) -> tuple[list[SlideRow], list[Failure]]:
+    """Slides that are there, and failures of those that are not, or that have the name of another one answered here."""
+    rows: list[SlideRow] = []
+    failures: list[Failure] = []
+    for row in cohort.rows:
+        if not row.path.exists():
+            how = "Correct the path, and see that the drive is there"
+            failures.append(Failure(row.slide, "open", f"{row.path.name}: there is no such file", how))
+        elif _is_another(row, before):
+            reason = f"{row.path.name}: the folder has answers for another slide of this name, which stay"
+            how = "Name another --out; if it is the same slide and its file was changed, remove its rows first"
+            failures.append(Failure(row.slide, "open", reason, how))
+        else:
+            rows.append(row)
+    return rows, failures
+
+
+def _is_another(row: SlideRow, before: Predictions) -> bool:
+    """Whether answers in the folder are of another slide of this name, or of one that differs in case alone."""
+    from selfvitmil.package import short_fingerprint
+    from selfvitmil.slides import fingerprint
+
+    known = before.contents(row.slide)
+    if not known:
+        return False
+    try:
+        own = short_fingerprint(fingerprint(row.path))
+    except OSError:
+        return False  # it cannot be read, as the next stage says
+    return any(name != row.slide or content not in ("", own) for name, content in known)
 
 
 # ---------------------------------------------------------------------------------------------------- stages
 
 
 def _tile(
-    engine: Engine, out: Path, rows: Sequence[SlideRow], settings: StudySettings, failures: list[Failure]
+    engine: Engine,
+    out: Path,
+    rows: Sequence[SlideRow],
+    package: Package,
+    settings: StudySettings,
+    failures: list[Failure],
 ) -> list[SlideRow]:
     from selfvitmil.tiles import TileJob, tile_slide
 
     jobs = {row.slide: TileJob(row.slide, row.path, out / "work" / "tiles", settings) for row in rows}
-    done, failed = map_slides(engine, out, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
+    done, failed = map_slides(engine, out, _stage("tile", package), tile_slide, jobs, unit="tiles", count=num_tiles)
     failures += failed
     return [row for row in rows if row.slide in done]
 
@@ -158,7 +204,9 @@ def _embed(
             )
             for row in rows
         }  # fmt: skip
-        done, failed = map_slides(engine, out, "embed", embed_slide, jobs, unit="tiles", count=num_tiles)
+        done, failed = map_slides(
+            engine, out, _stage("embed", package), embed_slide, jobs, unit="tiles", count=num_tiles
+        )
         failures += failed
         rows = [row for row in rows if row.slide in done]
     return rows
@@ -181,7 +229,7 @@ def _judge(
         except ConfigError:
             raise  # what was asked for cannot be, whatever the slide
         except (SelfVitMilError, OSError) as error:
-            failures.append(Failure.of(row.slide, "judge", error))
+            failures.append(Failure.of(row.slide, _stage("judge", package), error))
     return answers
 
 
@@ -212,14 +260,16 @@ def _localize(
     """Maps, pictures and exports as files; the answers with the names of these."""
     from selfvitmil.localize.maps import write_map
 
-    paths, folder = {row.slide: row.path for row in rows}, out / "maps"
+    paths, folder = {row.slide: row.path for row in rows}, out / "maps" / package.tag
     jobs: dict[str, ProductJob] = {}
     for each in answers:
         file = folder / f"{each.slide}.h5"
         write_map(file, each.slide_map, _map_made_from(out, each.slide, package, settings))
         jobs[each.slide] = ProductJob(file, paths[each.slide], None, settings.slide.reader, settings.localize)
-    made, failed = map_slides(engine, out, "localize", make_products, jobs)
-    failures += [*failed, *(each.failure for each in made.values() if each.failure is not None)]
+    stage = _stage("localize", package)
+    made, failed = map_slides(engine, out, stage, make_products, jobs)
+    unmade = [replace(each.failure, stage=stage) for each in made.values() if each.failure is not None]
+    failures += [*failed, *unmade]
     write_tables(folder, made, list(jobs))
     return [replace(each, files=_files(folder, each.slide)) for each in answers]
 
@@ -235,7 +285,7 @@ def _files(folder: Path, slide: str) -> tuple[str, ...]:
     """What was written of a slide's map, from the folder of the answers on."""
     products = Record.read(folder / f"{slide}.json").products.values()
     names = [f"{slide}.h5", *(name for product in products for name in product["files"])]
-    return tuple(f"{folder.name}/{name}" for name in names)
+    return tuple(f"{folder.parent.name}/{folder.name}/{name}" for name in names)
 
 
 def _table(out: Path, tiling: str, slide: str) -> Path:
