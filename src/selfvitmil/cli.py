@@ -219,17 +219,19 @@ def pretrain(
     ] = None,
     preset: PresetOption = None,
     pretrain: PretrainSettings = PretrainSettings(),
+    train: TrainSettings = TrainSettings(),
     tile: TileSettings = TileSettings(),
     stain: StainSettings = StainSettings(),
     slide: SlideSettings = SlideSettings(),
 ):
-    """Train an encoder on the tiles of the training split, without labels; goes on where it was stopped.
+    """Train an encoder on the tiles of the training split, without labels; resumes where it was stopped.
 
+    With `--pretrain.per-split` one encoder for every split (`--train.split`, `--train.folds`).
     For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
     """
     from selfvitmil import pipeline
 
-    flags = _typed(preset=preset, pretrain=pretrain, tile=tile, stain=stain, slide=slide)
+    flags = _typed(preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
     return _end([pipeline.pretrain(study, name, pipeline.study_settings(study, flags), images)])
 
 

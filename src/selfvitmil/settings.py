@@ -192,7 +192,9 @@ class PretrainSettings(Settings):
     packs: bool = False
     """Read tiles from the packs that `tile --pack` made, and not from the slides."""
     transductive: bool = False
-    """Train on all slides, those of the test split too (never on their labels); the encoder's config says so."""
+    """Train one encoder on all slides, test slides too (never on labels); all results are labelled transductive."""
+    per_split: bool = False
+    """Train an encoder for every split (train.split), on its training slides alone, so that no test slide is seen."""
 
     epochs: int = Field(default=100, gt=0)
     """How often the run goes through the slides, `tiles_per_slide` each."""
@@ -639,6 +641,10 @@ class StudySettings(Settings):
             raise ValueError("tissue.method 'own' and tissue.folder go together: give both or neither")
         if tissue.fraction_from == "pixels" and tissue.method != "otsu":
             raise ValueError("tissue.fraction_from 'pixels' counts by the grey threshold: tissue.method must be 'otsu'")
+        if self.pretrain.transductive and self.pretrain.per_split:
+            raise ValueError(
+                "pretrain.transductive (one encoder on all slides) and pretrain.per_split exclude each other"
+            )
         if tile.overlap_px >= tile.size_px:
             raise ValueError(f"tile.overlap_px {tile.overlap_px} leaves no way forward in tiles of {tile.size_px} px")
         if any(mpp <= tile.mpp for mpp in tile.parent_mpp):

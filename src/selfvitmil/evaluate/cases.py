@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -74,6 +74,14 @@ class Cases:
     tiling: str
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    encoder_slides: frozenset[str] = frozenset()
+    """Slides that the encoder was trained on, as far as is known."""
+    by_split: Mapping[str, Cases] = field(default_factory=dict)
+    """Where every split has an encoder of its own: the same slides with the features of that encoder."""
+
+    def of_split(self, name: str) -> Cases:
+        """The cases with the features that are for this split."""
+        return self.by_split.get(name, self)
 
     @property
     def num_classes(self) -> int:
@@ -93,7 +101,7 @@ class Cases:
         """Those of the given slides, for a comparison of features that not all slides have."""
         kept = tuple(case for case in self.cases if case.slide in slides)
         check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
-        return replace(self, cases=kept)
+        return replace(self, cases=kept, by_split={name: own.only(slides) for name, own in self.by_split.items()})
 
     def lines(self) -> list[str]:
         """What to print before anything is learned: classes with their numbers, what is positive, what is left out."""

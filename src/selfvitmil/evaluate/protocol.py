@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -285,6 +285,8 @@ class MethodResult:
     encoder: str
     tiling: str
     warnings: tuple[str, ...]
+    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -322,6 +324,7 @@ def judge_method(fitted: Fitted, trial: Trial) -> MethodResult:
         encoder=trial.encoder,
         tiling=trial.tiling,
         warnings=(*trial.warnings, *_warnings(fitted)),
+        transductive=trial.transductive,
     )
 
 

@@ -111,5 +111,6 @@ def comparison_row(
         paired=(paired or {}).get(result.method),
         training_seconds=sum(run.seconds for run in result.runs),
         warnings=result.warnings,
+        transductive=bool(result.transductive),
         published=published,
     )

@@ -423,6 +423,7 @@ def _about(result: MethodResult) -> Json:
         "method": result.method,
         "aggregator": result.aggregator,
         "encoder": result.encoder,
+        "transductive": {split: len(slides) for split, slides in result.transductive.items()} or None,
         "tiling": result.tiling,
         "protocol": result.protocol,
         "test_labels_opened_for": result.labels_opened,

@@ -206,6 +206,8 @@ class ComparisonRow:
     training_seconds: float | None = None
     """Of all trainings of this row together."""
     warnings: tuple[str, ...] = ()
+    transductive: bool = False
+    """The encoder was trained, without labels, on slides of test patients; a warning tells how many."""
     published: Published | None = None
 
     @property
@@ -341,7 +343,7 @@ def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
     check_rows(rows)
     _, marks = _notes(rows)
     header = _header(rows, intervals=False)
-    lines = [_cells(row, marked, intervals=False) for row, marked in zip(rows, marks, strict=True)]
+    lines = _lines(rows, marks, intervals=False)
     return [header, *lines]
 
 
@@ -356,7 +358,7 @@ def table_markdown(rows: Sequence[ComparisonRow]) -> str:
     check_rows(rows)
     notes, marks = _notes(rows)
     header = _header(rows, intervals=True)
-    lines = [_cells(row, marked, intervals=True) for row, marked in zip(rows, marks, strict=True)]
+    lines = _lines(rows, marks, intervals=True)
     return f"{markdown_table([header, *lines])}\n\n{markdown_list(notes)}\n"
 
 
@@ -381,8 +383,18 @@ def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
     limits = f" [{percent(rows[0].auc.level)}]"
     rest = limits if intervals else ""
     named = [method, f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
+    named[1:1] = ["encoder"] * any(row.transductive for row in rows)
     named += [f"acc.{rest}", f"bal.\nacc.{rest}", f"sens.{rest}", f"spec.{rest}", "p", "p\nHolm", "training"]
     return [*named, "published\nAUC", "published\nacc.", "notes"]
+
+
+def _lines(rows: Sequence[ComparisonRow], marks: Sequence[Sequence[int]], *, intervals: bool) -> list[list[str]]:
+    """The cells of every row; a column marks those whose encoder has seen test slides, where there are any."""
+    lines = [_cells(row, marked, intervals=intervals) for row, marked in zip(rows, marks, strict=True)]
+    if any(row.transductive for row in rows):
+        for row, line in zip(rows, lines, strict=True):
+            line.insert(1, "transductive" if row.transductive else "-")
+    return lines
 
 
 def _cells(row: ComparisonRow, marks: Sequence[int], *, intervals: bool) -> list[str]:
@@ -504,6 +516,7 @@ def _record(row: ComparisonRow) -> dict[str, str]:
         "test": on.split,
         "test_slides": ";".join(f"{name}={count}" for name, count in on.counts),
         "features": row.features,
+        "transductive": "yes" if row.transductive else "no",
         "num_seeds": str(row.num_seeds),
         **_interval_record("macro_auc" if len(on.counts) > 2 else "auc", row.auc),
         "auc_limits": f"{percent(row.auc.level)}, {row.auc.method}",

@@ -2,15 +2,20 @@
 
 `make_splits` finds the splits that the settings ask for, `seal` makes the trial. From then on the label of a test
 slide can only be had from `Trial.labels`, and not before these are opened (`guard.py`).
+
+Where the encoder was trained on slides of test patients, though without labels, the trial is transductive: a warning
+and `Trial.transductive` say so, and all results carry it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from selfvitmil.bags import Bag
-from selfvitmil.cohort import Split, carve_validation, given, k_fold, monte_carlo, read_splits
+from selfvitmil.cohort import Cohort, Split, carve_validation, given, k_fold, monte_carlo, read_splits
 from selfvitmil.cohort.splits import check_split
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import CohortError, ConfigError
@@ -31,24 +36,64 @@ def make_splits(
     nothing is carved: the test set is what is chosen on. CohortError or ConfigError where a split cannot be made.
     """
     val = 0.0 if evaluate.protocol == "optimistic" else train.validation
-    kind = train.split
-    if kind == "auto":
-        kind = "given" if any(row.split for row in cases.usable.rows) else "k-fold"
+    if cases.by_split:
+        # Encoders were trained for the splits of the whole cohort: a slide that failed since must not change them.
+        return tuple(_only(split, cases.usable) for split in draw_splits(cases.cohort, train, val))
+    return draw_splits(cases.cohort, train, val, cases.usable)
+
+
+def split_kind(cohort: Cohort, train: TrainSettings) -> Literal["given", "k-fold", "monte-carlo", "files"]:
+    """The kind of splits that the settings ask for: `auto` takes the cohort's column where labelled slides have one."""
+    if train.split != "auto":
+        return train.split
+    return "given" if any(row.split for row in cohort.rows if row.label is not None) else "k-fold"
+
+
+def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort | None = None) -> tuple[Split, ...]:
+    """Splits of the cohort's labelled slides, or of those in `usable`, with the fraction `val` carved from training."""
+    usable = cohort.select(labelled=True) if usable is None else usable
+    kind = split_kind(usable, train)
     if kind == "given":
-        return (given(cases.usable, val=val, seed=train.seed),)
+        return (given(usable, val=val, seed=train.seed),)
     if kind == "k-fold":
-        return k_fold(cases.usable, train.folds, val=val, seed=train.seed)
+        return k_fold(usable, train.folds, val=val, seed=train.seed)
     if kind == "monte-carlo":
-        return monte_carlo(cases.usable, train.folds, val=val, seed=train.seed)
+        return monte_carlo(usable, train.folds, val=val, seed=train.seed)
     if train.split_folder is None:
         raise ConfigError("train.split 'files' without train.split_folder", how="Name the folder of the splits")
-    read = (_only_cases(split, cases) for split in read_splits(train.split_folder, cases.cohort))
-    return tuple(split if split.val else carve_validation(cases.usable, split, val, seed=train.seed) for split in read)
+    read = (_only(split, usable) for split in read_splits(train.split_folder, cohort))
+    return tuple(split if split.val else carve_validation(usable, split, val, seed=train.seed) for split in read)
 
 
-def _only_cases(split: Split, cases: Cases) -> Split:
+def _only(split: Split, usable: Cohort) -> Split:
     sides = (split.train, split.val, split.test)
-    return Split(split.name, *(tuple(slide for slide in side if slide in cases.by_slide) for side in sides))
+    return Split(split.name, *(tuple(slide for slide in side if slide in usable) for side in sides))
+
+
+# ---------------------------------------------------------------------------------------------------- transduction
+
+
+def seen_slides(split: Split, encoder_slides: Collection[str], cohort: Cohort) -> tuple[str, ...]:
+    """Test slides of a split that an encoder was trained on, or of whose patient it saw another slide."""
+    patients = {cohort[slide].patient for slide in encoder_slides if slide in cohort}
+    return tuple(slide for slide in split.test if slide in encoder_slides or cohort[slide].patient in patients)
+
+
+def find_transductive(cases: Cases, splits: Sequence[Split]) -> dict[str, tuple[str, ...]]:
+    """Split -> its test slides that its encoder has seen; without the splits of which it saw none."""
+    seen = {each.name: seen_slides(each, cases.of_split(each.name).encoder_slides, cases.cohort) for each in splits}
+    return {name: slides for name, slides in seen.items() if slides}
+
+
+def transductive_words(encoder: str, seen: Mapping[str, Sequence[str]], splits: Iterable[Split | TrialSplit]) -> str:
+    """The sentence that stands with all metrics on test slides which the encoder has seen; empty where it saw none."""
+    if not seen:
+        return ""
+    of = [f"{split.name}: {len(seen[split.name])} of {len(split.test)}" for split in splits if split.name in seen]
+    return (
+        f"transductive: the encoder {encoder} was trained, without labels, on test slides or on other slides of their "
+        f"patients ({listing(of)}); metrics on slides of new patients may be lower"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- sealing
@@ -77,7 +122,9 @@ class Trial:
     encoder: str
     tiling: str
     warnings: tuple[str, ...] = ()
-    _bags: dict[str, Bag] = field(default_factory=dict)
+    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
+    _bags: dict[Path, Bag] = field(default_factory=dict)
 
     @property
     def optimistic(self) -> bool:
@@ -98,9 +145,9 @@ class Trial:
 
     def bag(self, case: BagFile) -> Bag:
         """The slide's bag, opened once."""
-        if case.slide not in self._bags:
-            self._bags[case.slide] = case.read()
-        return self._bags[case.slide]
+        if case.path not in self._bags:
+            self._bags[case.path] = case.read()
+        return self._bags[case.path]
 
 
 def seal(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> Trial:
@@ -118,13 +165,16 @@ def seal(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> T
             warnings += _check_validation(split, cases)
         elif split.val:
             warnings.append(f"{split.name}: {len(split.val)} validation slides take no part in the optimistic protocol")
+    transductive = find_transductive(cases, splits)
+    if transductive:
+        warnings.append(transductive_words(cases.encoder, transductive, splits))
     labels = SealedLabels(
         {split.name: {slide: cases.by_slide[slide].label for slide in split.test} for split in splits}
     )
     if optimistic:
         labels.open(OPTIMISTIC, optimistic=True)
     return Trial(
-        tuple(_parted(split, cases) for split in splits),
+        tuple(_parted(split, cases.of_split(split.name)) for split in splits),
         labels,
         cases.class_names,
         cases.num_classes,
@@ -132,6 +182,7 @@ def seal(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> T
         cases.encoder,
         cases.tiling,
         tuple(warnings),
+        transductive,
     )
 
 

@@ -17,7 +17,6 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.folder import is_slide
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, SelfVitMilError
-from selfvitmil.pipeline.encoders import SLIDES_FILE
 from selfvitmil.pipeline.methods import (
     TWO_SCALES,
     check_supervised,
@@ -26,6 +25,7 @@ from selfvitmil.pipeline.methods import (
     options_for,
     try_method,
 )
+from selfvitmil.pipeline.pretraining import split_encoders
 from selfvitmil.pipeline.study import CohortSource
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, StudySettings, read_toml
 
@@ -162,7 +162,7 @@ def check_scales(config: EncoderConfig | None, settings: StudySettings, stages: 
 
 def check_untrained(study: Path, encoder: str, settings: StudySettings, stages: Collection[str]) -> None:
     """ConfigError where the row of an untrained encoder is asked for and there is none in the study to make it like."""
-    there = (study / "encoders" / encoder / "config.json").exists()
+    there = (study / "encoders" / encoder / "config.json").exists() or bool(split_encoders(study, encoder))
     if "compare" in stages and settings.compare.random_encoder and not there:
         raise ConfigError(
             f"compare.random_encoder, and {encoder} is not among the study's encoders",
@@ -186,19 +186,11 @@ def _check_coarse(config: EncoderConfig | None, mpp: float, settings: StudySetti
         ) from None
 
 
-def check_training_split(cohort: Cohort, settings: StudySettings) -> None:
-    """ConfigError where self-supervision would find no slide that it may see."""
-    if not settings.pretrain.transductive and not cohort.select(split="train").rows:
-        raise ConfigError(
-            "no slide of the cohort is in the split `train`",
-            "self-supervision must not see slides that a classifier is tested on later",
-            "Fill the column split of the table, add --pretrain.transductive to use all slides, or give --encoder with "
-            "one that is trained already",
-        )
+def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) -> None:
+    """ConfigError where a finished encoder of the study is not the one that the settings ask for.
 
-
-def check_encoder(folder: Path, cohort: Cohort, settings: StudySettings) -> None:
-    """ConfigError where a finished encoder of the study is not the one that the settings ask for."""
+    `seen` are the test slides that it, or of whose patients it, has seen.
+    """
     name = folder.name
     if changed := changed_settings(folder, settings):
         raise ConfigError(
@@ -207,11 +199,12 @@ def check_encoder(folder: Path, cohort: Cohort, settings: StudySettings) -> None
             f"Give --name with a new name to train another one, --encoder {name} to go on with it as it is, or remove "
             "its folder",
         )
-    if (seen := seen_test_slides(folder, cohort)) and not settings.pretrain.transductive:
+    if seen and not settings.pretrain.transductive:
         raise ConfigError(
-            f"encoders/{name} was trained on {len(seen)} slides that are in the test split now ({listing(seen, 4)})",
-            "what is measured on them would flatter, so nothing was done",
-            f"Give --name with a new name to train another encoder, or --encoder {name} to use it all the same",
+            f"encoders/{name} was trained on slides of patients that are tested on now ({listing(seen, 4)})",
+            "metrics on them could be too good, so nothing was done",
+            "Give --name with a new name to train another encoder, or one for every split; or --encoder with this name "
+            "to use it all the same: then all results are labelled transductive",
         )
 
 
@@ -243,12 +236,3 @@ def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
             f"{section}.{key} {old.get(key)} -> {new.get(key)}" for key in sorted(keys) if old.get(key) != new.get(key)
         ]
     return changed
-
-
-def seen_test_slides(folder: Path, cohort: Cohort) -> list[str]:
-    """Slides of the test split that an encoder of the study was trained on."""
-    path = folder / SLIDES_FILE
-    if not path.is_file():
-        return []
-    seen = set(path.read_text(encoding="utf-8").splitlines())
-    return [row.slide for row in cohort.select(split="test").rows if row.slide in seen]

@@ -19,68 +19,87 @@ from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
-from selfvitmil.pipeline.study import CohortSource, Summary, changes, map_slides, num_tiles, open_study, study_cohort
+from selfvitmil.pipeline.pretraining import (
+    ENCODER_SLIDES_FILE,
+    SLIDES_FILE,
+    EncoderRun,
+    encoder_runs,
+    settle_scope,
+    slides_of,
+    split_encoders,
+)
+from selfvitmil.pipeline.study import (
+    CohortSource,
+    Summary,
+    changes,
+    find_cohort,
+    map_slides,
+    num_tiles,
+    open_study,
+    study_cohort,
+)
 from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
-
-SLIDES_FILE = "slides.txt"
-"""In an encoder's folder: the slides it has seen, a name a line, so that none of them is tested on later unnoticed."""
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
     """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
 
-    Under torchrun every process calls this; the first one holds the lock and writes.
+    Where one encoder would see test slides, or with `pretrain.per_split`, one is trained for every split
+    (`encoders/<name>_<split>/`). Under torchrun every process calls this; the first one holds the lock and writes.
     """
     from selfvitmil.pretrain.sources import ImageTiles
-    from selfvitmil.pretrain.train import Origin
-    from selfvitmil.pretrain.train import pretrain as train
 
     if encoder_name(name) != name:
         raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
     first = os.environ.get("RANK", "0") == "0"
     with open_study(study, "pretrain") if first else nullcontext():
         if images is not None:
-            source, lines, trained_on = ImageTiles(images), [], f"images of {images.name}"
-        else:
-            cohort, _ = study_cohort(study, CohortSource())
-            source, lines, trained_on = training_tiles(study, cohort, settings)
-        show = _training_lines() if first else None
-        out = study / "encoders" / name
-        result = train(source, out, settings.pretrain, Origin(trained_on, settings.preset), report=show)
-        if first:
-            artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in source.names))
-            artefact.write_text(
-                out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"})
-            )
-    lines += [f"note: {warning}" for warning in result.warnings]
+            lines, interrupted = _train(ImageTiles(images), study, name, f"images of {images.name}", settings)
+            return Summary(tuple(lines) if first else (), interrupted=interrupted)
+        cohort, _ = (study_cohort if first else find_cohort)(study, CohortSource())
+        settings, lines = settle_scope(study, name, cohort, settings)
+        interrupted = False
+        for run in encoder_runs(cohort, name, settings):
+            source, notes, trained_on = training_tiles(study, run, settings)
+            told, interrupted = _train(source, study, run.name, trained_on, settings)
+            lines += [*notes, *told]
+            if interrupted:
+                break
+    return Summary(tuple(lines) if first else (), interrupted=interrupted)
+
+
+def _train(source: Any, study: Path, name: str, trained_on: str, settings: StudySettings) -> tuple[list[str], bool]:
+    """Train one encoder; lines on it, and whether a signal ended the training."""
+    from selfvitmil.pretrain.train import Origin
+    from selfvitmil.pretrain.train import pretrain as train
+
+    first = os.environ.get("RANK", "0") == "0"
+    out = study / "encoders" / name
+    origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
+    result = train(source, out, settings.pretrain, origin, report=show)
+    if first:
+        artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in source.names))
+        artefact.write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
+    lines = [f"note: {warning}" for warning in result.warnings]
     loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
     lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
-    return Summary(tuple(lines) if first else (), interrupted=not result.finished)
+    return lines, not result.finished
 
 
-def training_tiles(study: Path, cohort: Cohort, settings: StudySettings) -> tuple[Any, list[str], str]:
-    """The tiles that self-supervision may see, lines on what it does not, and the words for the encoder's config."""
+def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tuple[Any, list[str], str]:
+    """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
     from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
 
-    transductive = settings.pretrain.transductive
-    rows = cohort.rows if transductive else cohort.select(split="train").rows
-    if not rows:
-        raise ConfigError(
-            "no slide of the cohort is in the split `train`",
-            "self-supervision must not see slides that a classifier is tested on later",
-            "Fill the column split of cohort.csv, or add --pretrain.transductive to use all slides",
-        )
-    tables = {row.slide: study / "tiles" / tiling_name(settings.tile) / f"{row.slide}.h5" for row in rows}
-    found = [row for row in rows if tables[row.slide].exists()]
+    tables = {row.slide: study / "tiles" / tiling_name(settings.tile) / f"{row.slide}.h5" for row in run.rows}
+    found = [row for row in run.rows if tables[row.slide].exists()]
     slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
-    missing = [row.slide for row in rows if row not in found]
+    missing = [row.slide for row in run.rows if row not in found]
     lines = [f"note: {len(missing)} slides have no tiles and are left out: {', '.join(missing)}"] if missing else []
     if settings.pretrain.packs:
         source = PackTiles(slides, stain_method=settings.stain.method)
     else:
         source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
-    which = "all slides of the cohort (transductive)" if transductive else "train split"
-    return source, lines, f"{which}, {len(slides)} slides"
+    return source, lines, f"{run.words}, {len(slides)} slides"
 
 
 def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
@@ -102,14 +121,19 @@ SHOWN_METRICS = ("loss", "teacher_entropy", "feature_rank", "knn20", "linear", "
 
 
 def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
-    """Turn the tiles of every scale into vectors with each encoder; writes `bags/<tiling>/features_<encoder>/`.
+    """Turn the tiles of every scale into embeddings with each encoder; writes `bags/<tiling>/features_<encoder>/`.
 
-    Where `embed.layout` is set, its name follows the encoder's (`features_name`).
+    A name that the study has an encoder of for every split stands for all of these. Where `embed.layout` is set, its
+    name follows the encoder's (`features_name`).
     """
     from selfvitmil.embed import embed_slide
     from selfvitmil.encoder import load_encoder
 
-    sources = {features_name(source, settings.embed.layout): encoder_source(study, source) for source in encoders}
+    sources = {
+        features_name(name, settings.embed.layout): place
+        for source in encoders
+        for name, place in encoder_sources(study, source).items()
+    }
     # Loaded here first: one clear error, and one download, instead of one per slide.
     loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in sources.items()}
     pairs, lines = _scales_that_fit({name: encoder.config for name, encoder in loaded.items()}, settings)
@@ -131,8 +155,18 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
             folder = study / "bags" / tiling / f"features_{name}"
             if done:
                 artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+                _keep_encoder_slides(folder, Path(sources[name]))
             lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
     return Summary(tuple(lines), tuple(failures))
+
+
+def _keep_encoder_slides(folder: Path, encoder: Path) -> None:
+    """Write beside features which slides their encoder was trained on, as far as its folder tells."""
+    slides = sorted(slides_of(encoder / SLIDES_FILE))
+    if slides:
+        artefact.write_text(folder / ENCODER_SLIDES_FILE, "".join(f"{slide}\n" for slide in slides))
+    else:
+        (folder / ENCODER_SLIDES_FILE).unlink(missing_ok=True)
 
 
 def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tuple[list[tuple[str, str]], list[str]]:
@@ -194,6 +228,13 @@ def encoder_source(study: Path, source: str) -> str:
     """An encoder of the study by its name, else `source` as it is."""
     own = study / "encoders" / source
     return str(own) if own.is_dir() else source
+
+
+def encoder_sources(study: Path, source: str) -> dict[str, str]:
+    """Name -> where its weights are; several where the study has an encoder of that name for every split."""
+    if not (study / "encoders" / source).is_dir() and (own := split_encoders(study, source)):
+        return {name: str(study / "encoders" / name) for name in own.values()}
+    return {encoder_name(source): encoder_source(study, source)}
 
 
 def embed_stage(name: str, tiling: str) -> str:

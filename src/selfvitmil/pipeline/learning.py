@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
 from selfvitmil.pipeline.encoders import embed, embed_stage, encoder_name, features_name, split_features_name
 from selfvitmil.pipeline.methods import TWO_SCALES, check_supervised, coarse_mpp, compared_methods, options_for
+from selfvitmil.pipeline.pretraining import ENCODER_SLIDES_FILE, SLIDES_FILE, base_name, slides_of, split_encoders
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.pipeline.training import make_models
 from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
@@ -67,6 +68,10 @@ class Features:
     models: Path
     """Where models that learned from them go."""
     coarse: Any = None
+    encoder_slides: frozenset[str] = frozenset()
+    """Slides that their encoder was trained on, as far as is known."""
+    by_split: Mapping[str, Features] = field(default_factory=dict)
+    """Where every split has an encoder of its own: the features of each."""
 
 
 # ---------------------------------------------------------------------------------------------------- commands
@@ -190,6 +195,7 @@ def prepare(
 ) -> tuple[list[str], Cases, tuple[Split, ...], Features]:
     """Lines to print first, cases, splits and features; slides that are no cases are in failures.csv by then."""
     from selfvitmil.evaluate import make_splits
+    from selfvitmil.evaluate.trial import find_transductive, transductive_words
 
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
@@ -198,7 +204,9 @@ def prepare(
     cases = _cases(cohort, features, stage, settings.train.positive)
     artefact.record_failures(study, stage, [row.slide for row in cohort.rows], cases.failures)
     splits = make_splits(cases, settings.train, settings.evaluate)
-    _announce(cases.usable.patient_warning)
+    _check_split_encoders(features, splits)
+    seen = transductive_words(features.encoder, find_transductive(cases, splits), splits)
+    _announce(cases.usable.patient_warning, seen)
     warning = [OPTIMISTIC_LINE] if settings.evaluate.protocol == "optimistic" else []
     return [*lines, *cases.lines(), _split_line(splits), *warning], cases, splits, features
 
@@ -212,10 +220,37 @@ def _announce(*warnings: str) -> None:
 def _cases(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
     from selfvitmil.evaluate import find_cases
 
-    return find_cases(
+    if features.by_split:
+        return _cases_by_split(cohort, features, stage, positive)
+    found = find_cases(
         cohort, features.files, coarse=features.coarse, stage=stage, encoder=features.encoder, tiling=features.tiling,
         positive=positive,
     )  # fmt: skip
+    return replace(found, encoder_slides=features.encoder_slides)
+
+
+def _cases_by_split(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
+    """Cases with the features of every split's own encoder: the slides of which all of these are sound."""
+    found = {split: _cases(cohort, own, stage, positive) for split, own in features.by_split.items()}
+    failures = {failure.slide: failure for own in found.values() for failure in own.failures}
+    common = set.intersection(*(set(own.by_slide) for own in found.values()))
+    first = next(iter(found.values()))
+    return replace(
+        first, encoder=features.encoder, encoder_slides=frozenset(), failures=tuple(failures.values()), by_split=found
+    ).only(common)
+
+
+def _check_split_encoders(features: Features, splits: Sequence[Split]) -> None:
+    """ConfigError where every split has an encoder of its own, but one of these splits has none."""
+    missing = [split.name for split in splits if split.name not in features.by_split]
+    if features.by_split and missing:
+        raise ConfigError(
+            f"{features.encoder}: no encoder for the splits {', '.join(missing)}",
+            f"each was trained for one split, and there are those of {', '.join(features.by_split)}",
+            "Use the splits that they were trained for (train.split, train.folds), train others with `selfvitmil "
+            f"pretrain --pretrain.per-split` and another --name, or name one, as --encoder {features.encoder}_"
+            f"{next(iter(features.by_split))}",
+        )
 
 
 def _split_line(splits: Sequence[Split]) -> str:
@@ -230,13 +265,39 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
 
     if choice.folder is not None:
         name = encoder_name(str(choice.folder.resolve()))
-        return Features(name, "external", find_bags(choice.folder), study / "models" / "external" / name)
+        files, slides = find_bags(choice.folder), slides_of(choice.folder / ENCODER_SLIDES_FILE)
+        return Features(name, "external", files, study / "models" / "external" / name, encoder_slides=slides)
     tiling = tiling_name(settings.tile)
     name = _only_encoder(study, tiling, choice.encoder, settings)
-    fine = Features(name, tiling, _embedded(study, tiling, name), Path())
+    own = _split_features(study, tiling, name)
+    if own:
+        found = {split: find_features(study, replace(choice, encoder=each), settings) for split, each in own.items()}
+        first = next(iter(found.values()))
+        return replace(first, encoder=name, models=first.models.with_name(name), by_split=found)
+    fine = Features(name, tiling, _embedded(study, tiling, name), Path(), None, _encoder_slides(study, tiling, name))
     if not choice.two_scales:
         return replace(fine, models=study / "models" / tiling / name)
     return _on_two_scales(study, choice, settings, fine)
+
+
+def _encoder_slides(study: Path, tiling: str, name: str) -> frozenset[str]:
+    """The slides that an encoder was trained on; studies of earlier versions have them in its own folder alone."""
+    beside = study / "bags" / tiling / f"features_{name}" / ENCODER_SLIDES_FILE
+    return slides_of(beside if beside.exists() else study / "encoders" / split_features_name(name)[0] / SLIDES_FILE)
+
+
+def _split_features(study: Path, tiling: str, name: str) -> dict[str, str]:
+    """Split -> name of its features, where `name` stands for encoders of all splits; else empty."""
+    if (study / "bags" / tiling / f"features_{name}").is_dir():
+        return {}
+    encoder, layout = split_features_name(name)
+    return {split: features_name(each, layout) for split, each in split_encoders(study, encoder).items()}
+
+
+def _of_all_splits(study: Path, name: str) -> str:
+    """What the features of all splits are called together; the name itself where an encoder is for no split alone."""
+    encoder, layout = split_features_name(name)
+    return features_name(base_name(study, encoder), layout)
 
 
 def _embedded(study: Path, tiling: str, name: str) -> dict[str, Path]:
@@ -253,13 +314,14 @@ def _only_encoder(study: Path, tiling: str, wanted: str | None, settings: StudyS
     """Name of the features folder: of the encoder that is wanted, or the only one, with the layout that is set."""
     layout = settings.embed.layout
     places = sorted((study / "bags" / tiling).glob("features_*"))
-    names = [place.name.removeprefix("features_") for place in places]
+    all_names = [place.name.removeprefix("features_") for place in places]
+    names = list(dict.fromkeys(_of_all_splits(study, name) for name in all_names))
     listed = f"there are vectors of {', '.join(names)}" if names else "no slide was embedded yet"
     if wanted is not None:
         name = encoder_name(wanted)
         if name != MEAN_COLOR and split_features_name(name)[1] is None:
             name = features_name(name, layout)
-        if name not in names:
+        if name not in (*names, *all_names):
             of_layout = f" with layout {layout}" if layout is not None else ""
             what = f"{study.name}: no vectors of encoder {wanted!r}{of_layout} for tiles {tiling}"
             raise ConfigError(what, listed, "Run `selfvitmil embed` first, or name another encoder")
@@ -287,7 +349,8 @@ def _on_two_scales(study: Path, choice: FeatureChoice, settings: StudySettings, 
         {slide: study / "tiles" / fine.tiling / f"{slide}.h5" for slide in fine.files},
         study / "bags" / both / f"features_{name}",
     )
-    return Features(name, both, fine.files, study / "models" / both / name, scale)
+    seen = fine.encoder_slides | _encoder_slides(study, tiling, coarse)
+    return Features(name, both, fine.files, study / "models" / both / name, scale, seen)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -396,6 +459,7 @@ def _embed_baselines(study: Path, choice: FeatureChoice, settings: StudySettings
     asked = [split_features_name(each) for each in _baselines(choice, settings, name).values()]
     like = split_features_name(name)[0]
     with open_study(study, "compare"):
+        like = next(iter(split_encoders(study, like).values()), like)
         lines = [line for encoder, _ in asked for line in _make_baseline(study, encoder, like, settings)]
     for encoder, layout in asked:  # the layout of the encoder that they stand beside; colours have none
         lines += embed(study, [encoder], _for_baseline(settings, layout), engine).lines

@@ -71,12 +71,18 @@ def _auc_words(row: Row) -> str:
 
 
 def _doubt(row: Row) -> str:
-    return "; OPTIMISTIC: epochs and thresholds were chosen on these" if row["protocol"] == "optimistic" else ""
+    text = "; OPTIMISTIC: epochs and thresholds were chosen on these" if row["protocol"] == "optimistic" else ""
+    return text + "; transductive: the encoder was trained, without labels, on slides of these patients" * _seen(row)
+
+
+def _seen(row: Row) -> bool:
+    """Whether the encoder has seen test slides."""
+    return row.get("transductive") == "yes"
 
 
 def _cells(row: Row, decided: tuple[str, ...], hits: Row) -> tuple[str, ...]:
     return (
-        row["display_name"],
+        row["display_name"] + " (transductive)" * _seen(row),
         _interval(row, _auc(row)),
         f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}",
         *(_number(row, name) for name in decided),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline import door
-from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_source, features_name, training_tiles
+from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_sources, features_name, training_tiles
 from selfvitmil.pipeline.methods import compared_methods
+from selfvitmil.pipeline.pretraining import EncoderRun, encoder_runs, seen_test_slides, settle_scope, tested_splits
 from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
@@ -104,10 +105,14 @@ class Outlook:
 
     cohort: Cohort
     stages: tuple[StageOutlook, ...]
+    settings: StudySettings
+    """With what was settled by the look at the study (`pretrain.per_split`)."""
     encoder: str
-    """What the encoder is called in the study."""
-    source: str
-    """Where its weights come from, for `load_encoder`; the folder it will have when it is trained here."""
+    """What the encoder is called in the study, or those of all splits together."""
+    sources: Mapping[str, str]
+    """Encoder -> where its weights come from, for `load_encoder`; the folder it will have when it is trained here."""
+    runs: tuple[EncoderRun, ...] = ()
+    """The encoders that are trained here, finished ones too."""
     lines: tuple[str, ...] = ()
     """What was found that deserves a word."""
 
@@ -133,16 +138,20 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
     if set(request.stages) - set(STAGES[: STAGES.index("compare")]):
         door.check_learning(cohort, settings, door.check_labels(cohort, settings), request.stages)
         lines += [f"note: {cohort.patient_warning}"] if cohort.patient_warning else []
+    name = request.name or "dino"
+    runs: tuple[EncoderRun, ...] = ()
     if "pretrain" in request.stages:
-        door.check_training_split(cohort, settings)
-    ahead = _Ahead(study, request, settings, cohort, offline)
-    if "embed" in request.stages and (request.trains_encoder or ahead.loaded is not None):
-        config = None if request.trains_encoder else ahead.loaded.config
-        door.check_scales(config, settings, request.stages)
+        settings, told = settle_scope(study, name, cohort, settings)
+        lines += told
+        runs = encoder_runs(cohort, name, settings)
+    ahead = _Ahead(study, request, settings, cohort, offline, runs)
+    first = None if request.trains_encoder else ahead.loaded[next(iter(ahead.sources))]
+    if "embed" in request.stages and (request.trains_encoder or first is not None):
+        door.check_scales(None if first is None else first.config, settings, request.stages)
     if not request.trains_encoder:
         door.check_untrained(study, ahead.encoder, settings, request.stages)
     stages = tuple(getattr(ahead, stage) for stage in request.stages)
-    return Outlook(cohort, stages, ahead.encoder, ahead.source, (*lines, *ahead.lines()))
+    return Outlook(cohort, stages, settings, ahead.encoder, ahead.sources, runs, (*lines, *ahead.lines()))
 
 
 # ---------------------------------------------------------------------------------------------------- stage by stage
@@ -157,6 +166,7 @@ class _Ahead:
     settings: StudySettings
     cohort: Cohort
     offline: bool
+    runs: tuple[EncoderRun, ...]
 
     @property
     def encoder(self) -> str:
@@ -164,11 +174,18 @@ class _Ahead:
         request = self.request
         return (request.name or "dino") if request.trains_encoder else encoder_name(str(request.encoder))
 
-    @property
-    def source(self) -> str:
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """Encoder -> where its weights are; several where every split has its own."""
         if self.request.trains_encoder:
-            return str(self.study / "encoders" / self.encoder)
-        return encoder_source(self.study, str(self.request.encoder))
+            return {run.name: str(self.study / "encoders" / run.name) for run in self.runs}
+        return encoder_sources(self.study, str(self.request.encoder))
+
+    @cached_property
+    def seen(self) -> dict[str, tuple[str, ...]]:
+        """Encoder -> test slides that it, or of whose patients it, has seen."""
+        folders = {name: Path(source) for name, source in self.sources.items()}
+        return seen_test_slides(folders, self.cohort, tested_splits(self.cohort, self.settings))
 
     @property
     def features(self) -> str:
@@ -195,10 +212,11 @@ class _Ahead:
             )
         if gone := [row.slide for row in cohort.missing_files()]:
             lines.append(f"found {len(gone)} slides whose files are not there any more: {listing(gone)}")
-        seen = [] if self.request.trains_encoder else door.seen_test_slides(Path(self.source), cohort)
-        if seen:
-            name = self.encoder
-            lines.append(f"note: {name} has seen {len(seen)} slides of the test split in its training: {listing(seen)}")
+        lines += [
+            f"note: {name} was trained on {len(slides)} test slides or other slides of their patients: "
+            f"{listing(slides)}; results are labelled transductive"
+            for name, slides in self.seen.items()
+        ]
         return lines
 
     @property
@@ -235,13 +253,18 @@ class _Ahead:
 
     @cached_property
     def pretrain(self) -> StageOutlook:
-        name, folder = self.encoder, self.study / "encoders" / self.encoder
+        parts = [self._pretrain(run) for run in self.runs]
+        todo = {name: why for part in parts for name, why in part.todo.items()}
+        return StageOutlook("pretrain", todo, words="; ".join(part.words for part in parts))
+
+    def _pretrain(self, run: EncoderRun) -> StageOutlook:
+        name, folder = run.name, self.study / "encoders" / run.name
         if not (folder / "config.json").exists():
-            return self._unfinished(folder)
-        door.check_encoder(folder, self.cohort, self.settings)
+            return self._unfinished(folder, run)
+        door.check_encoder(folder, self.seen.get(name, ()), self.settings)
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         made_from = content.get("selfvitmil", {}).get("provenance", {}).get("made_from")
-        if not self._training_tiles_change() and made_from == self._made_from():
+        if not self._training_tiles_change(run) and made_from == self._made_from(run):
             return StageOutlook("pretrain", words=f"current (encoders/{name})")
         kept = (
             f"encoders/{name} is kept, though its tiles have changed since it was trained or another version of "
@@ -249,7 +272,7 @@ class _Ahead:
         )
         return StageOutlook("pretrain", words=kept)
 
-    def _unfinished(self, folder: Path) -> StageOutlook:
+    def _unfinished(self, folder: Path, run: EncoderRun) -> StageOutlook:
         from selfvitmil.pretrain.checkpoint import read_metrics, read_state
 
         pretrain, todo = self.settings.pretrain, {folder.name: "new"}
@@ -257,7 +280,7 @@ class _Ahead:
         state = read_state(folder)
         if state is None:
             return StageOutlook("pretrain", todo, words=f"train encoders/{folder.name}, {length}")
-        if self._training_tiles_change() or state["made_from"] != self._made_from():
+        if self._training_tiles_change(run) or state["made_from"] != self._made_from(run):
             raise ConfigError(
                 f"encoders/{folder.name} was begun with other settings, other tiles or by another version",
                 f"its checkpoint of step {state['step']} does not belong to this run, and nothing was done",
@@ -267,33 +290,38 @@ class _Ahead:
         step = max(state["step"], lines[-1]["step"] + 1 if lines else 0)
         return StageOutlook("pretrain", todo, words=f"go on with encoders/{folder.name} from step {step}, of {length}")
 
-    def _made_from(self) -> str:
+    def _made_from(self, run: EncoderRun) -> str:
         """Identity of the encoder that training would make."""
         from selfvitmil.pretrain.train import Origin, identity_of
 
-        source, _, trained_on = training_tiles(self.study, self.cohort, self.settings)
+        source, _, trained_on = training_tiles(self.study, run, self.settings)
         origin = Origin(trained_on, self.settings.preset)
-        return identity_of(source, self.study / "encoders" / self.encoder, self.settings.pretrain, origin)
+        return identity_of(source, self.study / "encoders" / run.name, self.settings.pretrain, origin)
 
-    def _training_tiles_change(self) -> bool:
-        all_slides = self.settings.pretrain.transductive
-        rows = self.cohort.rows if all_slides else self.cohort.select(split="train").rows
-        return any(row.slide in self.tile.changing for row in rows)
+    def _training_tiles_change(self, run: EncoderRun) -> bool:
+        return any(row.slide in self.tile.changing for row in run.rows)
 
     @cached_property
     def embed(self) -> StageOutlook:
-        jobs, _ = embed_jobs(
-            self.study, self.cohort, self.tiling, self.features, self.source, self.settings, stage="embed"
-        )
-        untrained = self.request.trains_encoder and bool(self.pretrain.todo)
-        identity = None if untrained or self.loaded is None else self.loaded.identity()
-        todo = {
-            slide: why
-            for slide in self.cohort.slides
-            if (why := self._bag(slide, jobs.get(slide), untrained, identity))
-        }
+        """Of all encoders together: a slide is to do when one of them has no current embeddings of it."""
+        todo: dict[str, str] = {}
+        for name, source in self.sources.items():
+            todo = self._embed(name, source) | todo
         hopeless = frozenset(slide for slide, why in todo.items() if why == NO_TILES)
-        return StageOutlook("embed", todo, len(self.cohort) - len(todo), hopeless)
+        ahead = StageOutlook("embed", todo, len(self.cohort) - len(todo), hopeless)
+        if len(self.sources) == 1:
+            return ahead
+        return replace(ahead, words=f"with each of {len(self.sources)} encoders: {ahead.line}")
+
+    def _embed(self, name: str, source: str) -> dict[str, str]:
+        """Slide -> why it is embedded with this encoder."""
+        features = features_name(name, self.settings.embed.layout)
+        jobs, _ = embed_jobs(self.study, self.cohort, self.tiling, features, source, self.settings, stage="embed")
+        untrained = self.request.trains_encoder and name in self.pretrain.todo
+        loaded = None if untrained else self.loaded[name]
+        identity = None if loaded is None else loaded.identity()
+        found = {slide: self._bag(slide, jobs.get(slide), untrained, identity) for slide in self.cohort.slides}
+        return {slide: found[slide] or "" for slide in self.cohort.slides if found[slide]}
 
     def _bag(self, slide: str, job: Any, untrained: bool, identity: str | None) -> str | None:
         """Why a slide's vectors are to be made; None when they are current, or when nobody can tell without a hub."""
@@ -311,13 +339,17 @@ class _Ahead:
         return None if note is None else _why(note)
 
     @cached_property
-    def loaded(self) -> Any:
-        """The encoder; None where only a hub has it and is not asked."""
+    def loaded(self) -> dict[str, Any]:
+        """The encoders that are there; None where only a hub has one and is not asked."""
         from selfvitmil.encoder import load_encoder
 
-        if self.offline and not Path(self.source).exists():
-            return None
-        return load_encoder(self.source, layout=self.settings.embed.layout)
+        unfinished = self.pretrain.todo if self.request.trains_encoder else {}
+        layout = self.settings.embed.layout
+        return {
+            name: None if self.offline and not Path(source).exists() else load_encoder(source, layout=layout)
+            for name, source in self.sources.items()
+            if name not in unfinished
+        }
 
     # ------------------------------------------------------------------------------------------------ learning
     # These stages decide by themselves which of their files they use again; here is what is there.

@@ -53,6 +53,9 @@ def package(
     with open_study(study, "package"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "package")
         chosen = _choose_split(splits, split)
+        if features.by_split:
+            choice = replace(choice, encoder=None)  # the split's own, which its features name
+            features = replace(features.by_split[chosen.name], encoder=features.encoder, models=features.models)
         trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
         stored = stored_models(settings.train.aggregator, trial, settings.train, models)
         fitted = stored.fitted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from selfvitmil.pipeline.measuring import (
 )
 from selfvitmil.pipeline.methods import compared_methods
 from selfvitmil.pipeline.outlook import Outlook, Request, StageOutlook, look_ahead
+from selfvitmil.pipeline.pretraining import EncoderRun
 from selfvitmil.pipeline.record import read_record
 from selfvitmil.pipeline.running import as_before, device_lines
 from selfvitmil.pipeline.study import Summary
@@ -55,6 +56,7 @@ def plan(study: Path, request: Request, settings: StudySettings) -> Summary:
     before = read_record(study)
     request = as_before(request, before, study)
     outlook = look_ahead(study, request, settings, offline=True)
+    settings = outlook.settings
     measures, notes = _measure(study, request, settings, outlook)
     reckoning = _Reckoning(request, settings, outlook, measures)
     estimates = [reckoning.of(stage) for stage in outlook.stages]
@@ -104,12 +106,12 @@ def _encoder(request: Request, settings: StudySettings, outlook: Outlook) -> tup
     """The encoder to measure with, or why there is none."""
     from selfvitmil.encoder import load_encoder
 
-    there = Path(outlook.source)
-    if not request.trains_encoder and not there.exists():
-        return None, f"note: {outlook.source} is not on this disk, and a plan fetches nothing: its rate is not known"
+    source = next(iter(outlook.sources.values()), None)  # none where no encoder is asked for
+    if not request.trains_encoder and source is not None and not Path(source).exists():
+        return None, f"note: {source} is not on this disk, and a plan fetches nothing: its rate is not known"
     try:
-        if (there / "config.json").exists() or there.is_file():
-            return load_encoder(there, layout=settings.embed.layout), ""
+        if source is not None and (Path(source, "config.json").exists() or Path(source).is_file()):
+            return load_encoder(source, layout=settings.embed.layout), ""
         return _untrained(settings), ""
     except SelfVitMilError as error:
         return None, f"note: the encoder cannot be measured: {error}"
@@ -206,23 +208,23 @@ class _Reckoning:
         return self._estimate("tile", seconds / self.measures.processes, disk, self._workers_bytes, basis="measured")
 
     def _pretrain(self, todo: Any) -> Estimate:
+        """All encoders that are still to be trained, one after the other."""
+        each = [self._one_encoder(run) for run in self.outlook.runs if run.name in todo]
+        seconds, disk = sum(one.seconds for one in each), sum(one.disk for one in each)
+        return replace(each[0], seconds=seconds, disk=disk, memory=max(one.memory for one in each))
+
+    def _one_encoder(self, run: EncoderRun) -> Estimate:
         from selfvitmil.pretrain.checkpoint import read_metrics
         from selfvitmil.pretrain.feed import Order
         from selfvitmil.pretrain.learner import patch_px_of, recipes_of, settle_numbers
 
-        own, encoder, cohort, gpu = (
-            self.settings.pretrain,
-            self.measures.encoder,
-            self.outlook.cohort,
-            self.measures.gpu,
-        )
-        rows = cohort.rows if own.transductive else cohort.select(split="train").rows
-        counts = tuple(count for row in rows if (count := self._tiles([row.slide])))
+        own, encoder, gpu = self.settings.pretrain, self.measures.encoder, self.measures.gpu
+        counts = tuple(count for row in run.rows if (count := self._tiles([row.slide])))
         if encoder is None or not counts:
             return self._estimate("pretrain", math.nan, basis="not known", on_gpu=gpu)
         order = Order(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
         numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
-        done = read_metrics(Path(self.outlook.source))
+        done = read_metrics(Path(self.outlook.sources[run.name]))
         steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
         network = _untrained(self.settings)
         recipes = recipes_of(own, self.settings.tile.size_px, patch_px_of(network.backbone))
@@ -256,11 +258,12 @@ class _Reckoning:
         tiles, encoder, gpu = self._tiles(todo), self.measures.encoder, self.measures.gpu
         if encoder is None:
             return self._estimate("embed", math.nan, basis="not known", on_gpu=gpu)
-        disk = tiles * (2 * encoder.dim + BYTES_PER_TILE["embed"]) + len(todo) * BYTES_PER_SLIDE["embed"]
+        number = len(self.outlook.sources)  # every encoder on every slide
+        disk = number * (tiles * (2 * encoder.dim + BYTES_PER_TILE["embed"]) + len(todo) * BYTES_PER_SLIDE["embed"])
         pixels = 3 * self.settings.tile.size_px**2
         one_block = encoder.activations([self.settings.tile.size_px]) / max(encoder.depth, 1)
         memory = 4 * encoder.num_weights + self.settings.embed.batch * (5 * pixels + 40 * one_block)
-        seconds = tiles / self._beside(encoder.tiles_per_s)
+        seconds = number * tiles / self._beside(encoder.tiles_per_s)
         return self._estimate("embed", seconds, disk, memory, basis="measured", on_gpu=gpu)
 
     def _learn(self, stage: str) -> Estimate:

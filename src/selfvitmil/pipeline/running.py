@@ -50,6 +50,7 @@ def run(
     before = read_record(study)
     request = as_before(request, before, study)
     outlook = look_ahead(study, request, settings)
+    settings = outlook.settings
     first = [*outlook.lines, *device_lines(settings, outlook, before)]
     yield Summary((*first, f"{len(outlook.cohort)} slides in the cohort"), table=outlook.table)
     _store_cohort(study, request.source)
@@ -171,7 +172,7 @@ def _functions(
         "check": lambda: check(study, own, settings, engine),
         "tile": lambda: tile(study, own, settings, engine),
         "pretrain": lambda: pretrain(study, outlook.encoder, settings),
-        "embed": lambda: embed(study, [outlook.source], settings, device_engine),
+        "embed": lambda: embed(study, list(outlook.sources.values()), settings, device_engine),
         "compare": lambda: compare(study, own, choice, settings, device_engine),
         "evaluate": lambda: evaluate(study, own, choice, settings, engine),
         "localize": localize_,

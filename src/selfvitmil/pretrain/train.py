@@ -65,6 +65,7 @@ PROBES = 10
 WAIT_FOR_PROBE = timedelta(days=1)
 """How long other processes wait while the first one probes; those that wait for a gradient give up in minutes."""
 NOT_IN_HASH = {
+    "per_split",
     "packs",
     "workers",
     "keep_gb",
@@ -76,7 +77,8 @@ NOT_IN_HASH = {
     "compile",
     "init",
 }
-"""Settings that change neither which weights come out nor what they mean (`init` counts by its weights)."""
+"""Settings that change neither which weights come out nor what they mean (`init` counts by its weights,
+`per_split` by its slides)."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def _evaluation(results: Results, names: Names) -> Markup:
         facts(
             [
                 ("method", str(told.get("method", ""))),
-                ("encoder", str(told.get("encoder", ""))),
+                ("encoder", f"{told.get('encoder', '')}{' (transductive)' if told.get('transductive') else ''}"),
                 ("tiles", str(told.get("tiling", ""))),
                 ("protocol", str(told.get("protocol", ""))),
                 ("seeds", ", ".join(map(str, told.get("seeds") or []))),

@@ -98,8 +98,9 @@ def _results_words(results: Results) -> str:
     if not number:
         return "no metrics"
     method = str(results.methods[0].get("method", ""))
-    optimistic = ", OPTIMISTIC protocol" if is_optimistic(results) else ""
-    return (method if number == 1 else f"{number} methods compared") + optimistic
+    doubts = ", OPTIMISTIC protocol" if is_optimistic(results) else ""
+    doubts += ", transductive" if any(told.get("transductive") for told in results.methods) else ""
+    return (method if number == 1 else f"{number} methods compared") + doubts
 
 
 def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
