@@ -287,7 +287,7 @@ def test_mask_without_tumour_counts_as_normal_and_says_so():
     [
         ([], "FROC of no slide"),
         ([(None, [[0.9, 1, 1]]), (None, [])], "FROC of 2 slides"),
-        ([(with_squares((5, 5), size=3), [])], "isolated tumour cells"),
+        ([(with_squares((5, 5), size=3), [])], "a lesion of 0.2 mm or more"),
         ([(with_squares((50, 50)) // 255, [])], "case 0: the mask holds 1"),
         ([(None, []), (with_squares((50, 50)), [point(0.9, 200, 5)])], "case 1: 1 of 1 points lie outside"),
         ([(with_squares((50, 50)), [[0.9, -1, 5]])], "outside the mask"),

@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 import shapely
 
-from made_maps import made_map
+from made_maps import VERDICT, made_map
 from selfvitmil.annotations import box_coverage, read_annotations
 from selfvitmil.annotations.regions import polygons_of, region_of
 from selfvitmil.errors import AnnotationError
 from selfvitmil.localize.export import write_asap_lesions, write_geojson_map
-from selfvitmil.localize.lesions import LESION_GROUP, find_lesions, find_points, hottest_first, hottest_tile, size_words
+from selfvitmil.localize.lesions import (
+    LESION_GROUP,
+    REGION_GROUP,
+    find_lesions,
+    find_points,
+    hottest_first,
+    hottest_tile,
+    size_class,
+)
 from selfvitmil.localize.maps import Frame
 
 
@@ -139,6 +147,7 @@ def test_lesions_come_by_score_then_area_then_place():
         "mean score": 0.8,
         "area mm^2": 0.025088,
         "longest diameter um": float(f"{112 * 5**0.5:.6g}"),
+        "tile edge um": 112.0,
         "tiles": 2.0,
     }
 
@@ -183,8 +192,34 @@ def test_outlines_stay_inside_the_slide():
         (2000.1, "size of a macrometastasis (over 2 mm)"),
     ],
 )
-def test_size_words(diameter_um, words):
-    assert size_words(diameter_um) == words
+def test_size_classes_of_lymph_nodes(diameter_um, words):
+    assert size_class(diameter_um) == words
+
+
+@pytest.mark.parametrize(
+    ("lesion", "words", "staged"),
+    [
+        ((4, 3, 1, 1), "1 tile, 64 µm", "size of isolated tumour cells (under 0.2 mm)"),
+        ((4, 3, 4, 1), "4 tiles of 64 µm, 264 µm across", "size of a micrometastasis (0.2 to 2 mm)"),  # 256 x 64
+        ((0, 3, 40, 1), "40 tiles of 64 µm, 2.6 mm across", "size of a macrometastasis (over 2 mm)"),
+    ],
+)
+def test_sizes_come_with_the_tile_and_terms_of_lymph_nodes_on_request_alone(lesion, words, staged):
+    slide_map = made_map(40, 9, lesion, extent_l0=256.0, slide_mpp=0.25)
+    (found,) = find_lesions(slide_map, 0.5)
+    assert found.size_words("none") == found.size_words("auto") == words
+    assert found.size_words("lymph-node") == f"{words}; {staged}"
+    assert found.tile_um == 64
+
+
+def test_regions_of_a_slide_that_is_not_called_positive_are_no_lesions():
+    positive = made_map()
+    negative = replace(positive, verdict=replace(VERDICT, decision="normal", probability=(0.1,)))
+    (lesion,), (region,) = find_lesions(positive, 0.5), find_lesions(negative, 0.5)
+    assert (positive.only_ranks, negative.only_ranks) == (False, True)
+    assert [(part.name, part.group) for part in lesion.parts] == [("lesion 1", LESION_GROUP)]
+    assert [(part.name, part.group, part.kind) for part in region.parts] == [("region 1", REGION_GROUP, "other")]
+    assert lesion.area_mm2 == region.area_mm2
 
 
 # ---------------------------------------------------------------------------------------------------- points
@@ -394,5 +429,5 @@ def test_asap_tells_model_score_and_size_and_reads_back(tmp_path):
         area = shapely.area(region_of(one)) * slide_map.frame.slide_mpp**2 / 1e6
         assert area == pytest.approx(lesion.area_mm2, rel=1e-4)
     first = lesions[0]
-    size = f"{first.area_mm2:.3g} mm2, {first.diameter_um / 1000:.3g} mm across"
+    size = f"{first.area_mm2:.3g} mm2, {first.size_words('none')}"
     assert read[0].name == f"vit_dsmil lesion 1: score {first.score:.3f}, {size}"

@@ -26,10 +26,12 @@ from selfvitmil.aggregate.scoring import TileScores, score, score_tiles
 from selfvitmil.aggregate.train import LabelledBag, train
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, read_bag, write_bag
+from selfvitmil.cohort.camelyon16 import has_camelyon16_names
 from selfvitmil.engine import Engine
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortError, ConfigError
 from selfvitmil.evaluate import read_predictions
 from selfvitmil.localize import places, scores
+from selfvitmil.localize.lesions import LESION_GROUP, RANKS_ONLY, REGION_GROUP
 from selfvitmil.localize.maps import Frame, SlideMap, read_map, write_map
 from selfvitmil.localize.source import source_by_annotations
 from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary, products
@@ -559,6 +561,45 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
     assert any("no picture is drawn" in line for line in summary.lines)
 
 
+def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
+    summary = work.run(pipeline.localize)
+    called = {slide: made.verdict.is_positive for slide, made in work.maps().items()}
+    assert set(called.values()) == {True, False}
+    with (work.study / "maps" / "features_vit_dsmil" / "lesions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["slide"] for row in rows} == {slide for slide, positive in called.items() if positive}
+    assert all(float(row["tile_um"]) == 112 and row["size"].split(", ")[0] for row in rows)
+    assert not any("metasta" in row["size"] or "tumour cells" in row["size"] for row in rows)
+    lesions = {row[0]: row[summary.table[0].index("lesions")] for row in summary.table[1:]}
+    assert {slide for slide, number in lesions.items() if number == "-"} == {s for s, yes in called.items() if not yes}
+    negative = sum(not positive for positive in called.values())
+    assert f"{negative} slides are not called positive: there {RANKS_ONLY}" in summary.lines
+    for slide, positive in called.items():
+        told = json.loads((work.study / "maps" / "features_vit_dsmil" / f"{slide}.geojson").read_text())
+        outlines = [one["properties"] for one in told["features"] if one["properties"]["objectType"] == "annotation"]
+        assert {one["classification"]["name"] for one in outlines} == {LESION_GROUP if positive else REGION_GROUP}
+
+
+def test_terms_of_lymph_nodes_are_for_studies_of_lymph_nodes(work: StudyAt):
+    def sizes() -> set[str]:
+        with (work.study / "maps" / "features_vit_dsmil" / "lesions.csv").open(newline="") as file:
+            return {row["size"] for row in csv.DictReader(file)}
+
+    work.run(pipeline.localize, localize={"staging": "lymph-node"})
+    assert all("size of a" in size or "isolated tumour cells" in size for size in sizes())
+    work.run(pipeline.localize)
+    assert not any("size of" in size for size in sizes())
+    assert 'staging = "none"' in (work.study / "maps" / "features_vit_dsmil" / "settings.toml").read_text()
+    challenge = ("normal_001", "Tumor_110", "test_129")
+    for slides, expected in (
+        (challenge, True),
+        (challenge[:2], False),
+        ((*challenge, "liver_001"), False),
+        ((), False),
+    ):
+        assert has_camelyon16_names(slides) is expected
+
+
 def test_points_and_lesions_are_those_of_all_maps(work: StudyAt):
     work.run(pipeline.localize)
     folder = work.study / "maps" / "features_vit_dsmil"
@@ -571,7 +612,7 @@ def test_points_and_lesions_are_those_of_all_maps(work: StudyAt):
         best = max(float(row["detection"]) for row in points if row["slide"] == slide)
         assert best == pytest.approx(float(made.detection.max()))
         inside = sum(int(row["tiles"]) for row in lesions if row["slide"] == slide)
-        assert inside == (made.score >= 0.5).sum()
+        assert inside == (0 if made.only_ranks else (made.score >= 0.5).sum())
     before = content(folder)
     work.run(pipeline.localize, None, [work.test_slides[0]])  # one slide anew leaves the others' rows alone
     assert content(folder) == before

@@ -393,7 +393,7 @@ def test_frames_differ_where_pixels_are_not_the_challenges():
     assert (in_microns.lesions, in_microns.itc, in_microns.touched) == (1, 0, 1)
     assert (in_pixels.slides[0].lesions, in_pixels.slides[0].itc, in_pixels.slides[0].itc_touched) == (0, 1, 1)
     assert in_pixels.froc is None
-    assert "larger than isolated tumour cells" in in_pixels.to_json()["reasons"]["froc"]
+    assert "a lesion of 0.2 mm or more" in in_pixels.to_json()["reasons"]["froc"]
 
 
 def dimmed(lesion: LesionCase, *, right: bool) -> LesionCase:

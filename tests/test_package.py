@@ -268,12 +268,20 @@ def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange:
     rows = {tuple(coords): score for coords, score in zip(slide_map.coords_l0.tolist(), slide_map.score, strict=True)}
     assert all(rows[x, y] == score for x, y, score in tiles)
     features = json.loads((maps / "plain.geojson").read_text())["features"]
-    area = sum(lesion["area_mm2"] for lesion in answer["lesions"])
+    # Lesions where the slide is called positive, else regions under another name.
+    listed, empty = (
+        ("lesions", "highest_ranked_regions")
+        if answer["decision"] == "tumor"
+        else ("highest_ranked_regions", "lesions")
+    )
+    assert answer["only_ranks"] == (answer["decision"] == "normal")
+    assert answer[empty] == []
+    area = sum(region["area_mm2"] for region in answer[listed])
     tile_mm2 = (slide_map.frame.extent_l0 * slide_map.frame.slide_mpp / 1000) ** 2
     assert area == pytest.approx(tile_mm2 * int((slide_map.score >= 0.5).sum()))
     kinds = [feature["properties"]["objectType"] for feature in features]
     assert kinds.count("tile") == len(slide_map)
-    assert kinds.count("annotation") == len(answer["lesions"]) > 0
+    assert kinds.count("annotation") == len(answer[listed]) > 0
 
     files = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".h5", ".png", ".geojson", ".json")]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
@@ -283,6 +291,21 @@ def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange:
     kept = [path for path in files if "work" in path.parts or path.suffix in (".png", ".geojson")]
     assert kept
     assert all(path.stat().st_mtime_ns == before[path][0] for path in kept)
+
+
+def test_slides_called_negative_have_no_lesions(answered: tuple[Done, Path]):
+    result, out = answered
+    answers = answers_of(out)
+    assert {answer["decision"] for answer in answers.values()} == {"normal", "tumor"}
+    rows = {row["slide"]: row for row in rows_of(out / "predictions.csv")}
+    for slide, answer in answers.items():
+        positive = answer["decision"] == "tumor"
+        assert answer["only_ranks"] is not positive
+        assert rows[slide]["lesions"] == (str(len(answer["lesions"])) if positive else "")
+        assert positive or answer["lesions"] == []
+        assert not any("metasta" in one["size"] or "tumour cells" in one["size"] for one in answer["lesions"])
+        assert all(one["tile_um"] == 48 for one in answer["lesions"] + answer["highest_ranked_regions"])
+    assert "colours only rank tiles within this slide" in result.stdout
 
 
 def test_slides_of_one_name_are_refused(model: Path, strange: Path, tmp_path: Path):

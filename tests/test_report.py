@@ -37,6 +37,7 @@ from selfvitmil.localize import overlay
 from selfvitmil.localize.figures import write_lesion_scores, write_lesion_table
 from selfvitmil.localize.judge import LesionCase, judge_lesions
 from selfvitmil.localize.lesion_scores import LesionScores
+from selfvitmil.localize.lesions import RANKS_ONLY
 from selfvitmil.localize.maps import Frame, SlideMap, write_map
 from selfvitmil.localize.methods import compare_lesions
 from selfvitmil.report import contents, curves, judged, markup, slides, write_report
@@ -160,7 +161,8 @@ def plant_maps(study: Path) -> None:
     for slide, probability in ((NASTY, 0.9), (GONE, 0.2), (WRONG, 0.3)):
         write_map(folder / f"{slide}.h5", made_map(slide, probability), "x")
         Image.new("RGB", (80, 80), "red").save(folder / f"{slide}_red.png")
-    (folder / "lesions.csv").write_text(f'slide,lesion,score,area_mm2\n"{NASTY}",1,0.98765,0.0031\n')
+    rows = f'"{NASTY}",1,0.98765,0.0031\n"{GONE}",1,0.77777,0.0031\n'  # the latter is not called positive
+    (folder / "lesions.csv").write_text(f"slide,lesion,score,area_mm2\n{rows}")
     (folder / "settings.toml").write_text(to_toml(StudySettings(), {"localize"}))
 
 
@@ -280,6 +282,12 @@ def test_page_tells_what_the_study_holds(study: Path, plain: str):
     assert {"Pretraining of vit", f"ROC of {GONE}", f"tissue and tiles of {NASTY}", f"map of {NASTY} by {MODEL}"} <= {
         *alts
     }
+
+
+def test_slides_that_are_called_negative_have_no_lesions(plain: str):
+    text = Page(plain).text
+    assert text.count(f"Called normal, not tumor: {RANKS_ONLY}.") == 2
+    assert "0.778" not in text
 
 
 def test_names_are_text_whatever_they_hold(plain: str):

@@ -27,6 +27,7 @@ from openslide.deepzoom import DeepZoomGenerator
 from PIL import Image
 from starlette.testclient import TestClient
 
+from made_maps import VERDICT, made_map
 from made_view import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil import cli, open_slide
 from selfvitmil.errors import SelfVitMilError
@@ -219,6 +220,24 @@ def test_lesions_and_annotations_have_their_outlines(client: TestClient, study: 
     (outline,) = client.get(f"/api/slides/{slide}/annotation.json").json()
     np.testing.assert_allclose(outline["rings"][0], OUTLINE)
     assert client.get(f"/api/slides/{ids(client)['other']}/annotation.json").status_code == 404
+
+
+def test_terms_of_lymph_nodes_and_lesions_on_negative_slides(client: TestClient, study: Path) -> None:
+    verdict = replace(VERDICT, probability=(0.1,), decision="normal")
+    for model in MODELS:
+        negative = made_map(6, 4, (1, 1, 2, 1), extent_l0=224.0, slide_mpp=MPP, slide="other", model=model)
+        negative = replace(negative, frame=replace(negative.frame, size_l0=SIZE), verdict=verdict)
+        write_map(study / "maps" / model / "other.h5", negative, "made")
+    (study / "maps" / "vit_abmil" / "settings.toml").write_text('[localize]\nstaging = "lymph-node"\n')
+
+    def told(slide: str, model: str) -> list[tuple[bool, str]]:
+        answer = client.get(f"/api/slides/{ids(client)[slide]}/lesions/{models(client)[model]}.json").json()
+        return [(one["finding"], one["size_words"]) for one in answer]
+
+    size = "2 tiles of 56 µm, 125 µm across"
+    assert told("Meier_01", "vit_dsmil") == [(True, size)]
+    assert told("Meier_01", "vit_abmil") == [(True, f"{size}; size of isolated tumour cells (under 0.2 mm)")]
+    assert told("other", "vit_dsmil") == told("other", "vit_abmil") == [(False, size)]
 
 
 def test_lesions_are_those_of_the_settings_that_made_the_maps(client: TestClient, study: Path) -> None:

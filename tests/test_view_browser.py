@@ -351,6 +351,29 @@ def test_lesions_can_be_gone_to(desk: SimpleNamespace, address: str, study: Made
     assert page.locator("#live").inner_text().startswith("Lesion 1:")
 
 
+def test_a_slide_that_is_called_negative_has_no_lesions(desk: SimpleNamespace, address: str, study: MadeStudy):
+    """node_10 has a lesion that the model marks, and is called normal all the same."""
+    page = desk.page
+    open_page(page, address)
+    choose_model(page)
+    assert page.locator("#lesions-heading").inner_text() == "Lesions"
+    assert page.locator("#ranks-only").count() == 0
+    page.locator("#rows").get_by_text("node_10").click()
+    wait(page, lambda: page.locator("#slide-name").inner_text() == "node_10")
+    wait(page, lambda: page.locator("#ranks-only").count() == 1)
+    wait(page, lambda: page.locator("#lesions-heading").inner_text() == "Highest-ranked regions")
+    assert "colours only rank tiles within this slide" in page.locator("#ranks-only").inner_text()
+    assert page.locator("#tiles-heading").inner_text() == "Highest-ranked tiles"
+    assert page.locator("#lesions-told").inner_text().startswith("No lesions")
+    assert page.locator("#legend-high").inner_text() == "highest in this slide"
+    assert not page.locator("#lesions-switch").is_visible()
+    panel = page.locator("#panel").inner_text()
+    assert "metastasis" not in panel
+    assert "isolated tumour cells" not in panel
+    page.locator("#lesions button").first.click()
+    wait(page, lambda: page.locator("#live").inner_text().startswith("Region 1:"))
+
+
 def test_scale_bar_is_as_long_as_it_says(desk: SimpleNamespace, address: str, study: MadeStudy):
     page = desk.page
     open_page(page, address)

@@ -496,7 +496,11 @@ class LocalizeSettings(Settings):
     """Slides to map; those that the model was trained on only on request."""
 
     lesion_threshold: float = Field(default=0.5, ge=0, le=1)
-    """Tiles from this score on make up lesions."""
+    """Tiles from this score on make up lesions, on slides that are called positive."""
+    staging: Literal["auto", "none", "lymph-node"] = "auto"
+    """Terms for the sizes of lesions: `lymph-node` names the size class of metastases (isolated tumour cells,
+    micrometastasis, macrometastasis), for studies of lymph nodes only; `auto` means Camelyon16, known by its slides'
+    names, and `none` for all other cohorts."""
     min_lesion_mm2: float = Field(default=0.0, ge=0)
     """Smaller regions are no lesions."""
     point_radius_um: float = Field(default=200.0, gt=0)

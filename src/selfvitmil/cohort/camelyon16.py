@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ _TRAIN_TEST_FOLDERS = re.compile(
     r"training/(normal|tumor)|trainingdata/train_(normal|tumor)|(testing|testset)/images", re.IGNORECASE
 )
 _FLAT_COMPANIONS = frozenset(("annotations", "masks", "background_tissue", "evaluation"))
-_SLIDE_FILE = re.compile(r"(normal|tumor|test)_\d{3}\.tif", re.IGNORECASE)
+_SLIDE_NAME = re.compile(r"(normal|tumor|test)_\d{3}", re.IGNORECASE)
+_SLIDE_FILE = re.compile(rf"{_SLIDE_NAME.pattern}\.tif", re.IGNORECASE)
 _REFERENCES = ("reference.csv", "reference.txt", "gt.csv")
 
 _OFFICIAL = {"train": {"normal": 159, "tumor": 111}, "test": {"normal": 80, "tumor": 49}}
@@ -33,6 +35,12 @@ _OFFICIAL = {"train": {"normal": 159, "tumor": 111}, "test": {"normal": 80, "tum
 def is_camelyon16_name(file_name: str) -> bool:
     """Whether a file is named like the slides of Camelyon16."""
     return _SLIDE_FILE.fullmatch(file_name) is not None
+
+
+def has_camelyon16_names(slides: Iterable[str]) -> bool:
+    """Whether all slides are named like those of Camelyon16, with some of each kind: normal, tumor, test."""
+    kinds = [match[1].casefold() if (match := _SLIDE_NAME.fullmatch(slide)) else "" for slide in slides]
+    return set(kinds) == {"normal", "tumor", "test"}
 
 
 def read_camelyon16(root: Path) -> Cohort | None:

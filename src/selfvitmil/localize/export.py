@@ -2,7 +2,8 @@
 
 In QuPath a tile is an object of type `tile` with its numbers as measurements, so that *Measure > Show measurement maps*
 colours the slide by any of them; a lesion is an annotation of a class of its own, which our readers do not take for
-annotated truth. ASAP knows neither tiles nor measurements: there the name of a lesion carries its score and size.
+annotated truth. ASAP knows neither tiles nor measurements: there the name of a lesion carries its score and size. On a
+slide that is not called positive regions have another class and name: they are its highest-ranked ones and no lesions.
 
 Files are written tile by tile, so that 200,000 of them cost no memory, and whole or not at all.
 """
@@ -54,7 +55,7 @@ def write_asap_lesions(path: Path, slide_map: SlideMap, lesions: Sequence[Lesion
             replace(
                 lesion.annotation,
                 name=f"{slide_map.model} {lesion.annotation.name}: score {lesion.score:.3f}, "
-                f"{lesion.area_mm2:.3g} mm2, {lesion.diameter_um / 1000:.3g} mm across",
+                f"{lesion.area_mm2:.3g} mm2, {lesion.size_words('none')}",
             )
             for lesion in lesions
         ),

@@ -91,7 +91,7 @@ def _caption(scores: Mapping[str, LesionScores], curves: Mapping[str, Froc]) -> 
     sizes = "true microns" if first.about["froc_frame"] == "microns" else "level-0 pixels taken as 0.243 um"
     sure = any(found and found.low == found.high for name in curves if (found := scores[name].intervals["froc"]))
     short = [name for name, each in curves.items() if each.fps_per_slide.max() < FPS[-1]]
-    few = f", {itc} of isolated tumour cells not counted" if itc else ""
+    few = f", {itc} under 0.2 mm not counted" if itc else ""
     return [
         f"{positive} positive and {len(first.slides) - positive} negative slides, {lesions} lesions{few}.",
         f"Marks: the six rates whose mean is the score: {'; '.join(told)} ({level} limits, bootstrap over slides).",

@@ -27,7 +27,7 @@ SCORES = {
     "froc": "FROC score: mean sensitivity at 1/4, 1/2, 1, 2, 4 and 8 false positives per slide",
     "coverage": "share of outlined tumour area covered, mean over slides",
     "coverage_pooled": "share of outlined tumour area covered, all slides together",
-    "lesions_touched": "share of outlined lesions touched, isolated tumour cells apart",
+    "lesions_touched": "share of outlined lesions touched, those under 0.2 mm apart",
     "dice": "Dice overlap with the outlines, mean over positive slides",
     "false_mm2_positive": "false-positive area on positive slides, mm2 per slide",
     "false_share_positive": "share of normal tissue on positive slides that is false-positive",
@@ -68,7 +68,7 @@ class JudgedSlide:
     false_mm2: float
     dice: float
     lesions: int
-    """Outlined ones larger than isolated tumour cells, as the challenge counts."""
+    """Outlined ones that count: not those under 0.2 mm, which the challenge takes for isolated tumour cells."""
     touched: int
     itc: int
     itc_touched: int
@@ -273,7 +273,7 @@ def froc_json(froc: Froc) -> Json:
     words = ("1/4", "1/2", "1", "2", "4", "8")
     return {
         "lesions": sum(case.num_lesions for case in froc.cases),
-        "isolated_tumour_cells": sum(len(case.itc_labels) for case in froc.cases),
+        "small_lesions_not_counted": sum(len(case.itc_labels) for case in froc.cases),
         "sensitivity_at": dict(zip(words, froc.sensitivity_at.tolist(), strict=True)),
         "curve": {"false_positives_per_slide": fps.tolist(), "sensitivity": sensitivity.tolist()},
     }

@@ -2,8 +2,11 @@
 
 A lesion is what the map shows, not what the tissue is: tiles whose score reaches a threshold and that are neighbours on
 the tile grid, by edges or corners. Its sizes are those of its tiles, so a small focus in one tile measures as much as
-the tile, and a diameter may be too long by a tile's diagonal. `size_words` compare the diameter with the size classes
-of metastases; they are a measurement and no diagnosis.
+the tile, and a diameter may be too long by a tile's diagonal; sizes in words therefore tell the tile's edge. In studies
+of lymph nodes they also name the size class of metastases: a measurement, no diagnosis.
+
+The highest score of every slide is 1, so every slide has such regions. On one that is not called positive they are its
+highest-ranked regions and no lesions: names and groups of their outlines say so, and who lists lesions leaves them out.
 
 Tiles are taken where the regular grid has them, which is within a pixel of their stored corners: neighbours then share
 an edge exactly, where rounded corners would leave slits between them.
@@ -27,6 +30,10 @@ from selfvitmil.metrics import suppress_points
 
 LESION_GROUP = "Lesion by model"
 """Class of outlines that a model made; no reader of annotations takes it for annotated tumour."""
+REGION_GROUP = "Highest-ranked region by model"
+"""Class of such outlines on a slide that is not called positive: they are no lesions."""
+RANKS_ONLY = "colours only rank tiles within this slide, and no region counts as a lesion"
+"""What to say of a slide that is not called positive."""
 LESION_COLOR = "#FFB000"
 MICRO_UM = 200.0
 """Metastases of lymph nodes from this longest diameter on are micrometastases, below isolated tumour cells."""
@@ -39,7 +46,7 @@ Polygon = tuple[Ring, ...]
 
 @dataclass(frozen=True, eq=False)
 class Lesion:
-    """One region of a map."""
+    """One region of a map; a lesion where the slide is called positive."""
 
     number: int
     """Its rank in the map, from 1."""
@@ -56,13 +63,17 @@ class Lesion:
     """Centre of its highest tile; of equals the one with most behind it."""
     diameter_um: float
     """Largest distance of two points of its outline."""
+    tile_um: float
+    """Edge of a tile: what sizes are measured in."""
     parts: tuple[Annotation, ...]
     """Its outline as valid polygons: one, or several that meet at corners only. For formats that know such parts."""
 
-    @property
-    def size_words(self) -> str:
-        """The class of metastases that the longest diameter would belong to."""
-        return size_words(self.diameter_um)
+    def size_words(self, staging: str) -> str:
+        """Its size with the tile's edge, for instance `1 tile, 64 µm`; with `lymph-node` also its size class."""
+        across = f"{self.diameter_um / 1000:.2g} mm" if self.diameter_um >= 1000 else f"{self.diameter_um:.0f} µm"
+        number, edge = len(self.rows), f"{self.tile_um:.0f} µm"
+        size = f"1 tile, {edge}" if number == 1 else f"{number} tiles of {edge}, {across} across"
+        return f"{size}; {size_class(self.diameter_um)}" if staging == "lymph-node" else size
 
     @cached_property
     def annotation(self) -> Annotation:
@@ -74,8 +85,8 @@ class Lesion:
         )
 
 
-def size_words(diameter_um: float) -> str:
-    """The class of metastases that a longest diameter belongs to: a measurement, no diagnosis."""
+def size_class(diameter_um: float) -> str:
+    """The class of lymph-node metastases that a longest diameter belongs to: a measurement, no diagnosis."""
     if diameter_um < MICRO_UM:
         return "size of isolated tumour cells (under 0.2 mm)"
     if diameter_um <= MACRO_UM:
@@ -91,7 +102,7 @@ def find_lesions(slide_map: SlideMap, threshold: float, min_mm2: float = 0.0) ->
     measure = _Measure(slide_map)
     found = [one for one in map(measure, _regions(rows, slide_map.grid[rows])) if one["area_mm2"] >= min_mm2]
     found.sort(key=lambda one: (-one["score"], -one["area_mm2"], one["rows"][0]))
-    return tuple(_lesion(number, **one) for number, one in enumerate(found, start=1))
+    return tuple(_lesion(number, slide_map.only_ranks, **one) for number, one in enumerate(found, start=1))
 
 
 def find_points(slide_map: SlideMap, radius_um: float, min_score: float = 0.0) -> NDArray[np.float64]:
@@ -173,6 +184,7 @@ class _Measure:
             "centroid_l0": tuple(centres.mean(axis=0).tolist()),
             "peak_l0": tuple(centres[np.argmax(self.ranks[rows])].tolist()),
             "diameter_um": shape.diameter_l0 * frame.slide_mpp,
+            "tile_um": frame.extent_l0 * frame.slide_mpp,
             "polygons": [
                 # Tiles may stand out of the slide by the pixel that rounding their corners took.
                 [np.clip(np.round(ring + corner_l0, 2), 0, frame.size_l0) for ring in rings]
@@ -181,19 +193,21 @@ class _Measure:
         }
 
 
-def _lesion(number: int, polygons: list[Polygon], **measured: Any) -> Lesion:
+def _lesion(number: int, only_ranked: bool, polygons: list[Polygon], **measured: Any) -> Lesion:
+    name, group = ("region", REGION_GROUP) if only_ranked else ("lesion", LESION_GROUP)
     told = {
         "score": measured["score"],
         "mean score": measured["mean_score"],
         "area mm^2": measured["area_mm2"],
         "longest diameter um": measured["diameter_um"],
+        "tile edge um": measured["tile_um"],
         "tiles": float(len(measured["rows"])),
     }
     told = {name: float(f"{value:.6g}") for name, value in told.items()}
     parts = tuple(
         Annotation(
-            f"lesion {number}",
-            LESION_GROUP,
+            f"{name} {number}",
+            group,
             outer,
             tuple(holes),
             group_color=LESION_COLOR,

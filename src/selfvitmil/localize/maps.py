@@ -124,6 +124,11 @@ class SlideMap:
     def __len__(self) -> int:
         return len(self.coords_l0)
 
+    @property
+    def only_ranks(self) -> bool:
+        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion."""
+        return not self.verdict.is_positive
+
     @cached_property
     def grid(self) -> NDArray[np.int32]:
         """(N, 2) column and row of each tile."""

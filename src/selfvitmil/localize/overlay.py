@@ -31,7 +31,7 @@ from selfvitmil import artefact
 from selfvitmil.annotations import Annotation
 from selfvitmil.errors import SlideError
 from selfvitmil.geometry import size_at_mpp
-from selfvitmil.localize.lesions import Lesion, hottest_tile
+from selfvitmil.localize.lesions import RANKS_ONLY, Lesion, hottest_tile
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.localize.raster import NO_TILE, Colors, Pixels, Raster, paint_tiles, tint
 from selfvitmil.settings import LocalizeSettings
@@ -107,8 +107,8 @@ def caveats(slide_map: SlideMap) -> str:
     """What must not be overlooked in this map; mostly nothing."""
     verdict, words = slide_map.verdict, []
     if not verdict.is_positive:
-        shown = "all scores are set to 0" if slide_map.gated else "the map shows what comes closest, however weak"
-        words.append(f"Not found to be {verdict.shown}: {shown}.")
+        shown = "all scores are set to 0" if slide_map.gated else RANKS_ONLY
+        words.append(f"Called {verdict.decision}, not {verdict.shown}: {shown}.")
     elif not slide_map.score.any():
         words.append("The tiles do not differ: the map points nowhere.")
     if verdict.part == "train":

@@ -228,7 +228,7 @@ def _curve(cases: Sequence[CaseDetections]) -> tuple[Floats, Floats]:
     if num_lesions == 0:
         raise MetricError(
             f"FROC of {len(cases)} slides",
-            "none of them has a lesion larger than isolated tumour cells, so sensitivity is undefined",
+            "none of them has a lesion of 0.2 mm or more, so sensitivity is undefined",
             "Add tumour slides with their annotation",
         )
     false = np.sort(np.concatenate([case.false_positives for case in cases]))

@@ -48,7 +48,7 @@ SETTINGS: dict[str, set[str]] = {
     "embed": {"batch", "precision"},
     "localize": {
         *("score", "scale", "z_limit", "gate"),
-        *("lesion_threshold", "min_lesion_mm2", "point_radius_um", "point_min"),
+        *("lesion_threshold", "min_lesion_mm2", "point_radius_um", "point_min", "staging"),
     },
 }
 """The settings that a package may hold: those that decide the numbers of a slide. Where the work runs, devices, paths,

@@ -51,7 +51,8 @@ class Answer:
     calibrated: Values | None
     slide_map: SlideMap
     """Has the verdict: probability, decision, threshold."""
-    lesions: tuple[Lesion, ...]
+    regions: tuple[Lesion, ...]
+    """Those that reach the threshold: lesions where the slide is called positive, else its highest-ranked regions."""
     outside: tuple[Outside, ...]
     """In what it differs from the training slides."""
     closeness: Mapping[str, Any]
@@ -60,8 +61,15 @@ class Answer:
     """Of opening, cutting and mapping it."""
     fingerprint: str = ""
     """Of the slide's content, short: tells slides of one name apart."""
+    staging: str = "none"
+    """Terms for the sizes of lesions: see LocalizeSettings.staging."""
     files: tuple[str, ...] = ()
     """What was written of its map, within the folder of the answers."""
+
+    @property
+    def lesions(self) -> tuple[Lesion, ...]:
+        """None where the slide is not called positive."""
+        return () if self.slide_map.only_ranks else self.regions
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -102,14 +110,15 @@ class Judge:
             slide, package.name, package.method, places.frame, places.coords_l0, scores, verdict,
             self._localize, details={"package": package.identity},
         )  # fmt: skip
-        lesions = find_lesions(slide_map, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
+        regions = find_lesions(slide_map, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
         seeds = dict(zip(package.seeds, (each.bag.probabilities for each in scores), strict=True))
         outside = tuple(expected.outside(facts))
         # Told once, and there with what it means.
         told = [text for text in table.attributes.get("warnings", ()) if not (outside and text.startswith(UNFITTED))]
         return Answer(
-            slide, file, seeds, self._calibrated(verdict.probability), slide_map, lesions, outside,
+            slide, file, seeds, self._calibrated(verdict.probability), slide_map, regions, outside,
             expected.to_json(facts), (*told, *slide_map.warnings), short_fingerprint(table.fingerprint or ""),
+            self._localize.staging,
         )  # fmt: skip
 
     def _calibrated(self, probability: Values) -> Values | None:
@@ -170,7 +179,9 @@ def _told(answer: Answer) -> dict[str, Any]:
         "closeness": dict(answer.closeness),
         "map": {"shows": verdict.shown, "kind": slide_map.kind, "scale": slide_map.scale, "files": list(answer.files)},
         "top_tiles": _top_tiles(slide_map),
-        "lesions": [_lesion(lesion) for lesion in answer.lesions],
+        "only_ranks": slide_map.only_ranks,
+        "lesions": [_lesion(lesion, answer.staging) for lesion in answer.lesions],
+        "highest_ranked_regions": [_lesion(region, "none") for region in answer.regions] * slide_map.only_ranks,
     }
 
 
@@ -188,13 +199,14 @@ def _top_tiles(slide_map: SlideMap) -> list[dict[str, Any]]:
     ]
 
 
-def _lesion(lesion: Lesion) -> dict[str, Any]:
+def _lesion(lesion: Lesion, staging: str) -> dict[str, Any]:
     return {
         "score": lesion.score,
         "mean_score": lesion.mean_score,
         "area_mm2": lesion.area_mm2,
         "diameter_um": lesion.diameter_um,
-        "size": lesion.size_words,
+        "tile_um": lesion.tile_um,
+        "size": lesion.size_words(staging),
         "centroid_l0": list(lesion.centroid_l0),
         "peak_l0": list(lesion.peak_l0),
         "tiles": len(lesion.rows),
@@ -216,7 +228,8 @@ def answers_table(package: Package, answers: Sequence[Answer]) -> tuple[list[str
         cells = [cell for each in values for cell in ([""] * len(names) if each is None else map(repr, each))]
         about = " ".join(dict.fromkeys(each.about for each in answer.outside))
         threshold = "" if verdict.threshold is None else repr(verdict.threshold)
-        told = (threshold, verdict.threshold_from, len(answer.slide_map), len(answer.lesions), about)
+        lesions = "" if answer.slide_map.only_ranks else len(answer.lesions)
+        told = (threshold, verdict.threshold_from, len(answer.slide_map), lesions, about)
         classes = " ".join(package.classes)
         row = [
             answer.slide,

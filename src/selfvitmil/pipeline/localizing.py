@@ -71,6 +71,8 @@ def localize(
 
     with open_study(study, "localize"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "localize")
+        settings, staged = with_staging(settings, cases.cohort)
+        lines += staged
         trial = seal(cases, splits, settings.evaluate)
         shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
         failed = {failure.slide for failure in cases.failures}
@@ -93,6 +95,18 @@ def localize(
         *_last_lines(study, mapper.folder, mapped, made),
     ]
     return Summary(tuple(lines), (*cases.failures, *failures), _table(made))
+
+
+def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings, list[str]]:
+    """The settings with `localize.staging` resolved for this cohort, and what to print of it."""
+    from selfvitmil.cohort.camelyon16 import has_camelyon16_names
+
+    if settings.localize.staging != "auto":
+        return settings, []
+    lymph_nodes = has_camelyon16_names(cohort.slides)
+    staging = "lymph-node" if lymph_nodes else "none"
+    told = ["sizes of lesions come with the terms of lymph nodes: the slides have Camelyon16's names"] * lymph_nodes
+    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"staging": staging})}), told
 
 
 # ---------------------------------------------------------------------------------------------------- which slides
@@ -448,11 +462,15 @@ def _source_lines(made: Mapping[str, Products]) -> list[str]:
 
 
 def _last_lines(study: Path, folder: Path, mapped: Mapping[str, Mapped], made: Mapping[str, Products]) -> list[str]:
+    from selfvitmil.localize.lesions import RANKS_ONLY
+
     current = sum(each.note == "current" for each in mapped.values())
+    negative = sum(result.only_ranks for result in made.values())
     left_alone = f" ({current} were current and left alone)" if current else ""
     files = sum(result.num_made for result in made.values())
     where = below(study, folder)
     return [
         f"{len(mapped)} maps{left_alone}, {files} pictures and exports made, in {where}",
+        *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
         f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
     ]

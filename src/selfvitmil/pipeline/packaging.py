@@ -19,6 +19,7 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.pipeline.encoders import encoder_source, split_features_name
 from selfvitmil.pipeline.learning import FeatureChoice, Features, prepare, results_name
+from selfvitmil.pipeline.localizing import Mapper, with_staging
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml
 
@@ -59,6 +60,7 @@ def package(
         trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
         stored = stored_models(settings.train.aggregator, trial, settings.train, models)
         fitted = stored.fitted
+        settings, _ = with_staging(settings, cases.cohort)
         if len(splits) == 1:
             settings = _with_heatmap_source(study, settings, trial, cases, features, stored)
         tables = _tables(study, features, trial, settings)
@@ -88,7 +90,6 @@ def _with_heatmap_source(
 ) -> StudySettings:
     """What annotated validation slides choose to show in heatmaps, as `localize` takes it; new slides have none."""
     from selfvitmil.aggregate.train import BagStore
-    from selfvitmil.pipeline.localizing import Mapper
 
     mapper = Mapper(study, settings, trial, cases.cohort, features, "")
     source = mapper.choose_source(list(stored.modules.values()), BagStore.of(settings.train))

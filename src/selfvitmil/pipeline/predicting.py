@@ -302,6 +302,7 @@ def _bag(out: Path, tiling: str, encoder: str, slide: str) -> Path:
 def _summary(
     answers: Sequence[Answer], asked: int, failures: Sequence[Failure], package: Package, out: Path
 ) -> Summary:
+    from selfvitmil.localize.lesions import RANKS_ONLY
     from selfvitmil.package import RESEARCH_ONLY
 
     of = f" of {package.about['positive']}" if package.about["positive"] else ""
@@ -312,9 +313,11 @@ def _summary(
         own = verdict.classes.index(verdict.decision)
         probability = verdict.probability[0 if len(verdict.probability) == 1 else own]
         outside = ", ".join(dict.fromkeys(each.about for each in answer.outside))
-        counts = (str(len(answer.slide_map)), str(len(answer.lesions)))
+        counts = (str(len(answer.slide_map)), "-" if answer.slide_map.only_ranks else str(len(answer.lesions)))
         table.append((answer.slide, verdict.decision, f"{probability:.4f}", *counts, outside))
     lines = [f"{answer.slide}: {note}" for answer in answers for note in answer.notes]
+    if negative := sum(answer.slide_map.only_ranks for answer in answers):
+        lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
     choice = package.choice
     if choice.threshold is not None:
         chosen = sum(package.about["chosen_on"]["slides"].values())

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from selfvitmil.localize.lesions import Lesion
     from selfvitmil.localize.maps import SlideMap
 
-VERSION = 1
-"""Of how files are made from maps; a higher one makes them stale."""
-LESION_COLUMNS = ("slide", "lesion", "score", "mean_score", "area_mm2", "diameter_um", "size", "x_l0", "y_l0", "tiles")
+VERSION = 2
+"""Of how files are made from maps; a higher one makes them stale. Since 2 slides that are not called positive have
+highest-ranked regions and no lesions."""
+LESION_COLUMNS = (
+    "slide", "lesion", "score", "mean_score", "area_mm2", "diameter_um", "tile_um", "size", "x_l0", "y_l0", "tiles",
+)  # fmt: skip
 POINT_COLUMNS = ("slide", "detection", "x_l0", "y_l0")
 
 
@@ -47,12 +50,14 @@ class Products:
     cells: tuple[str, ...]
     """Of its row in the command's table."""
     lesions: tuple[tuple[Any, ...], ...]
-    """Rows of lesions.csv without the slide."""
+    """Rows of lesions.csv without the slide; none where the slide is not called positive."""
     points: tuple[tuple[Any, ...], ...]
     num_made: int
     """Files that were written now."""
     shows: str = ""
     """What the heatmap shows, and why."""
+    only_ranks: bool = False
+    """Whether the slide is not called positive."""
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
     """Of what could not be made, though the map and all else could."""
@@ -97,13 +102,15 @@ def make_products(job: ProductJob) -> Products:
     lesions = find_lesions(slide_map, settings.lesion_threshold, settings.min_lesion_mm2)
     points = find_points(slide_map, settings.point_radius_um, settings.point_min)
     products, warnings = _wanted(job, slide_map, lesions)
+    found = () if slide_map.only_ranks else lesions
     num_made, failure = _make(job, slide_map.slide, products)
     return Products(
-        cells=_cells(slide_map, lesions),
-        lesions=tuple(_lesion_row(lesion) for lesion in lesions),
+        cells=_cells(slide_map, found),
+        lesions=tuple(_lesion_row(lesion, settings.staging) for lesion in found),
         points=tuple(tuple(row) for row in points.tolist()),
         num_made=num_made,
         shows=shown_words(slide_map),
+        only_ranks=slide_map.only_ranks,
         warnings=(*slide_map.warnings, *warnings),
         failure=failure,
     )
@@ -208,17 +215,18 @@ def _pictures(job: ProductJob, slide_file: Path, slide_map: SlideMap, lesions: S
     if job.annotation is not None:
         check_outlines(outlines, slide_map.frame.size_l0, job.annotation.name)
     with open_slide(slide_file, reader=job.reader, mpp=slide_map.frame.slide_mpp) as slide:
-        return write_overlays(job.map_file.parent, slide_map, slide, job.settings, outlines, lesions)
+        found = () if slide_map.only_ranks else lesions
+        return write_overlays(job.map_file.parent, slide_map, slide, job.settings, outlines, found)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def _lesion_row(lesion: Lesion) -> tuple[Any, ...]:
+def _lesion_row(lesion: Lesion, staging: str) -> tuple[Any, ...]:
     x, y = lesion.centroid_l0
     return (
-        lesion.number, lesion.score, lesion.mean_score, lesion.area_mm2, lesion.diameter_um, lesion.size_words, x, y,
-        len(lesion.rows),
+        lesion.number, lesion.score, lesion.mean_score, lesion.area_mm2, lesion.diameter_um, lesion.tile_um,
+        lesion.size_words(staging), x, y, len(lesion.rows),
     )  # fmt: skip
 
 
@@ -227,10 +235,11 @@ def _cells(slide_map: SlideMap, lesions: Sequence[Lesion]) -> tuple[str, ...]:
 
     verdict = slide_map.verdict
     largest = max(lesions, key=lambda lesion: lesion.area_mm2, default=None)
-    measured = "" if largest is None else f"{largest.area_mm2:.3g} mm2, {largest.diameter_um / 1000:.3g} mm across"
+    measured = "" if largest is None else f"{largest.area_mm2:.3g} mm2, {largest.size_words('none')}"
     hottest = ""
     if slide_map.score.any():
         x, y = slide_map.coords_l0[hottest_tile(slide_map)].tolist()
         hottest = f"at {x}, {y}"
     probability = f"{verdict.shown_probability:.3f} {verdict.shown}"
-    return probability, verdict.decision, slide_map.kind, str(len(lesions)), measured, hottest
+    number = "-" if slide_map.only_ranks else str(len(lesions))
+    return probability, verdict.decision, slide_map.kind, number, measured, hottest

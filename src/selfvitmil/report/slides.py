@@ -18,7 +18,7 @@ from PIL import Image
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first, hottest_tile
+from selfvitmil.localize.lesions import RANKS_ONLY, Lesion, find_lesions, hottest_first, hottest_tile
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.names import Names
 from selfvitmil.report.contents import Contents, Finding, Maps, Record
@@ -28,7 +28,7 @@ from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, open_slide
 
 NUM_TILES = 10
-"""Most and least suspicious tiles shown of a slide."""
+"""Highest- and lowest-ranked tiles shown of a slide."""
 TILE_PX = 224
 """Largest edge of a tile on the page; smaller ones stay as the encoder saw them."""
 OVERLAY_PX = 860
@@ -36,11 +36,8 @@ OVERLAY_PX = 860
 OTHER_PX = 280
 """Of the maps of all models but the first."""
 MOST_LESIONS = 12
-LESION_WORDS = {
-    "lesion": "region", "mean_score": "mean", "area_mm2": "area, mm²", "diameter_um": "longest diameter, µm",
-    "x_l0": "x, level-0 px", "y_l0": "y, level-0 px",
-}  # fmt: skip
-"""Columns of `lesions.csv` in words."""
+LESION_WORDS = {"lesion": "region", "score": "score", "area_mm2": "area, mm²", "size": "size"}
+"""Columns of `lesions.csv` that are shown, in words."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def _slide(
             tag(
                 "div",
                 _verdict(first, finding, row, names),
-                _lesions(own[0].lesions.get(slide), bool(own[0].lesions)),
+                _ranks_only(first) if first.only_ranks else _lesions(own[0].lesions.get(slide), bool(own[0].lesions)),
                 bullets((names.text(text) for text in first.warnings), "warnings"),
             ),
             class_="beside",
@@ -258,14 +255,19 @@ def _annotated_words(slide_map: SlideMap) -> str:
     return f"{int(inside.sum()):,} tiles touch annotated tumour; the hottest tile {'does' if hottest else 'does not'}"
 
 
+def _ranks_only(slide_map: SlideMap) -> Markup:
+    """In place of lesions, where the slide is not called positive."""
+    return tag("p", f"Called {slide_map.verdict.decision}, not {slide_map.verdict.shown}: {RANKS_ONLY}.", class_="note")
+
+
 def _lesions(rows: Sequence[Record] | None, known: bool) -> Markup:
     """The regions that the map shows, with their sizes."""
     if not rows:
         return tag("p", "No region reaches the threshold of a lesion.", class_="missing") if known else Markup()
-    columns = [key for key in rows[0] if key != "slide" and any(row.get(key) for row in rows)]
+    columns = [key for key in LESION_WORDS if any(row.get(key) for row in rows)]
     shown = [[_rounded(row.get(key, "")) for key in columns] for row in rows[:MOST_LESIONS]]
     more = f", the first {MOST_LESIONS} of {len(rows)}" if len(rows) > MOST_LESIONS else ""
-    header = [LESION_WORDS.get(column, column.replace("_", " ")) for column in columns]
+    header = [LESION_WORDS[column] for column in columns]
     return table(header, shown, kind="lesions", caption=f"Regions of the map{more}")
 
 
@@ -351,7 +353,9 @@ def _draw(maps: Maps, slide: str, row: SlideRow | None, opened: Slide, title: st
 
 
 def _lesions_of(maps: Maps, slide_map: SlideMap) -> Sequence[Lesion]:
-    """The regions of a map, found as they were when it was made."""
+    """The lesions of a map, found as they were when it was made; none where the slide is not called positive."""
+    if slide_map.only_ranks:
+        return ()
     how = _localize_settings(maps)
     return find_lesions(slide_map, how.lesion_threshold, how.min_lesion_mm2)
 
@@ -382,8 +386,8 @@ def _tiles(slide_map: SlideMap, opened: Slide | None, problem: str, names: Names
     annotated = slide_map.annotated is not None and bool((slide_map.annotated[[*highest, *lowest]] > 0).any())
     return join(
         (
-            _strip(f"The {len(highest)} most suspicious tiles", slide_map, highest, opened),
-            _strip(f"The {len(lowest)} least suspicious tiles", slide_map, lowest, opened),
+            _strip(f"The {len(highest)} highest-ranked tiles", slide_map, highest, opened),
+            _strip(f"The {len(lowest)} lowest-ranked tiles", slide_map, lowest, opened),
             tag("p", "Framed, with a star: tiles that touch annotated tumour.", class_="note") if annotated else "",
         )
     )

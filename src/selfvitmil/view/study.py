@@ -176,6 +176,7 @@ class ViewedStudy:
             "kind": slide_map.kind,
             "scale": slide_map.scale,
             "gated": slide_map.gated,
+            "shown_because": slide_map.details.get("shown_because", ""),
             "warnings": [self.names.text(text) for text in slide_map.warnings],
             "frame": asdict(slide_map.frame),
             "verdict": verdict_data(asdict(slide_map.verdict)),
@@ -189,11 +190,15 @@ class ViewedStudy:
         return f"{to_json(head)[:-1]},{','.join(f'{json.dumps(name)}:[{text}]' for name, text in arrays.items())}}}"
 
     def lesions_data(self, slide: ViewedSlide, model: str) -> list[dict[str, Any]]:
-        """Outlines of what the map shows, with their measurements, highest first."""
+        """Outlines of what the map shows, with their measurements, highest first.
+
+        Lesions where the slide is called positive, else its highest-ranked regions: `finding` tells.
+        """
         from selfvitmil.localize.lesions import find_lesions
 
         slide_map = read_map(self.map_entry(slide, model).path)
         localize = self.index.found().models[model].settings or self.settings.localize
+        staging = "none" if slide_map.only_ranks else localize.staging
         return [
             {
                 "number": lesion.number,
@@ -203,7 +208,9 @@ class ViewedStudy:
                 "centroid_l0": lesion.centroid_l0,
                 "peak_l0": lesion.peak_l0,
                 "diameter_um": lesion.diameter_um,
-                "size_words": lesion.size_words,
+                "tile_um": lesion.tile_um,
+                "size_words": lesion.size_words(staging),
+                "finding": not slide_map.only_ranks,
                 "num_tiles": len(lesion.rows),
                 "rings": rings_of(lesion.annotation),
             }

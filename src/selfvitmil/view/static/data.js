@@ -74,6 +74,7 @@
  * @property {string} kind
  * @property {string} scale
  * @property {boolean} gated
+ * @property {string} shown_because why `kind` is shown
  * @property {Verdict} verdict
  * @property {string[]} columns
  * @property {number[]} coords x0, y0, x1, y1, ...
@@ -86,7 +87,9 @@
  * @property {number} mean_score
  * @property {number} area_mm2
  * @property {number} diameter_um
+ * @property {number} tile_um edge of a tile
  * @property {string} size_words
+ * @property {boolean} finding whether it is a lesion; else a highest-ranked region of a slide not called positive
  * @property {[number, number]} centroid_l0
  * @property {[number, number][][]} rings
  *

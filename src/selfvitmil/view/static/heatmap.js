@@ -50,6 +50,11 @@ export class TileMap {
     this.count = json.coords.length / 2;
     /** Slides that were not found positive are left blank, and this is one. */
     this.blank = json.gated && !json.verdict.positive;
+    /** Colours only rank the tiles within a slide that is not called positive: no region of it is a lesion. */
+    this.onlyRanks = !json.verdict.positive;
+    /** What the score was made from, and why that. */
+    this.kind = json.kind;
+    this.shownBecause = json.shown_because;
     this.coords = Float64Array.from(json.coords);
     /** Names of the values that this map has. */
     this.scores = Object.keys(SCORE_NAMES).filter((name) => Array.isArray(/** @type {any} */ (json)[name]));

@@ -260,7 +260,7 @@ class Viewer {
       if (result.status === "rejected") this.panel.explain(wordsOf(result.reason));
       this.found[k] = made?.lesions ?? [];
       this.panes[k].setMap(made?.map ?? null);
-      const rings = this.found[k].flatMap((lesion) => lesion.rings);
+      const rings = this.found[k].filter((lesion) => lesion.finding).flatMap((lesion) => lesion.rings);
       this.panes[k].setOutlines(rings, this.outlines.flatMap((outline) => outline.rings));
     });
     if (this.state.tile !== null && this.map && this.state.tile >= this.map.count) this.state.tile = null;
@@ -278,9 +278,11 @@ class Viewer {
 
   #showLesions() {
     const lesions = this.found[0];
+    const ranks = this.map?.onlyRanks ?? false;
     let words = lesions.length ? "" : "No region reaches the threshold of a lesion.";
+    if (ranks) words = "No lesions: the slide is not called positive. Every slide has highest-ranked regions.";
     if (this.map?.blank) words = "Left blank: the slide was not found positive.";
-    this.panel.showLesions(lesions, words);
+    this.panel.showLesions(lesions, words, ranks);
   }
 
   /** Draw everything that depends on the state but needs no loading. */
@@ -365,7 +367,7 @@ class Viewer {
     const across = Math.max(right - left, ((bottom - top) * size.clientWidth) / Math.max(size.clientHeight, 1));
     this.leader = this.panes[0];
     this.panes[0].show({ x: (left + right) / 2, y: (top + bottom) / 2, w: 1.8 * across });
-    this.live(`Lesion ${index + 1}: ${lesion.size_words}, highest score ${told(lesion.score)}`);
+    this.live(`${lesion.finding ? "Lesion" : "Region"} ${index + 1}: ${lesion.size_words}, highest score ${told(lesion.score)}`);
     if (NARROW.matches) this.#closeDrawers();
   }
 

@@ -64,7 +64,7 @@ export class Panel {
     byId("threshold").value = String(state.threshold);
     for (const option of byId("model").options) option.disabled = models.length > 0 && !models.includes(option.value);
     byId("map-controls").hidden = !map;
-    byId("lesions-switch").hidden = !map;
+    byId("lesions-switch").hidden = !map || map.onlyRanks;
     byId("tiles-section").hidden = !map;
     byId("quick").hidden = !map;
     byId("lesions-section").hidden = !map;
@@ -82,8 +82,11 @@ export class Panel {
     const least = told(state.threshold * top);
     byId("threshold-told").textContent = state.threshold ? least : "nothing";
     byId("threshold").setAttribute("aria-valuetext", state.threshold ? `below ${least}` : "nothing hidden");
-    byId("legend-low").textContent = told(0);
-    byId("legend-high").textContent = told(top);
+    const ranks = map.onlyRanks && score === "score";
+    byId("legend-low").textContent = ranks ? "lowest in this slide" : told(0);
+    byId("legend-high").textContent = ranks ? "highest in this slide" : told(top);
+    const shows = score === "score" && map.shownBecause ? `Score: ${SCORE_NAMES[map.kind]}, ${map.shownBecause}.` : "";
+    byId("map-shows").textContent = shows;
     paintLegend(byId("legend"), state);
   }
 
@@ -115,9 +118,15 @@ export class Panel {
     list.replaceChildren(...(tile < 0 ? [] : valueList(map, tile, score).children));
   }
 
-  /** @param {LesionJson[]} lesions best first @param {string} words said above them */
-  showLesions(lesions, words) {
+  /**
+   * @param {LesionJson[]} lesions best first
+   * @param {string} words said above them
+   * @param {boolean} onlyRanks whether the slide is not called positive: then these are no lesions
+   */
+  showLesions(lesions, words, onlyRanks) {
     this.lesions = lesions;
+    byId("lesions-heading").textContent = onlyRanks ? "Highest-ranked regions" : "Lesions";
+    byId("tiles-heading").textContent = onlyRanks ? "Highest-ranked tiles" : "Suspicious tiles";
     byId("lesions-told").textContent = words;
     byId("lesions-told").hidden = !words;
     this.#listLesions(FIRST_LESIONS);
@@ -126,12 +135,13 @@ export class Panel {
   /** @param {number} most */
   #listLesions(most) {
     const items = this.lesions.slice(0, most).map((lesion, index) => {
-      const size = lesion.diameter_um >= 1000 ? `${(lesion.diameter_um / 1000).toFixed(1)} mm` : `${Math.round(lesion.diameter_um)} µm`;
+      const [size, ...rest] = lesion.size_words.split("; ");
+      const area = areaWords(lesion.area_mm2);
       const button = make(
         "button.lesion",
         { type: "button", title: lesion.size_words },
         make("span.rank", {}, String(index + 1)),
-        make("span", {}, make("b", {}, size), ` across, ${areaWords(lesion.area_mm2)}`, make("small", {}, lesion.size_words)),
+        make("span", {}, make("b", {}, size), make("small", {}, [area, ...rest].join("; "))),
         make("span.number", {}, told(lesion.score)),
       );
       button.addEventListener("click", () => this.events.goLesion(index));
@@ -165,12 +175,19 @@ function verdictParts(slide, verdict, model) {
   fill.style.width = `${100 * probability}%`;
   const bar = make("span.bar.big", { "aria-hidden": "true" }, fill);
   const said = make("p.pair", {}, make("span", {}, `Probability of ${verdict.shown}`), make("b", {}, probability.toFixed(2)));
-  if (verdict.threshold === null) return [headline, bar, said];
+  if (verdict.threshold === null) return [headline, bar, said, ...rankNote(verdict)];
   const mark = make("span.mark");
   mark.style.left = `${100 * verdict.threshold}%`;
   bar.append(mark);
   const from = verdict.threshold_from ? ` (${verdict.threshold_from})` : "";
-  return [headline, bar, said, make("small", {}, `threshold ${verdict.threshold.toFixed(2)}${from}`)];
+  return [headline, bar, said, make("small", {}, `threshold ${verdict.threshold.toFixed(2)}${from}`), ...rankNote(verdict)];
+}
+
+/** What to know of the colours of a slide that is not called positive. @param {import("./data.js").Verdict} verdict */
+function rankNote(verdict) {
+  if (verdict.positive) return [];
+  const words = `Called ${verdict.decision}, not ${verdict.shown}: colours only rank tiles within this slide. They are no evidence of ${verdict.shown}.`;
+  return [make("p.told", { id: "ranks-only" }, words)];
 }
 
 /** @param {HTMLCanvasElement} canvas @param {State} state */
