@@ -102,7 +102,9 @@ def test_synth_refuses_a_folder_with_things_in_it(tmp_path: Path):
         (["tyle", "study"], "tile"),
         (["tile"], "STUDY"),
         (["tile", "study", "--tile.mmp", "0.5"], "--tile.mpp"),
-        (["tile", "study", "--tile.mpp", "-1"], "--tile.mpp: Input should be greater than 0"),
+        (["tile", "study", "--tile.mpp", "-1"], "--tile.mpp: Input should be greater than or equal to 0.05"),
+        (["tile", "study", "--slide.mpp", "25"], "--slide.mpp: 25 is no value of a slide: slides have 0.05 to 10"),
+        (["check", "study", "--slide.mpp", "0.01"], "--slide.mpp: 0.01 is no value of a slide"),
         (["tile", "study", "--workers", "-1"], "selfvitmil: --workers: Input should be greater"),
         (["tile", "study", "--workers", "0", "another"], "another: more than this command takes"),
         (["run", "."], "here: this folder is empty"),
@@ -179,6 +181,42 @@ def test_hostile_files_cost_only_themselves(made: Path, tmp_path: Path):
     selfvitmil("tile", study, "--workers", 0)
     still = {row["slide"] for row in rows_of(study / "failures.csv")}
     assert name not in still or broken.suffix not in (".svs", ".tif")
+
+
+def test_a_resolution_that_no_slide_has_is_told_by_check(tmp_path: Path):
+    """A file that says 25 um/px would be cut into half a million tiles of nothing."""
+    slides = tmp_path / "slides"
+    synthetic.make_slide(slides / "a.svs", 1, size=(1024, 1024))
+    content = (slides / "a.svs").read_bytes()
+    assert content.count(b"MPP = 0.25") >= 1
+    (slides / "a.svs").write_bytes(content.replace(b"MPP = 0.25", b"MPP = 25.0"))
+    study = tmp_path / "study"
+    for command in ("check", "tile"):
+        done = selfvitmil(command, study, "--cohort", slides, "--workers", 0)
+        assert done.returncode == 3
+        assert "openslide.mpp-x says 25, but slides have 0.05 to 10 microns per pixel" in done.stdout
+        assert "--slide.mpp 0.25" in done.stdout
+    assert selfvitmil("check", study, "--slide.mpp", 0.25, "--workers", 0).returncode == 0
+    tiled = selfvitmil("tile", study, "--slide.mpp", 0.25, "--workers", 0)
+    assert tiled.returncode == 0, tiled.stdout
+
+
+def test_tiles_finer_than_the_slide_are_warned_of(tmp_path: Path):
+    synthetic.make_slide(tmp_path / "slides" / "a.svs", 1, size=(1024, 1024))
+    given = ("--cohort", tmp_path / "slides", "--slide.mpp", 1.0, "--slide.force-mpp", "--workers", 0)
+    for command in ("check", "tile"):
+        done = selfvitmil(command, tmp_path / "study", *given)
+        assert "a: scanned at 1 um/px, coarser than the 0.5 um/px of its tiles: they are upsampled" in done.stdout
+    coarse = selfvitmil("tile", tmp_path / "study", *given, "--tile.mpp", 1.0)
+    assert "upsampled" not in coarse.stdout
+
+
+def test_more_tiles_than_any_slide_has_are_not_cut(tmp_path: Path):
+    synthetic.make_slide(tmp_path / "slides" / "a.svs", 1, size=(1024, 1024))
+    given = ("--cohort", tmp_path / "slides", "--slide.mpp", 10, "--slide.force-mpp", "--workers", 0)
+    done = selfvitmil("tile", tmp_path / "study", *given, "--tile.mpp", 0.05, "--tile.overlap-px", 200)
+    assert done.returncode == 3
+    assert "the slide is 10 x 10 mm, and tiles lie 1.2 um apart" in done.stdout
 
 
 def test_check_tells_twins_and_missing_resolution(made: Path, tmp_path: Path):

@@ -93,6 +93,8 @@ BAD_TABLES = {
     "mpp zero": ("slide,path,mpp\na,a.svs,0\n", "line 2", "leave it empty"),
     "mpp in mm": ("slide,path,mpp\na,a.svs,0.0005\n", "line 2", "leave it empty"),
     "mpp in nm": ("slide,path,mpp\na,a.svs,250\n", "line 2", "leave it empty"),
+    "mpp as magnification": ("slide,path,mpp\na,a.svs,20\n", "line 2", "leave it empty"),
+    "mpp too fine": ("slide,path,mpp\na,a.svs,0.01\n", "line 2", "leave it empty"),
     "mpp nan": ("slide,path,mpp\na,a.svs,inf\n", "line 2", "leave it empty"),
     "torn patient": (
         "slide,path,patient,split\na,a.svs,p,train\nb,b.svs,q,train\nc,c.svs,p,test\n",
@@ -179,7 +181,7 @@ names = st.text(
     label=st.none() | st.sampled_from(["0", "tumor, or not", 'a "b"', "日本"]),
     patient=st.just("") | st.sampled_from(["p;1", "007"]),
     split=st.none() | st.sampled_from(["train", "val", "external"]),
-    mpp=st.none() | st.floats(0.01, 20),
+    mpp=st.none() | st.floats(0.05, 10),
 )
 def test_written_cohort_reads_back_the_same(tmp_path_factory, slide, parts, label, patient, split, mpp):
     root = tmp_path_factory.getbasetemp()

@@ -714,12 +714,29 @@ def test_who_says_the_mpp(properties: dict[str, str], vendor: str, value: float 
 
 def test_doubtful_mpp_comes_with_a_warning() -> None:
     assert "20x" in find_mpp({"openslide.objective-power": "20"}, "aperio").warnings[0]
-    assert "implausible" in find_mpp({"openslide.mpp-x": "25", "openslide.mpp-y": "25"}, "aperio").warnings[0]
     assert "differs" in find_mpp({"openslide.mpp-x": "0.250", "openslide.mpp-y": "0.252"}, "mirax").warnings[0]
     stated = {"openslide.mpp-x": "0.25", "openslide.mpp-y": "0.25"}
     assert find_mpp(stated, "aperio").warnings == ()
     assert find_mpp(stated, "aperio", override=0.25).warnings == ()
     assert "0.5 was given, the file says 0.25" in find_mpp(stated, "aperio", override=0.5).warnings[0]
+
+
+@pytest.mark.parametrize("mpp", [25.0, 40.0, 250.0, 0.01, 0.0002])
+def test_an_mpp_that_no_scanner_has_is_an_error_until_the_user_says_better(mpp: float) -> None:
+    stated = {"openslide.mpp-x": str(mpp), "openslide.mpp-y": str(mpp), "openslide.objective-power": "20"}
+    found = find_mpp(stated, "aperio")
+    assert found.value is None
+    assert f"openslide.mpp-x says {mpp:g}" in found.problem
+    assert find_mpp(stated, "aperio", otherwise=0.25).value == 0.25
+    assert find_mpp(stated, "aperio", override=0.5).value == 0.5
+
+
+@pytest.mark.parametrize("mpp", [25.0, 0.01, 0.0, -1.0, float("nan"), float("inf")])
+def test_an_mpp_that_no_scanner_has_cannot_be_given(mpp: float, plain: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0\.05 to 10"):
+        open_slide(plain, mpp=mpp)
+    with pytest.raises(ConfigError, match=r"0\.05 to 10"):
+        open_slide(plain, otherwise_mpp=mpp)
 
 
 def test_an_mpp_for_slides_without_one_leaves_the_others_alone() -> None:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
@@ -43,15 +43,48 @@ class SynthSettings(Settings):
     """Also write a folder of files that are broken in the ways real ones are."""
 
 
+SMALLEST_MPP, LARGEST_SLIDE_MPP, LARGEST_TILE_MPP = 0.05, 10.0, 100.0
+"""Microns per pixel: finer than any light microscope resolves; coarser than any slide scanner; coarser than any tile
+that shows tissue. Beyond lie wrong units: magnifications (20, 40), nanometres (250), and the defaults of image software
+(72, 96, 300 dpi, one pixel per inch)."""
+UPSAMPLING_SLACK = 0.02
+"""Share by which a slide may be coarser than its tiles: scanners' values differ by so much."""
+
+
+def slide_mpp_problem(mpp: float) -> str:
+    """Why a slide cannot have these microns per pixel; empty where it can."""
+    if SMALLEST_MPP <= mpp <= LARGEST_SLIDE_MPP:
+        return ""
+    return f"slides have {SMALLEST_MPP:g} to {LARGEST_SLIDE_MPP:g} microns per pixel (0.25 at 40x, 0.5 at 20x)"
+
+
+def upsampling_warning(slide_mpp: float, tile_mpp: float) -> str:
+    """What to say where tiles are finer than the slide's own pixels; empty where they are not."""
+    if slide_mpp <= tile_mpp * (1 + UPSAMPLING_SLACK):
+        return ""
+    return (
+        f"scanned at {slide_mpp:.4g} um/px, coarser than the {tile_mpp:g} um/px of its tiles: they are upsampled, and "
+        "detail is missing"
+    )
+
+
 class SlideSettings(Settings):
     """How slides are opened."""
 
     reader: Literal["auto", "openslide", "jpegtiff"] = "auto"
     """`jpegtiff` decodes JPEG in TIFF and SVS directly, `openslide` reads all formats; `auto` chooses per slide."""
-    mpp: float | None = Field(default=None, gt=0)
-    """Microns per level-0 pixel of slides whose files do not say it; the cohort's column `mpp` wins over both."""
+    mpp: float | None = None
+    """Microns per level-0 pixel of slides whose files do not say it, 0.05 to 10; the cohort's column `mpp` wins over
+    both."""
     force_mpp: bool = False
     """Take `mpp` also where files say otherwise."""
+
+    @field_validator("mpp")
+    @classmethod
+    def _plausible(cls, value: float | None) -> float | None:
+        if value is not None and (problem := slide_mpp_problem(value)):
+            raise ValueError(f"{value:g} is no value of a slide: {problem}")
+        return value
 
     @property
     def forced_mpp(self) -> float | None:
@@ -67,7 +100,7 @@ class TissueSettings(Settings):
     """For `own`: a folder with <slide>.geojson (regions in, classes named in `exclude` out) or a mask <slide>.png."""
     exclude: tuple[str, ...] = ("Exclusion", "Ignore", "Ignore*", "_2", "None")
     """Classes of an own outline that are cut out of the tissue."""
-    mpp: float = Field(default=8.0, gt=0)
+    mpp: float = Field(default=8.0, ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)
     """Microns per pixel of the thumbnail on which tissue is sought."""
     thumbnail_downsample: float | None = Field(default=None, gt=1)
     """Level-0 pixels per thumbnail pixel, instead of `mpp` (256 in the authors' code)."""
@@ -99,13 +132,13 @@ class TileSettings(Settings):
 
     size_px: int = Field(default=224, gt=0)
     """Edge of a tile as the encoder sees it, in output pixels."""
-    mpp: float = Field(default=0.5, gt=0)
-    """Microns per output pixel; size_px * mpp is the field of view."""
+    mpp: float = Field(default=0.5, ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)
+    """Microns per output pixel, 0.05 to 100; size_px * mpp is the field of view."""
     overlap_px: int = Field(default=0, ge=0)
     """Output pixels that neighbouring tiles share."""
     min_tissue: float = Field(default=0.5, ge=0, le=1)
     """Keep a tile when at least this fraction of it is tissue."""
-    parent_mpp: tuple[float, ...] = ()
+    parent_mpp: tuple[Annotated[float, Field(ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)], ...] = ()
     """Coarser resolutions cut beside it; every tile then knows the coarse tile around it (for multi-scale bags)."""
     pack: bool = False
     """Also store the tiles themselves, encoded, one file per slide: for pretraining where storage is slow."""

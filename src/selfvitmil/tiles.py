@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.engine import may_pass
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
-from selfvitmil.settings import StudySettings, TileSettings, tiling_name
+from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
 from selfvitmil.slides import Slide, fingerprint, open_slide
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 from selfvitmil.untrusted import open_hdf5
@@ -41,6 +42,8 @@ SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1
 SECTIONS = {"slide", "tissue", "stain", "tile"}
 """Sections of the settings that can change a table."""
+MAX_TILES = 10_000_000
+"""Places for tiles on one slide: twenty times those of a whole glass slide at 0.25 um/px in tiles of 224 px."""
 QC_EDGE_PX = 1200
 """Longer edge of the picture for people."""
 
@@ -234,6 +237,7 @@ def tile_slide(job: TileJob) -> TileResult:
 def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
     """The fine table and its parents."""
     tile = job.settings.tile
+    _check_number(slide, tile)
     candidates = grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px)
     boxes = boxes_l0(candidates, extent_l0(tile.size_px, tile.mpp, slide.mpp))
     if job.settings.tissue.fraction_from == "pixels":
@@ -259,6 +263,8 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
         size_l0=slide.size_l0,
         annotated=None if coverage is None else coverage[kept].astype(np.float32),
     )
+    if warning := upsampling_warning(slide.mpp, tile.mpp):
+        notes.append(warning)
     fit = _fit_stain(slide, fine, job.settings)
     if fit is not None and fit.reason:
         notes.append(f"stains not fitted, pixels stay as scanned: {fit.reason}")
@@ -272,6 +278,20 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
         "warnings": [*slide.warnings, *tissue.warnings, *notes],
     }
     return _with_parents(replace(fine, stain=fit, attributes=attributes), tissue, tile)
+
+
+def _check_number(slide: Slide, tile: TileSettings) -> None:
+    """TissueError where the slide would have more tiles than any slide has."""
+    stride = extent_l0(tile.size_px - tile.overlap_px, tile.mpp, slide.mpp)
+    number = math.prod(edge / stride for edge in slide.size_l0)
+    if number > MAX_TILES:
+        width, height = (edge * slide.mpp / 1000 for edge in slide.size_l0)
+        raise TissueError(
+            f"{slide.path.name}: {number:,.0f} places for tiles",
+            f"at {slide.mpp:g} microns per pixel the slide is {width:.0f} x {height:.0f} mm, and tiles lie "
+            f"{(tile.size_px - tile.overlap_px) * tile.mpp:g} um apart",
+            "Check the slide's mpp, tile.mpp, tile.size_px and tile.overlap_px",
+        )
 
 
 def _with_parents(fine: TileTable, tissue: Tissue, tile: TileSettings) -> list[TileTable]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
-from selfvitmil.cohort.table import MPP_RANGE, listing
+from selfvitmil.cohort.table import listing
 from selfvitmil.errors import CohortError
+from selfvitmil.settings import slide_mpp_problem
 from selfvitmil.untrusted import check_expansion
 
 _SLIDE_COLUMNS = ("slide", "slide_id", "slide_name", "sample_id", "filename", "file_name", "file", "image", "image_id")
@@ -144,11 +145,10 @@ def parse_mpp(text: str, sheet: Sheet, where: str) -> float | None:
         mpp = float(text.replace(",", "."))
     except ValueError:
         mpp = math.nan
-    low, high = MPP_RANGE
-    if not low <= mpp <= high:
+    if problem := slide_mpp_problem(mpp):
         raise CohortError(
             f"{sheet.name}: {where}: mpp {text!r}",
-            f"microns per pixel are a number between {low:g} and {high:g}",
+            problem,
             "Correct it, or leave it empty to use what the slide itself says",
         )
     return mpp

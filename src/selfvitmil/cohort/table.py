@@ -24,9 +24,6 @@ from selfvitmil.errors import CohortError
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
 """Columns of `cohort.csv`, in order. Only `slide` and `path` must be filled."""
 
-MPP_RANGE = (0.01, 20.0)
-"""Microns per level-0 pixel that a scanner can have; beyond lie wrong units."""
-
 _MAX_NAME_BYTES = 200  # a file name has 255 at most; `<slide>_patches.h5` and its temporary name need the rest
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfvitmil.settings import upsampling_warning
 from selfvitmil.stain import StainFit
 from selfvitmil.tiles import TileTable
 
@@ -34,8 +35,6 @@ SHARE = 0.99
 """Of slides like the training slides, those that give no warning by one measure."""
 MPP_SLACK = 0.1
 """Relative difference of microns per pixel beyond those of the training slides that goes unnoticed."""
-COARSE_SLACK = 0.02
-"""The same for pixels that are coarser than those of the tiles: rounding of scanners."""
 LEAST_SPREAD = 0.05
 """Of a logarithm: slides that are alike by chance must not make limits that the next one breaks by a hair."""
 STAINS = ("hematoxylin", "eosin")
@@ -133,11 +132,8 @@ class Expected:
     def _mpp(self, facts: Measures) -> list[Outside]:
         found: list[Outside] = []
         mpp, seen = facts.slide_mpp, self.slide_mpp
-        if mpp > self.tile_mpp * (1 + COARSE_SLACK):
-            text = (
-                f"scanned at {mpp:.4g} um/px, coarser than the {self.tile_mpp:g} um/px of its tiles: detail is missing"
-            )
-            found.append(Outside("mpp", text))
+        if warning := upsampling_warning(mpp, self.tile_mpp):
+            found.append(Outside("mpp", warning))
         elif not seen.least / (1 + MPP_SLACK) <= mpp <= seen.most * (1 + MPP_SLACK):
             found.append(Outside("mpp", f"scanned at {mpp:.4g} um/px, the training slides at {_span(seen)}"))
         return found

@@ -32,7 +32,15 @@ from selfvitmil import __version__, artefact
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Platt, Temperature
 from selfvitmil.package.expected import Expected
-from selfvitmil.settings import StainSettings, StudySettings, TissueSettings, parse, read_toml
+from selfvitmil.settings import (
+    LARGEST_TILE_MPP,
+    SMALLEST_MPP,
+    StainSettings,
+    StudySettings,
+    TissueSettings,
+    parse,
+    read_toml,
+)
 from selfvitmil.untrusted import check_size, file_problem, read_json
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
@@ -314,6 +322,8 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
         if "/" in word or "\\" in word or word.startswith("."):
             _refuse_name(folder, word, "files are named after it, and it is a path")
     for each in about["encoders"]:
+        if type(each["mpp"]) not in (int, float) or not SMALLEST_MPP <= each["mpp"] <= LARGEST_TILE_MPP:
+            _refuse_name(folder, each["mpp"], "it should be microns per pixel of tiles")
         if each["folder"] not in ENCODER_FOLDERS:
             _refuse_name(folder, each["folder"], f"encoders lie in {' or '.join(ENCODER_FOLDERS)}")
     for seed in about["seeds"]:
@@ -322,7 +332,7 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _refuse_name(folder: Path, word: Any, why: str) -> NoReturn:
-    raise ArtefactError(f"{folder.name}: package.json holds the name {str(word)[:80]!r}", why, NOT_OURS)
+    raise ArtefactError(f"{folder.name}: package.json holds {str(word)[:80]!r}", why, NOT_OURS)
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -114,7 +114,12 @@ class Judge:
         seeds = dict(zip(package.seeds, (each.bag.probabilities for each in scores), strict=True))
         outside = tuple(expected.outside(facts))
         # Told once, and there with what it means.
-        told = [text for text in table.attributes.get("warnings", ()) if not (outside and text.startswith(UNFITTED))]
+        twice = {each.text for each in outside}
+        told = [
+            text
+            for text in table.attributes.get("warnings", ())
+            if text not in twice and not (outside and text.startswith(UNFITTED))
+        ]
         return Answer(
             slide, file, seeds, self._calibrated(verdict.probability), slide_map, regions, outside,
             expected.to_json(facts), (*told, *slide_map.warnings), short_fingerprint(table.fingerprint or ""),

@@ -73,6 +73,7 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
                 row.mpp or settings.slide.forced_mpp,
                 row.annotation,
                 settings.slide.mpp,
+                settings.tile.mpp,
             )
             for row in cohort.rows
         }

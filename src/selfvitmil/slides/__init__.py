@@ -10,7 +10,6 @@ package loads neither OpenSlide nor any decoder; opening a slide does.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from selfvitmil import artefact
 from selfvitmil.errors import ConfigError, SlideError
+from selfvitmil.settings import slide_mpp_problem
 from selfvitmil.slides.contract import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
 
 __all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
@@ -39,9 +39,8 @@ def open_slide(
     if reader not in READERS:
         raise ConfigError(f"reader {reader!r} is not known", how=f"Choose one of {', '.join(READERS)}")
     for given in (mpp, otherwise_mpp):
-        if given is not None and not 0 < given < math.inf:
-            how = "Give microns per pixel, for instance 0.25"
-            raise ConfigError(f"mpp {given:g} was given", "no slide has that", how)
+        if given is not None and (problem := slide_mpp_problem(given)):
+            raise ConfigError(f"mpp {given:g} was given", problem, "Give the scanner's microns per pixel")
     path = Path(os.path.abspath(path))
     _check_file(path)
 

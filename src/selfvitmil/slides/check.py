@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from selfvitmil import annotations
+from selfvitmil.settings import upsampling_warning
 from selfvitmil.slides import fingerprint, open_slide
 
 NUM_REGIONS = 16
@@ -28,6 +29,8 @@ class CheckJob:
     annotation: Path | None = None
     otherwise_mpp: float | None = None
     """Where the file does not say it."""
+    tile_mpp: float | None = None
+    """Microns per pixel of the tiles that will be cut."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def check_slide(job: CheckJob) -> SlideCheck:
         warnings = list(slide.warnings)
         if len(slide.levels) == 1 and max(width, height) > LARGE_L0:
             warnings.append("no pyramid: looking at the whole slide means decoding all of it, which is slow")
+        if job.tile_mpp is not None and (warning := upsampling_warning(mpp, job.tile_mpp)):
+            warnings.append(warning)
         if job.annotation is not None:
             repaired = [
                 region for region in annotations.read_annotations(job.annotation, repair=True) if region.repaired

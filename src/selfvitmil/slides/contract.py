@@ -91,7 +91,7 @@ class Slide(ABC):
         """Microns per level-0 pixel; raises MissingMppError when neither the file nor the caller said it."""
         if self.info.mpp.value is None:
             raise MissingMppError(
-                f"{self.name}: the slide does not say its microns per pixel ({self.info.mpp.problem})",
+                f"{self.name}: the file has no usable value of microns per pixel ({self.info.mpp.problem})",
                 "so a tile size in microns has no meaning",
                 "If the scanner's value is known, pass --slide.mpp 0.25, or fill the column mpp of cohort.csv",
             )

@@ -3,7 +3,7 @@
 Comes in: the properties that OpenSlide reports for any format, and perhaps the user's own value. Goes out: a value with
 its source and warnings, or none with the reason. A file that states its objective power and no (plausible) mpp gets 10
 divided by it, with a warning that says so, since real objectives differ from that by some per cent. Nothing else is
-made up: what is missing, or different along the two axes, is left to the user to say.
+made up: what is missing, different along the two axes, or beyond all light microscopes is left to the user to say.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-PLAUSIBLE_MPP = (0.05, 10.0)
-"""Finer than any light microscope, coarser than any slide scanner. Defaults of image software (72, 96, 300 dpi, one
-pixel per inch) all lie far above."""
+from selfvitmil.settings import slide_mpp_problem
+
 MAX_ANISOTROPY = 0.01
 """x and y may differ by this share of their mean; tiles are square in microns only to that precision."""
 
@@ -50,7 +49,7 @@ def find_mpp(
 
 def _unless_stated(found: Mpp, otherwise: float) -> Mpp:
     """`otherwise`, unless the file states a value of its own that a slide can have."""
-    if found.value is None or found.is_guess or not _is_plausible(found.value):
+    if found.value is None or found.is_guess:
         return Mpp(otherwise, "given")
     if abs(found.value - otherwise) <= MAX_ANISOTROPY * otherwise:
         return found
@@ -67,10 +66,11 @@ def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
             return Mpp(None, problem=f"{x:g} microns across but {y:g} down per pixel ({source}): pixels are not square")
         mpp = (x + y) / 2
         warnings = () if x == y else (f"mpp differs a little, {x:g} across and {y:g} down; the mean is used",)
-        if _is_plausible(mpp):
+        problem = slide_mpp_problem(mpp)
+        if not problem:
             return Mpp(mpp, source, warnings=warnings)
         if source not in _GUESSED_BY_SOFTWARE:
-            return Mpp(mpp, source, warnings=(*warnings, f"mpp {mpp:g} is implausible for a slide ({source})"))
+            return Mpp(None, problem=f"{source} says {mpp:g}, but {problem}")
     power = objective_power(properties)
     if power is not None:
         mpp = 10 / power
@@ -116,10 +116,6 @@ def _ome_mpp(description: str) -> tuple[float, float] | None:
 def objective_power(properties: Mapping[str, str]) -> float | None:
     """Nominal magnification of the objective, when stated."""
     return _positive(properties.get("openslide.objective-power"))
-
-
-def _is_plausible(mpp: float) -> bool:
-    return PLAUSIBLE_MPP[0] <= mpp <= PLAUSIBLE_MPP[1]
 
 
 def _positive(text: str | None) -> float | None:
