@@ -29,6 +29,7 @@ from selfvitmil.pretrain.loss import (
     teacher_student_kl,
     update_center,
 )
+from selfvitmil.pretrain.objectives.simclr import SimclrHead, nt_xent_loss
 from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, parameter_groups, update_teacher
 from selfvitmil.pretrain.schedule import (
     CosineSchedule,
@@ -39,7 +40,6 @@ from selfvitmil.pretrain.schedule import (
     suggested_out_dim,
     suggested_warmup_steps,
 )
-from selfvitmil.pretrain.simclr import SimclrHead, nt_xent_loss
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -236,7 +236,7 @@ PROCESS = """
 import sys, torch, torch.distributed as dist
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.loss import update_center
-from selfvitmil.pretrain.simclr import nt_xent_loss
+from selfvitmil.pretrain.objectives.simclr import nt_xent_loss
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 data = torch.load(f"{folder}/data.pt")

@@ -458,6 +458,9 @@ JOINT: dict[str, dict[str, Any]] = {
     "koleo": {"koleo": 0.3},
     "sinkhorn and koleo": {"centering": "sinkhorn", "koleo": 0.3},
     "simclr": {"method": "simclr", "lr": 1.5e-4},  # what the others have: it is not scaled to the batch
+    "kde": {"kde": 0.05},
+    "lejepa": {"method": "lejepa"},
+    "simdino": {"method": "simdino"},
 }
 """Losses that compare the tiles of a batch with each other, and one that does not."""
 

@@ -180,7 +180,40 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.04,
         "weight_decay_end": 0.4,
         "clip_grad": 3.0,
+        "bottleneck": 256,
         "global_scale": (0.4, 1.0),
+        "brightness": 0.4,
+        "contrast": 0.4,
+        "saturation": 0.2,
+        "hue": 0.1,
+    },
+    "simdino": {
+        "optimizer": "adamw",
+        "lr": 5e-4,
+        "scale_lr": True,
+        "min_lr": 1e-6,
+        "warmup_lr": 1e-6,
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.4,
+        "clip_grad": 3.0,
+        "bottleneck": 256,
+        "global_scale": (0.4, 1.0),
+        "brightness": 0.4,
+        "contrast": 0.4,
+        "saturation": 0.2,
+        "hue": 0.1,
+    },
+    "lejepa": {
+        "optimizer": "adamw",
+        "lr": 5e-4,
+        "scale_lr": True,
+        "min_lr": 1e-6,
+        "warmup_lr": 1e-6,
+        "weight_decay": 0.05,
+        "weight_decay_end": 0.05,
+        "clip_grad": 3.0,
+        "bottleneck": 64,
+        "global_scale": (0.3, 1.0),
         "brightness": 0.4,
         "contrast": 0.4,
         "saturation": 0.2,
@@ -195,6 +228,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "weight_decay": 1e-5,
         "weight_decay_end": 1e-5,
         "clip_grad": 0.0,
+        "bottleneck": 256,
         "global_scale": (0.08, 1.0),
         "brightness": 0.8,
         "contrast": 0.8,
@@ -202,14 +236,16 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "hue": 0.2,
     },
 }
-"""Settings of pretraining whose default depends on `method`: DINO's numbers, and those of the SimCLR of DSMIL."""
+"""Settings of pretraining whose default depends on `method`: the numbers of its paper, with `simclr` those of DSMIL."""
 
 
 class PretrainSettings(Settings):
     """How an encoder learns from the tiles of the study, without labels."""
 
-    method: Literal["dino", "simclr"] = "dino"
-    """`dino` teaches a ViT by its own moving average; `simclr` contrasts tiles (the ResNet-18 of the DSMIL rows)."""
+    method: Literal["dino", "simdino", "lejepa", "simclr"] = "dino"
+    """What the encoder learns by: `dino` predicts a teacher's distributions, `simdino` a teacher's directions, `lejepa`
+    makes the views of a tile agree and their distribution Gaussian, `simclr` contrasts tiles (the ResNet-18 of
+    DSMIL)."""
     architecture: str | None = None
     """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm."""
     width: int | None = Field(default=None, gt=0)
@@ -237,7 +273,7 @@ class PretrainSettings(Settings):
     """Tiles of one step, over all GPUs and all parts of `accumulate` together."""
     accumulate: int = Field(default=1, gt=0)
     """Parts in which a GPU works through its share of a batch, one after the other, to save memory; the result stays
-    the same. Losses that compare tiles (`koleo`, `simclr`) take one more forward pass of the large views then. A CPU
+    the same. Losses that compare tiles (all but plain `dino`) take one more forward pass of the views then. A CPU
     takes as many parts at a time as it has cores (with `drop_path = 0`), which is quicker for small networks."""
     sampler: Literal["mixed", "one-slide"] = "mixed"
     """`mixed`: batches of tiles of many slides; `one-slide`: each batch from one slide, slides in order (authors)."""
@@ -259,9 +295,10 @@ class PretrainSettings(Settings):
     warmup_epochs: int | None = Field(default=None, ge=0)
     """Epochs of learning-rate warm-up; none means a tenth of the run."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay at the first step; biases and norms have none. None means 0.04, with `simclr` 1e-5."""
+    """Weight decay at the first step; biases and norms have none. None means 0.04, with `simclr` 1e-5, with
+    `lejepa` 0.05."""
     weight_decay_end: float | None = Field(default=None, ge=0)
-    """Weight decay at the end, reached along half a cosine; none means 0.4, with `simclr` 1e-5."""
+    """Weight decay at the end, reached along half a cosine; none means 0.4, with `simclr` 1e-5, with `lejepa` 0.05."""
     clip_grad: float | None = Field(default=None, ge=0)
     """Clip each parameter's gradient norm to this value, 0 disables clipping; none means 3, with `simclr` 0."""
     drop_path: float = Field(default=0.1, ge=0, lt=1)
@@ -285,21 +322,33 @@ class PretrainSettings(Settings):
     """Share that the centre of the teacher's outputs keeps of itself in a step."""
 
     koleo: float = Field(default=0.0, ge=0)
-    """Weight of a loss that spreads the embeddings of a batch apart (0.1 in DINOv2); 0 leaves it out."""
+    """With `dino`, weight of a loss that pushes each embedding from its nearest neighbour in the batch (0.1 in DINOv2);
+    0 leaves it out."""
+    kde: float = Field(default=0.0, ge=0)
+    """With `dino`, weight of a loss that pushes each embedding from all others of the batch (0.005 to 0.05 in
+    Midnight); 0 leaves it out."""
+    kde_concentration: float = Field(default=5.0, gt=0)
+    """Concentration of that loss: the larger, the more the nearest ones count."""
     out_dim: int | None = Field(default=None, gt=1)
     """Outputs of the head that student and teacher compare; none means as many as fit the number of tiles."""
     head_width: int = Field(default=2048, gt=0)
     """Width of the head's hidden layers."""
     head_layers: int = Field(default=3, gt=1)
-    """Linear layers of the head before its last one."""
-    bottleneck: int = Field(default=256, gt=0)
-    """Width of what the last layer sees; with `simclr` the length of the projections."""
+    """Linear layers of the head; with `dino` another one follows."""
+    bottleneck: int | None = Field(default=None, gt=0)
+    """Width of what DINO's last layer sees, and of the outputs of other methods; none means 256, with `lejepa` 64."""
     norm_last_layer: bool = True
     """Keep the rows of the last layer at length one, which steadies large networks."""
     freeze_last_layer_epochs: int | None = Field(default=None, ge=0)
     """Epochs in which the last layer stays as it is; none means a hundredth of the run."""
     temperature: float = Field(default=0.5, gt=0)
     """Temperature of the contrastive loss of `simclr`."""
+    sigreg: float = Field(default=0.05, ge=0, le=1)
+    """With `lejepa`, weight of the loss that makes the outputs Gaussian; agreement of the views has 1 minus this."""
+    directions: int = Field(default=256, gt=0)
+    """With `lejepa`, random directions along which the outputs of a step are compared with a Gaussian."""
+    coding_eps: float = Field(default=0.05, gt=0)
+    """With `simdino`, squared precision of the coding rate: the smaller, the more outputs are spread."""
 
     global_px: int | None = Field(default=None, gt=0)
     """Edge of the two large views; none means the edge of the tiles."""
@@ -308,7 +357,8 @@ class PretrainSettings(Settings):
     num_local: int = Field(default=8, ge=0)
     """Small views of each tile."""
     global_scale: tuple[float, float] | None = None
-    """Share of the tile's area that a large view shows, from and to; none means 0.4 and 1, with `simclr` 0.08 and 1."""
+    """Share of the tile's area that a large view shows, from and to; none means 0.4 and 1, with `simclr` 0.08 and 1,
+    with `lejepa` 0.3 and 1."""
     local_scale: tuple[float, float] = (0.05, 0.4)
     """Share of the tile's area that a small view shows, from and to."""
     hflip: float = Field(default=0.5, ge=0, le=1)

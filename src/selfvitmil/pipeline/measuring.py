@@ -247,12 +247,11 @@ def measure_training(encoder: Any, settings: StudySettings, numbers: Any, recipe
     def step(number: int) -> None:
         views = make_views(tiles_B3HW, ids_B, number, recipes, (0.7,) * 3, (0.2,) * 3, dtype=dtype)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            outcome = compute_loss(learner, learner.student, views, own.teacher_temp, lambda phase: None)
+            outcome = compute_loss(learner, learner.student, views, number, own.teacher_temp, lambda phase: None)
         outcome.loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        means = [] if outcome.teacher_RK is None else [outcome.teacher_RK.mean(dim=0, dtype=torch.float32)]
-        learner.finish_step(0.99, means)
+        learner.finish_step(0.99, [] if outcome.state is None else [outcome.state])
         synchronize(device)
 
     try:

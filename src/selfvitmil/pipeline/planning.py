@@ -231,7 +231,7 @@ class _Reckoning:
         rate, basis = self._training_rate(network, numbers, recipes, done)
         seconds = steps * own.batch / rate
         # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
-        weights = encoder.num_weights + 3 * own.head_width**2 + own.bottleneck * numbers.out_dim
+        weights = encoder.num_weights + 3 * own.head_width**2 + own.chosen("bottleneck") * numbers.out_dim
         at_once = own.batch / own.accumulate if gpu else own.batch  # a CPU may take the parts side by side
         kept = at_once * encoder.activations([recipe.size_px for recipe in recipes])
         memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)

@@ -1,4 +1,4 @@
-"""DINO's projection head: embedding to the logits that student and teacher compare.
+"""Projection heads of DINO, SimDINO and others. DINO's: embedding to the logits that student and teacher compare.
 
 An MLP down to a bottleneck, its output scaled to length one, then a linear layer without bias whose rows have a length
 of their own (weight normalization; fixed at one by default). So a logit is a cosine. Weights carry the names of DINO's
@@ -7,6 +7,7 @@ checkpoints, `mlp.*` and `last_layer.weight_g`, `last_layer.weight_v`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -32,6 +33,34 @@ class WeightNormLinear(nn.Module):
         return self.weight_v * (self.weight_g / torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True))
 
 
+def make_mlp(widths: Sequence[int], between: Callable[[int], list[nn.Module]]) -> nn.Sequential:
+    """Linear layers of these widths, with what `between` gives for a width after each but the last."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths[:-1]):
+        layers += [nn.Linear(width_in, width_out), *between(width_out)]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+
+
+def _dino_mlp(dim: int, out_dim: int, hidden_dim: int, num_layers: int) -> nn.Sequential:
+    mlp = make_mlp([dim, *[hidden_dim] * (num_layers - 1), out_dim], lambda width: [nn.GELU()])
+    for layer in mlp:
+        if isinstance(layer, nn.Linear):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+    return mlp
+
+
+class DirectionHead(nn.Module):
+    """The head of SimDINO: DINO's MLP with outputs of length one, and no last layer."""
+
+    def __init__(self, dim: int, out_dim: int = 256, hidden_dim: int = 2048, num_layers: int = 3):
+        super().__init__()
+        self.mlp = _dino_mlp(dim, out_dim, hidden_dim, num_layers)
+
+    def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(at_least_float32(self.mlp(embeddings_BD)), dim=-1)
+
+
 class DinoHead(nn.Module):
     """MLP of `num_layers` with GELU, then cosines to `out_dim` directions.
 
@@ -48,16 +77,7 @@ class DinoHead(nn.Module):
         norm_last_layer: bool = True,
     ):
         super().__init__()
-        widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
-        layers: list[nn.Module] = []
-        for width_in, width_out in pairwise(widths[:-1]):
-            layers += [nn.Linear(width_in, width_out), nn.GELU()]
-        layers.append(nn.Linear(widths[-2], widths[-1]))
-        self.mlp = nn.Sequential(*layers)
-        for layer in self.mlp:
-            if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
-                nn.init.zeros_(layer.bias)
+        self.mlp = _dino_mlp(dim, bottleneck_dim, hidden_dim, num_layers)
         self.last_layer = WeightNormLinear(bottleneck_dim, out_dim, train_lengths=not norm_last_layer)
 
     def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:

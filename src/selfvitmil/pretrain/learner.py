@@ -1,6 +1,6 @@
-"""What learns: networks, their loss and their schedules, put together from the settings, for DINO and for SimCLR.
+"""What learns: networks, their objective and their schedules, put together from the settings.
 
-A learner takes views and gives a loss; after the optimizer's step it moves what does not learn by gradients (teacher,
+A learner takes views and gives a loss; after the optimizer's step it moves what does not learn by gradients (average,
 centre). It knows nothing of tiles, files or processes. `Numbers` are the settings with every "none" filled in.
 """
 
@@ -21,16 +21,18 @@ from selfvitmil.encoder.network import has_class_token
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain import schedule
-from selfvitmil.pretrain.head import DinoHead
 from selfvitmil.pretrain.joint import JointBatch
-from selfvitmil.pretrain.optim import cancel_gradients, update_teacher
+from selfvitmil.pretrain.objectives.choose import make_objective
+from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
+from selfvitmil.pretrain.optim import update_teacher
 from selfvitmil.pretrain.schedule import CosineSchedule, TeacherTemperature
-from selfvitmil.pretrain.simclr import SimclrHead, nt_xent_loss
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
 from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
-DEFAULT_ARCHITECTURE = {"dino": "vit_small_patch16_224", "simclr": "resnet18_instancenorm"}
+DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_patch16_224") | {
+    "simclr": "resnet18_instancenorm"
+}
 OWN_SCALE = 0.15
 """By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
 
@@ -115,7 +117,7 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
 
 
 def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
-    """How the views of a tile are made: two large ones, with DINO small ones besides."""
+    """How the views of a tile are made: two large ones and, but for SimCLR, small ones besides."""
     large = settings.global_px or tile_px
     base = ViewRecipe(
         size_px=large,
@@ -252,40 +254,24 @@ class Branch(nn.Module):
 
 
 class Learner(nn.Module):
-    """DINO when there is a teacher, SimCLR when there is none."""
-
-    center_K: torch.Tensor
+    """Student, objective, and the student's moving average, which is a teacher where the objective wants one."""
 
     def __init__(self, encoder: Encoder, settings: PretrainSettings, numbers: Numbers, seed: int):
         super().__init__()
-        self.settings = settings
-        self.numbers = numbers
-        config = encoder.config
+        self.objective = make_objective(settings, numbers.out_dim, numbers.freeze_steps)
+        average, config, dim = self.objective.has_average, encoder.config, width_of(encoder.backbone)
         drop = {"drop_path_rate": settings.drop_path} if has_class_token(encoder.backbone) else {}
-        dino = settings.method == "dino"
         with seeded(seed + 1):
-            backbone = build_backbone(config.architecture, {**config.model_args, **drop}) if dino else encoder.backbone
-            backbone.load_state_dict(encoder.backbone.state_dict())
-            self.student = Branch(backbone, self._make_head(width_of(encoder.backbone)))
-        self.teacher = Branch(encoder.backbone, self._make_head(width_of(encoder.backbone))) if dino else None
-        if self.teacher is not None:
-            self.teacher.head.load_state_dict(self.student.head.state_dict())
-            self.teacher.requires_grad_(False)
-        self.register_buffer("center_K", torch.zeros(numbers.out_dim if dino else 0))
+            own = build_backbone(config.architecture, {**config.model_args, **drop}) if average else encoder.backbone
+            own.load_state_dict(encoder.backbone.state_dict())
+            self.student = Branch(own, self.objective.make_head(dim))
+        self.teacher: Branch | None = None
+        if average:
+            head = self.objective.make_head(dim) if self.objective.has_teacher else nn.Identity()
+            self.teacher = Branch(encoder.backbone, head).requires_grad_(False)
+            if self.objective.has_teacher:
+                head.load_state_dict(self.student.head.state_dict())
         self.train()
-
-    def _make_head(self, dim: int) -> nn.Module:
-        settings = self.settings
-        if settings.method == "simclr":
-            return SimclrHead(dim, settings.bottleneck)
-        return DinoHead(
-            dim,
-            self.numbers.out_dim,
-            settings.head_width,
-            settings.bottleneck,
-            settings.head_layers,
-            norm_last_layer=settings.norm_last_layer,
-        )
 
     def train(self, mode: bool = True) -> Learner:
         super().train(mode)
@@ -299,131 +285,85 @@ class Learner(nn.Module):
         return (self.student if self.teacher is None else self.teacher).backbone
 
     @property
-    def joins_teacher(self) -> bool:
-        """Whether the loss of a tile depends on what the teacher says of the other tiles of the batch."""
-        return self.teacher is not None and self.settings.centering == "sinkhorn"
-
-    @property
-    def joins_student(self) -> bool:
-        """Whether the loss compares the student's embeddings of different tiles."""
-        return self.teacher is None or self.settings.koleo > 0
+    def joins(self) -> bool:
+        """Whether the loss of a tile depends on the other tiles of its batch."""
+        return self.objective.joins != "nothing" or self.objective.joins_teacher
 
     def teach(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The teacher's logits and embeddings of the large views, without gradient."""
+        """The teacher's outputs and embeddings of the large views, without gradient, rows grouped by view."""
         assert self.teacher is not None
         with torch.no_grad():
-            return self.teacher(_global_views(views))
+            # Views of equal size come as one tensor, whatever their kind.
+            return self.teacher([views[0][: losses.NUM_GLOBAL]])
 
     def look_ahead(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(V, B, D): the student's embeddings of the large views, which are what tiles are compared by."""
-        # The same call as in the step itself: it drops the same paths, whatever other views come with the large ones.
-        embeddings_RD = self.student.embed(self.student.backbone, views[0].flatten(0, 1))
-        return embeddings_RD.unflatten(0, (-1, views[0].shape[1]))[: losses.NUM_GLOBAL]
+        """(V, B, D): what `JointBatch.join` will be asked for, of the student as it is."""
+        # The same calls as in the step itself: they drop the same paths, whatever other views come with the large ones.
+        everything = self.objective.joins == "head"
+        rows_RD = torch.cat(
+            [
+                self.student.embed(self.student.backbone, view_VB3SS.flatten(0, 1))
+                for view_VB3SS in (views if everything else views[:1])
+            ]
+        )
+        rows_VBD = rows_RD.unflatten(0, (-1, views[0].shape[1]))
+        if everything:
+            return rows_VBD
+        large_2BD = rows_VBD[: losses.NUM_GLOBAL]
+        if self.objective.joins == "embeddings":
+            return large_2BD
+        return self.student.head(large_2BD.flatten(0, 1)).unflatten(0, large_2BD.shape[:2])
 
-    def finish_step(self, momentum: float, teacher_means: Sequence[torch.Tensor]) -> None:
-        """Move teacher and centre, after the optimizer's step."""
+    def finish_step(self, momentum: float, states: Sequence[torch.Tensor]) -> None:
+        """Move the average and what else does not learn by gradients, after the optimizer's step."""
         if self.teacher is not None:
-            update_teacher(self.teacher, self.student, momentum)
-            rows_RK = torch.stack(list(teacher_means))
-            self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.settings.center_momentum))
-
-    def freeze(self, step: int) -> None:
-        """Leave the head's last layer as it is at the start of the run; before the optimizer's step."""
-        if isinstance(self.student.head, DinoHead) and step < self.numbers.freeze_steps:
-            cancel_gradients(self.student.head.last_layer)
-
-
-@dataclass
-class Outcome:
-    """Loss of one part of a batch, and what tells how training goes."""
-
-    loss: torch.Tensor
-    embeddings_RD: torch.Tensor
-    """Of the first large view (the teacher's with DINO), for rank and spread."""
-    student_RK: torch.Tensor
-    teacher_RK: torch.Tensor | None
-    targets_RK: torch.Tensor | None
-    """The teacher's distributions, which the student learns to predict."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a batch, and what it knows of the others."""
-
-    joint: JointBatch
-    number: int = 0
-    taught: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What the teacher says of this part (`Learner.teach`), where it was asked before."""
-
-    def join(self, own_VBD: torch.Tensor) -> torch.Tensor:
-        return self.joint.join(own_VBD, self.number)
+            pair = (self.teacher, self.student)
+            if not self.objective.has_teacher:  # nobody asks its head
+                pair = (self.teacher.backbone, self.student.backbone)
+            update_teacher(*pair, momentum)
+        if states:
+            self.objective.after_step(states)
 
 
 def compute_loss(
     learner: Learner,
     student: nn.Module,
     views: Sequence[torch.Tensor],
+    step: int,
     teacher_temp: float,
     mark: Callable[[str], None],
     part: Part | None = None,
 ) -> Outcome:
-    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes.
-
-    The loss is the mean over the tiles of this part where tiles do not depend on each other, else that of the whole
-    batch; averaged over parts and processes both are the loss of the whole batch.
-    """
-    settings, part = learner.settings, part or Part(JointBatch())
+    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes."""
+    objective, part = learner.objective, part or Part(JointBatch())
     tiles = views[0].shape[1]
-    if learner.teacher is None:
-        projections_RD, embeddings_RD = student(views, part.join)
-        mark("student")
-        value = nt_xent_loss(projections_RD, settings.temperature)
-        return Outcome(value, embeddings_RD[:tiles], projections_RD, None, None)
-    teacher_RK, embeddings_RD = part.taught or learner.teach(views)
-    mark("teacher")
-    student_RK, student_RD = student(views)
+    taught: tuple[torch.Tensor, torch.Tensor] | None = None
+    if objective.has_teacher:
+        taught = part.taught or learner.teach(views)
+        mark("teacher")
+    outputs_RK, embeddings_RD = student(views, part.join if objective.joins == "head" else None)
     num_views = sum(len(view_VB3SS) for view_VB3SS in views)
-    if settings.centering == "sinkhorn":
-        all_RK, own = part.joint.join_teacher(teacher_RK, part.number)
-        targets_RK = losses.balanced_probabilities(all_RK, teacher_temp, alone=part.joint.is_alone)[own]
-    else:
-        targets_RK = losses.teacher_probabilities(teacher_RK, learner.center_K, teacher_temp)
-    value = losses.crossed_cross_entropy(student_RK, targets_RK, settings.student_temp, num_views)
-    if settings.koleo > 0:
-        large_VBD = part.join(student_RD.unflatten(0, (num_views, tiles))[: losses.NUM_GLOBAL])
-        value = value + settings.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_VBD]).sum()
+    seen = Seen(
+        student_VBK=outputs_RK.unflatten(0, (num_views, -1)),
+        embeddings_VBD=embeddings_RD.unflatten(0, (num_views, tiles)),
+        teacher_2BK=None if taught is None else taught[0].unflatten(0, (losses.NUM_GLOBAL, tiles)),
+        part=part,
+        step=step,
+        teacher_temp=teacher_temp,
+    )
+    outcome = objective(seen)
+    outcome.embeddings_BD = (embeddings_RD if taught is None else taught[1])[:tiles]
     mark("student")
-    return Outcome(value, embeddings_RD[:tiles], student_RK, teacher_RK, targets_RK)
+    return outcome
 
 
-def _global_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The two that the teacher sees. Views of equal size come as one tensor, whatever their kind."""
-    return [views[0][: losses.NUM_GLOBAL]]
-
-
-def diagnose(learner: Learner, outcome: Outcome) -> dict[str, float]:
+def diagnose(outcome: Outcome) -> dict[str, float]:
     """Numbers that tell whether the run learns or collapses."""
-    settings = learner.settings
-    found: dict[str, torch.Tensor] = {
-        "feature_rank": losses.effective_rank(outcome.embeddings_RD),
-        "feature_std": losses.feature_std(outcome.embeddings_RD),
+    found = {
+        "feature_rank": losses.effective_rank(outcome.embeddings_BD),
+        "feature_std": losses.feature_std(outcome.embeddings_BD),
     }
-    if outcome.targets_RK is not None:
-        found["teacher_entropy"] = losses.teacher_entropy(outcome.targets_RK)
-        found["kl"] = losses.teacher_student_kl(outcome.student_RK, outcome.targets_RK, settings.student_temp)
-    return {name: float(value) for name, value in found.items()}
-
-
-def collapse_advice(learner: Learner, recent: Sequence[dict[str, Any]]) -> str | None:
-    """What went wrong, judged by the mean of recent lines of metrics; None while all is well."""
-    if learner.teacher is None:
-        rank = sum(line["feature_rank"] for line in recent) / len(recent)
-        spread = sum(line["feature_std"] for line in recent) / len(recent)
-        if rank < 1.5 or spread < 0.01:
-            return f"collapse to one embedding: feature rank {rank:.2f}, spread {spread:.3f}. Lower the learning rate"
-        return None
-    entropy, kl = (sum(line[key] for line in recent) / len(recent) for key in ("teacher_entropy", "kl"))
-    return losses.collapse_reason(entropy, kl, learner.numbers.out_dim)
+    return {name: float(value) for name, value in (found | outcome.metrics()).items()}
 
 
 # ---------------------------------------------------------------------------------------------------- arithmetic
@@ -439,9 +379,8 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
     with torch.device("meta"):
         backbone = build_backbone(config.architecture, config.model_args).eval()
         dim = width_of(backbone)
-        head: nn.Module = SimclrHead(dim, settings.bottleneck)
-        if settings.method == "dino":
-            head = DinoHead(dim, out_dim, settings.head_width, settings.bottleneck, settings.head_layers)
+        objective = make_objective(settings, out_dim, freeze_steps=0)
+        head = objective.make_head(dim)
         in_head = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
         costs: dict[int, float] = {}
         for size in {recipe.size_px for recipe in recipes}:
@@ -449,5 +388,5 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
                 backbone(torch.empty(1, 3, size, size))
             costs[size] = counter.get_total_flops() + in_head
     student = 3 * sum(costs[recipe.size_px] for recipe in recipes)
-    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * (settings.method == "dino")
+    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * objective.has_teacher
     return (student + teacher) / 1e9

@@ -207,6 +207,19 @@ def koleo_loss(embeddings_BD: torch.Tensor) -> torch.Tensor:
         return -(distance_B + 1e-8).log().mean()
 
 
+def kde_loss(embeddings_BD: torch.Tensor, concentration: float) -> torch.Tensor:
+    """Mean log of the kernel density at each embedding, from the others of the batch, all brought to length one.
+
+    mean_i log(sum over j != i of exp(concentration * cos(i, j)) / (n - 1)): the uniformity loss of Wang and Isola
+    (2020) with the log inside the mean, as in kaiko's Midnight (2025). It is least, and so to be *added* to a loss,
+    where embeddings are spread evenly over the sphere; unlike with KoLeo, every other embedding pushes.
+    """
+    with torch.autocast(embeddings_BD.device.type, enabled=False):
+        directions_BD = functional.normalize(at_least_float32(embeddings_BD), dim=-1, eps=1e-8)
+        logits_BB = (concentration * directions_BD @ directions_BD.T).fill_diagonal_(-torch.inf)
+        return torch.logsumexp(logits_BB, dim=1).mean() - math.log(len(directions_BD) - 1)
+
+
 @torch.no_grad()
 def nearest_neighbours(rows_BD: torch.Tensor) -> torch.Tensor:
     """Index of the nearest other row, by Euclidean distance computed from differences in the rows' own precision."""

@@ -34,7 +34,8 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
 from selfvitmil.pretrain.feed import Batch, Feed, Order, default_workers, measure_colours
 from selfvitmil.pretrain.joint import JointBatch
-from selfvitmil.pretrain.learner import Learner, Numbers, Outcome, Part
+from selfvitmil.pretrain.learner import Learner, Numbers
+from selfvitmil.pretrain.objectives.contract import Outcome, Part
 from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, parameter_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.sources import TileSource
@@ -447,8 +448,7 @@ class _Run:
         plain = not self.compiled and not self.scaler.is_enabled()
         # What depends on the order of the parts: random numbers, and means that batch norms keep.
         norms = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in self.learner.modules())
-        joins = self.learner.joins_teacher or self.learner.joins_student
-        waits_in_vain = joins and together < settings.accumulate
+        waits_in_vain = self.learner.joins and together < settings.accumulate
         if together == 1 or not alone_on_cpu or not plain or settings.drop_path or norms or waits_in_vain:
             yield None
             return
@@ -474,7 +474,7 @@ class _Run:
         buffers = [buffer.clone() for buffer in self.learner.buffers()]
         try:
             views = self._make_views(batch, self._part(batch, 0))
-            if self.settings.accumulate > 1 and self.learner.joins_student:
+            if self.settings.accumulate > 1 and self.learner.objective.joins != "nothing":
                 with torch.no_grad(), self._autocast():
                     self.learner.look_ahead(views)
             self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
@@ -506,17 +506,17 @@ class _Run:
         self.unfitted += batch.unfitted
         mark.start()
         total = torch.zeros((), device=self.place.device)
-        means: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         last: Outcome | None = None
         outcomes = self._one_by_one(batch, numbers) if self.threads is None else self._side_by_side(batch, numbers)
         for number, outcome in enumerate(outcomes, start=1):
             total += outcome.loss.detach() / settings.accumulate
-            if outcome.teacher_RK is not None:
-                means.append(outcome.teacher_RK.mean(dim=0, dtype=torch.float32))
+            if outcome.state is not None:
+                states.append(outcome.state)
             last = outcome if number == settings.accumulate else None
             del outcome  # frees its logits before the next part begins
         assert last is not None
-        self._move(numbers, means)
+        self._move(numbers, states)
         mark("update")
         # A gradient that is not finite shows in the weights, a step that the loss scale of fp16 skips does not.
         broken = (~all_finite(self.learner.student.parameters())).to(total.dtype)
@@ -555,17 +555,17 @@ class _Run:
         """What parts that come one after the other must know of each other, where the loss compares their tiles."""
         parts, learner = self.settings.accumulate, self.learner
         ahead = _Ahead(JointBatch(parts), [None] * parts, [None] * parts)
-        if parts == 1 or not (learner.joins_teacher or learner.joins_student):
+        if parts == 1 or not learner.joins:
             return ahead
         views_of = [self._make_views(batch, self._part(batch, number)) for number in range(parts)]
         ahead.views = list(views_of)
         self.watch("views")
         with torch.no_grad(), self._autocast():
-            if learner.joins_teacher:
+            if learner.objective.joins_teacher:
                 ahead.taught = [learner.teach(views) for views in views_of]
                 ahead.joint.look_ahead_teacher([taught[0] for taught in ahead.taught])
                 self.watch("teacher")
-            if learner.joins_student:
+            if learner.objective.joins != "nothing":
                 embeddings: list[torch.Tensor] = []
                 for number, views in enumerate(views_of):
                     self._seed_part(number)
@@ -579,7 +579,7 @@ class _Run:
         assert self.threads is not None
         parts, learner = self.settings.accumulate, self.learner
         weights = [weight for weight in learner.student.parameters() if weight.requires_grad]
-        joint = JointBatch(parts, in_threads=learner.joins_teacher or learner.joins_student)
+        joint = JointBatch(parts, in_threads=learner.joins)
 
         def compute(number: int) -> tuple[Outcome, tuple[torch.Tensor, ...]]:
             mark = self.watch if number == 0 else lambda phase: None
@@ -623,7 +623,7 @@ class _Run:
     ) -> Outcome:
         with self._autocast():
             chosen = self.student if student is None else student
-            return learning.compute_loss(self.learner, chosen, views, numbers["teacher_temp"], mark, part)
+            return learning.compute_loss(self.learner, chosen, views, self.step, numbers["teacher_temp"], mark, part)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.place.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -644,18 +644,18 @@ class _Run:
             render=self.render,
         )
 
-    def _move(self, numbers: dict[str, float], means: list[torch.Tensor]) -> None:
-        """The optimizer's step with this step's numbers, then teacher and centre."""
+    def _move(self, numbers: dict[str, float], states: list[torch.Tensor]) -> None:
+        """The optimizer's step with this step's numbers, then the average and what the objective moves itself."""
         for group, decay in zip(self.optimizer.param_groups, (numbers["weight_decay"], 0.0), strict=True):
             group["lr"], group["weight_decay"] = numbers["lr"], decay
         self.scaler.unscale_(self.optimizer)
         if self.numbers.clip_grad:
             clip_each_gradient(self.learner.student.parameters(), self.numbers.clip_grad)
-        self.learner.freeze(self.step)
+        self.learner.objective.before_update(self.learner.student.head, self.step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.learner.finish_step(numbers["momentum"], means)
+        self.learner.finish_step(numbers["momentum"], states)
 
     def _check(self, checked: Later | None, step: int) -> bool:
         """Raise when the loss or the weights of a step were not finite; else whether any process was asked to stop."""
@@ -717,7 +717,7 @@ class _Run:
         pace = self.pace.lap(self.step, feed.waited_s, self.settings.batch)
         line: dict[str, Any] = {"step": self.step - 1, "epoch": (self.step - 1) // self.numbers.steps_per_epoch}
         line |= {"loss": checked.values()[0], **numbers}
-        line |= learning.diagnose(self.learner, outcome)
+        line |= learning.diagnose(outcome)
         line["tiles_per_s"] = round(pace.tiles_per_s, 2)
         line["data_wait_share"] = round(pace.data_wait_share, 4)
         line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
@@ -726,7 +726,7 @@ class _Run:
         recent = [*self.metrics.lines, line][-ALARM_LINES:]
         first_judged = max(self.numbers.warmup_steps, ALARM_FROM_STEP)
         if len(recent) == ALARM_LINES and recent[0]["step"] >= first_judged:
-            advice = learning.collapse_advice(self.learner, recent)
+            advice = self.learner.objective.collapse_advice(recent)
             if advice:
                 line["alarm"] = advice
                 if not any("alarm" in before for before in self.metrics.lines):

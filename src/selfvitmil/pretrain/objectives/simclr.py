@@ -1,7 +1,7 @@
-"""SimCLR: the contrastive loss (NT-Xent) and its projection head, for the ResNet18 embedder of the DSMIL rows.
+"""SimCLR (Chen et al., ICML 2020, arXiv 2002.05709): the contrastive loss NT-Xent and its projection head.
 
 Every tile has two views. A view's projection must point to that of the other view of the same tile, and away from all
-other projections of the batch (of all processes and parts, see `joint`). Chen et al., ICML 2020.
+other projections of the batch (of all processes and parts, see `joint`). DSMIL's own features come from it.
 
 Axes in names: D dimensions, R rows (two views times tiles, grouped by view).
 """
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.loss import at_least_float32
+from selfvitmil.pretrain.objectives.contract import Objective, Outcome, Seen
 
 
 class SimclrHead(nn.Sequential):
@@ -21,6 +22,24 @@ class SimclrHead(nn.Sequential):
 
     def __init__(self, dim: int, out_dim: int = 256):
         super().__init__(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, out_dim))
+
+
+class Simclr(Objective):
+    """NT-Xent between the two views of each tile of the whole batch. The student itself is kept."""
+
+    has_average = False
+    has_small_views = False
+    joins = "head"
+
+    def __init__(self, out_dim: int, temperature: float):
+        super().__init__()
+        self.out_dim, self.temperature = out_dim, temperature
+
+    def make_head(self, dim: int) -> nn.Module:
+        return SimclrHead(dim, self.out_dim)
+
+    def forward(self, seen: Seen) -> Outcome:
+        return Outcome(nt_xent_loss(seen.student_VBK.flatten(0, 1), self.temperature))
 
 
 def nt_xent_loss(projections_RD: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:
