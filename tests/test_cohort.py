@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil.cohort import COLUMNS, Cohort, SlideRow, make_cohort, merge_cohorts, read_cohort, write_cohort
-from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.errors import CohortError, CohortProblems, ConfigError
 
 
 def table(path: Path, text: str) -> Path:
@@ -114,9 +114,11 @@ BAD_TABLES = {
 def test_bad_tables_are_refused_with_place_and_remedy(tmp_path: Path, text: str, what: str, how: str):
     with pytest.raises(CohortError) as caught:
         read_cohort(table(tmp_path / "cohort.csv", text))
-    assert caught.value.what.startswith("cohort.csv")
-    assert what in caught.value.reason
-    assert how in caught.value.how
+    # Where the table can be read, files that are not there and missing labels are said too.
+    first, *_ = caught.value.problems if isinstance(caught.value, CohortProblems) else (caught.value,)
+    assert first.what.startswith("cohort.csv")
+    assert what in first.reason
+    assert how in first.how
     assert str(tmp_path) not in str(caught.value)
 
 
@@ -586,3 +588,30 @@ def test_merge_refuses_contradictions_and_lists_them_all(tmp_path: Path):
     merged, _ = merge_cohorts(old, torn)
     with pytest.raises(CohortError, match="more than one split"):
         merge_cohorts(merged, make_cohort([SlideRow("a", tmp_path / "a.svs", patient="p", split="test")]))
+
+
+def test_all_problems_of_a_folder_and_its_labels_are_told_at_once(tmp_path: Path):
+    files(tmp_path / "s", "one/a.svs", "two/a.tif", "b.svs", "c.svs")
+    source = table(
+        tmp_path / "l.csv", "slide,label,patient,split\nb,X,p,train\nc,x,p,test\nb,Y,p,train\nlost,X,q,test\n"
+    )
+    with pytest.raises(CohortProblems) as caught:
+        read_cohort(tmp_path / "s", source)
+    said = [str(problem) for problem in caught.value.problems]
+    assert len(said) == 5
+    for number, words in enumerate(
+        ("same name", "line 5 (lost)", "b (label: X or Y)", "more than one split", "differ in case alone")
+    ):
+        assert words in said[number]
+        assert words in str(caught.value)
+
+
+def test_all_problems_of_a_table_are_told_at_once(tmp_path: Path):
+    files(tmp_path, "a.svs", "b.svs")
+    text = "slide,path,label,patient,split\na,a.svs,x,p,train\nA,b.svs,x,p,test\nc,c.svs,x,q,test\n"
+    with pytest.raises(CohortProblems) as caught:
+        read_cohort(table(tmp_path / "cohort.csv", text))
+    said = [str(problem) for problem in caught.value.problems]
+    assert len(said) == 4
+    for number, words in enumerate(("same name", "more than one split", "all labels are x", "do not exist: c")):
+        assert words in said[number]

@@ -186,6 +186,22 @@ def check(
 
 
 @app.command
+def split(
+    study: Study,
+    /,
+    *,
+    slides: SlideFlags = NO_SLIDES,
+    test: Annotated[float, Parameter(help="Fraction of the patients of every class for the test set.")] = 0.3,
+    seed: Annotated[int, Parameter(help="Of the random draw; another one draws another test set.")] = 0,
+    overwrite: Annotated[bool, Parameter(help="Replace a split that is there.", negative="")] = False,
+):
+    """Hold out a test set by patient, stratified by label; writes the column split of the study's cohort.csv."""
+    from selfvitmil import pipeline
+
+    return _end([pipeline.split(study, slides.source(), test, seed, overwrite=overwrite)])
+
+
+@app.command
 def tile(
     study: Study,
     /,

@@ -7,6 +7,8 @@ arguments of the exception, so that errors survive the pickling between worker p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class SelfVitMilError(Exception):
     """Base of all errors of this package; catch this one to catch them all."""
@@ -40,6 +42,24 @@ class ConfigError(SelfVitMilError):
 
 class CohortError(SelfVitMilError):
     """A table of slides that contradicts itself or the files it names."""
+
+
+class CohortProblems(CohortError):
+    """Several things that are wrong with a cohort, to be put right together."""
+
+    def __init__(self, what: str, why: str = "", how: str = "", problems: tuple[SelfVitMilError, ...] = ()):
+        super().__init__(what, why, how)
+        self.problems = problems
+
+
+def raise_problems(problems: Iterable[SelfVitMilError], whole: str) -> None:
+    """Raise the only problem, or one error that lists all problems of `whole`; do nothing where there is none."""
+    found = tuple(problems)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(found, start=1))
+        raise CohortProblems(f"{whole}: {len(found)} problems{lines}", problems=found)
 
 
 class SlideError(SelfVitMilError):

@@ -27,7 +27,7 @@ from selfvitmil.cohort.table import (
     resolve_path,
     specific_warnings,
 )
-from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.errors import CohortError, ConfigError, raise_problems
 
 _FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may name a slide by its feature file
 
@@ -58,16 +58,18 @@ def read_cohort(
     `slides_folder` is where slides of a table without paths lie, and where relative paths of a table with paths start.
     `features` (slide -> feature file) stand for the slides of a table without paths, where there are no slides at hand;
     a slide without one stays in the cohort and fails later, alone.
-    Raises CohortError, with the lines, for contradictions; what only deserves a look is in the result's `warnings`.
+    Raises CohortError, with the lines, for contradictions, all of them at once; what only deserves a look is in the
+    result's `warnings`.
     """
     prefixed = str(source).startswith(CAMELYON16_PREFIX)
     source = _existing(Path(str(source).removeprefix(CAMELYON16_PREFIX)).expanduser() if prefixed else source)
     if prefixed:
         return _official(source, labels, slides_folder)
     slides_folder = _existing(slides_folder) if slides_folder is not None else None
+    problems: list[CohortError] = []
     if not source.is_dir():
         own_labels = label_column if labels is None else None
-        cohort = _from_table(read_sheet(source), slides_folder, own_labels, features)
+        cohort = _from_table(read_sheet(source), slides_folder, own_labels, features, problems)
     elif slides_folder is not None:
         raise ConfigError(
             "a folder of slides and --slides-folder exclude each other",
@@ -79,8 +81,12 @@ def read_cohort(
                 f"--label-column {label_column} without a table of labels", how="Give the table with --labels"
             )
         official = read_camelyon16(source) if labels is None else None
-        cohort = official if official is not None else _from_folder(source, hint=labels is None)
-    return cohort if labels is None else _with_labels(cohort, read_sheet(_existing(labels)), label_column)
+        cohort = official if official is not None else _from_folder(source, problems, hint=labels is None)
+    if labels is not None:
+        cohort = _with_labels(cohort, read_sheet(_existing(labels)), label_column, problems)
+    if problems:  # then all that is wrong is said at once
+        raise_problems([*problems, *cohort.common_problems], source.name)
+    return cohort
 
 
 def _official(folder: Path, labels: Path | None, slides_folder: Path | None) -> Cohort:
@@ -109,7 +115,7 @@ def _existing(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------- slides
 
 
-def _from_folder(folder: Path, *, hint: bool) -> Cohort:
+def _from_folder(folder: Path, problems: list[CohortError], *, hint: bool) -> Cohort:
     found, warnings = find_slides(folder)
     if hint and all(is_camelyon16_name(slide.path.name) for slide in found):
         warnings.append(
@@ -123,11 +129,16 @@ def _from_folder(folder: Path, *, hint: bool) -> Cohort:
         Path(os.path.abspath(folder)).name,
         where=[slide.where for slide in found],
         warnings=warnings,
+        problems=problems,
     )
 
 
 def _from_table(
-    sheet: Sheet, slides_folder: Path | None, label_column: str | None, features: Mapping[str, Path] | None
+    sheet: Sheet,
+    slides_folder: Path | None,
+    label_column: str | None,
+    features: Mapping[str, Path] | None,
+    problems: list[CohortError],
 ) -> Cohort:
     folded = [column.casefold() for column in sheet.columns]
     ours = sheet.name == "cohort.csv" or {"slide", "path"} <= set(folded)
@@ -145,13 +156,13 @@ def _from_table(
     if sheet.find("path") is None and slides_folder is None and features is not None:
         rows = [_at_features(row, features) for row in rows]
     elif sheet.find("path") is None:
-        rows, unlisted = _located(sheet, rows, slides_folder)
+        rows, unlisted = _located(sheet, rows, slides_folder, problems)
         warnings += unlisted
     else:
         base = Path(os.path.realpath(slides_folder)) if slides_folder is not None else sheet.folder
         paths = _filled_cells(sheet, "path")
         rows = [replace(row, path=resolve_path(path, base)) for row, path in zip(rows, paths, strict=True)]
-    return make_cohort(rows, sheet.name, where=sheet.where, warnings=warnings)
+    return make_cohort(rows, sheet.name, where=sheet.where, warnings=warnings, problems=problems)
 
 
 def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
@@ -204,8 +215,10 @@ def _spellings(name: str) -> Iterator[str]:
     yield from (name_key(name), name_key(PurePosixPath(name).name), name_key(stem(name)))
 
 
-def _located(sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None) -> tuple[list[SlideRow], list[str]]:
-    """The rows with the files that have their names in `slides_folder`, and warnings."""
+def _located(
+    sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None, problems: list[CohortError]
+) -> tuple[list[SlideRow], list[str]]:
+    """The rows with the files that have their names in `slides_folder` (where there is one), and warnings."""
     if slides_folder is None:
         raise CohortError(
             f"{sheet.name}: names slides, but has no column of paths",
@@ -218,26 +231,24 @@ def _located(sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None) -> 
         files[name_key(slide.name)].append(slide)
     located: list[SlideRow] = []
     missing: list[str] = []
+    several: list[str] = []
     used: set[str] = set()
     for row, where in zip(rows, sheet.where, strict=True):
         key = next((key for key in _spellings(str(row.path)) if key in files), None)
         if key is None:
             missing.append(f"{where} ({row.slide})")
+            located.append(row.found_as(row.slide, slides_folder / row.path))
             continue
         if len(files[key]) > 1:
-            raise CohortError(
-                f"{sheet.name}: {where}: several files are named {row.slide}: {listing(s.where for s in files[key])}",
-                "it cannot be told which is meant",
-                "Add a column path to the table",
-            )
+            several.append(f"{where}: several files are named {row.slide}: {listing(s.where for s in files[key])}")
         located.append(row.found_as(files[key][0].name, files[key][0].path))
         used.add(key)
+    if several:
+        what = f"{sheet.name}: {listing(several)}"
+        problems.append(CohortError(what, "it cannot be told which is meant", "Add a column path to the table"))
     if missing:
-        raise CohortError(
-            f"{sheet.name}: slides that are not in the slides folder: {listing(missing)}",
-            "a label without its slide is a mistake in the table or a lost file",
-            "Add the files, or delete the rows",
-        )
+        what = f"{sheet.name}: slides that are not in the slides folder: {listing(missing)}"
+        problems.append(CohortError(what, *_LOST_LABEL))
     unlisted = [slide.where for key, group in files.items() if key not in used for slide in group]
     if unlisted:
         warnings.append(
@@ -249,7 +260,13 @@ def _located(sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None) -> 
 # ---------------------------------------------------------------------------------------------------- labels
 
 
-def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None) -> Cohort:
+_LOST_LABEL = (
+    "a label without its slide is a mistake in the table or a lost file",
+    "Add the files, or delete the rows",
+)
+
+
+def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None, problems: list[CohortError]) -> Cohort:
     """The cohort with its empty fields filled from a table of slides or, lacking a column for them, of patients."""
     label_index, chosen = _label_index(sheet, label_column)
     by_slide = sheet.find("slide") is not None or sheet.find("path") is not None
@@ -271,20 +288,15 @@ def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None) -> Coho
         rows[name], disagreements = combine(rows[name], replace(addition, path=rows[name].path))
         conflicts += [f"{where}: {disagreement}" for disagreement in disagreements]
     if missing and by_slide:
-        raise CohortError(
-            f"{sheet.name}: labels of slides that are not there: {listing(missing)}",
-            "a label without its slide is a mistake in the table or a lost file",
-            "Add the files, or delete the rows",
+        problems.append(
+            CohortError(f"{sheet.name}: labels of slides that are not there: {listing(missing)}", *_LOST_LABEL)
         )
-    if missing:
+    elif missing:
         warnings.append(f"{sheet.name}: {len(missing)} patients have no slide: {listing(missing)}.")
     if conflicts:
-        raise CohortError(
-            f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}",
-            "it cannot be told which is right",
-            "Correct one of the two",
-        )
-    return make_cohort(list(rows.values()), sheet.name, warnings=warnings)
+        what = f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}"
+        problems.append(CohortError(what, "it cannot be told which is right", "Correct one of the two"))
+    return make_cohort(list(rows.values()), sheet.name, warnings=warnings, problems=problems)
 
 
 _Addition = tuple[str, str, SlideRow | None]  # place in the table; slide that it fills; with what, None: no such slide

@@ -73,6 +73,37 @@ def k_fold(cohort: Cohort, k: int, *, val: float = 0.0, seed: int = 0) -> tuple[
     return tuple(_carved(cohort, split, val, (seed, fold)) for fold, split in enumerate(folds))
 
 
+def hold_out(cohort: Cohort, *, test: float = 0.3, seed: int = 0) -> Cohort:
+    """The cohort with its column split drawn anew: the fraction `test` of the patients of every class is the test set.
+
+    All other slides are for training. Slides without a label go with their patient, else to training, where they serve
+    self-supervision alone.
+    """
+    drawn = set(_hold_out(cohort, "", test, 0.0, (_checked_seed(seed),)).test)
+    patients = {cohort[slide].patient for slide in drawn}
+    rows = [replace(row, split="test" if row.patient in patients else "train") for row in cohort.rows]
+    return Cohort(tuple(rows), cohort.warnings)
+
+
+def patients_by_class(cohort: Cohort) -> dict[str, int]:
+    """Patients of each class, in class order; one with slides of several classes counts under the rarest."""
+    return {label: len(patients) for label, patients in _patients_by_class(cohort).items()}
+
+
+def split_table(cohort: Cohort) -> tuple[tuple[str, ...], ...]:
+    """Slides and patients of every class and split of the column, header first; a patient may be in several classes."""
+    names = [name for name in SIDES if cohort.select(split=name).rows]
+    names += sorted({row.split for row in cohort.rows if row.split} - set(names))
+    rows: list[tuple[str, ...]] = []
+    for label in (*cohort.classes, None):
+        own = [row for row in cohort.rows if row.label == label]
+        parts = [[row for row in own if row.split == name] for name in names]
+        cells = [f"{len(part)} slides of {len({row.patient for row in part})} patients" for part in parts]
+        if own:
+            rows.append((label or "no label", *cells))
+    return (("class", *names), *rows)
+
+
 def given(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
     """The split of the cohort's own column; `val` is carved from train only where the column has no val.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.artefact import write_csv
-from selfvitmil.errors import CohortError
+from selfvitmil.errors import CohortError, raise_problems
 
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
 """Columns of `cohort.csv`, in order. Only `slide` and `path` must be filled."""
@@ -147,6 +147,25 @@ class Cohort:
         rows = (row for row in self.rows if split is None or row.split == split)
         return Cohort(tuple(row for row in rows if row.label is not None or not labelled))
 
+    @property
+    def common_problems(self) -> list[CohortError]:
+        """What stops a study though the table does not contradict itself: no labels, one class, files not there."""
+        problems: list[CohortError] = []
+        if not self.classes:
+            how = "Fill the column label, or give --labels"
+            problems.append(CohortError("no slide has a label", "there is nothing to learn from", how))
+        elif len(self.classes) == 1:
+            what, how = f"all labels are {self.classes[0]}", "Add slides of another class, or correct the labels"
+            problems.append(CohortError(what, "a classifier needs two classes", how))
+        return [*problems, *self.missing_problems]
+
+    @property
+    def missing_problems(self) -> list[CohortError]:
+        """An error on the files that are not there, if any."""
+        gone = self.missing_files()
+        what = f"files of {len(gone)} slides, or their annotations, do not exist: {listing(row.slide for row in gone)}"
+        return [CohortError(what, how="Correct the paths, or add the files")] if gone else []
+
     def missing_files(self) -> tuple[SlideRow, ...]:
         """Rows whose slide or annotation is not there. Asks the file system once per file."""
         return tuple(
@@ -183,20 +202,24 @@ def make_cohort(
     *,
     where: Sequence[str] | None = None,
     warnings: Iterable[str] = (),
+    problems: list[CohortError] | None = None,
 ) -> Cohort:
-    """Check the rows against each other and make a cohort of them.
+    """Check the rows against each other and make a cohort of them; one CohortError lists all that is wrong.
 
     `source` and `where` (one entry a row: `line 7`, or a path within the folder) tell in errors which rows are meant.
+    With `problems` errors are added to that list, for one who finds more, and not raised.
     """
     where = where if where is not None else [row.slide for row in rows]
     if not rows:
         raise CohortError(
             f"{source}: there is no slide in it", "a study needs at least one", "Give a table with rows or a folder"
         )
-    _check_names(rows, source, where)
-    _check_unique(rows, source, where)
-    _check_patients(rows, source, where)
-    _check_labels(rows, source, where)
+    checks = (_check_names, _check_unique, _check_patients, _check_labels)
+    found = [error for check in checks if (error := check(rows, source, where)) is not None]
+    if problems is None:
+        raise_problems(found, source)
+    else:
+        problems += found
     return Cohort(tuple(rows), (*warnings, *general_warnings(rows)))
 
 
@@ -243,34 +266,36 @@ def _has_control(text: str) -> bool:
     return not text.isprintable() and any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
-def _check_names(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> None:
+def _check_names(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:
     problems = [
         f"{place} ({row.slide!r}: {problem})"
         for place, row in zip(where, rows, strict=True)
         if (problem := _name_problem(row.slide))
     ]
     if problems:
-        raise CohortError(
+        return CohortError(
             f"{source}: slide names that cannot be used: {listing(problems)}",
             "a slide's artefacts are files of its name",
             "Give other names in the column slide of a cohort.csv; the files themselves may stay as they are",
         )
+    return None
 
 
-def _check_unique(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> None:
+def _check_unique(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:
     places: dict[str, list[str]] = defaultdict(list)
     for place, row in zip(where, rows, strict=True):
         places[name_key(row.slide)].append(f"{place} ({row.slide})")
     repeated = [" = ".join(group) for group in places.values() if len(group) > 1]
     if repeated:
-        raise CohortError(
+        return CohortError(
             f"{source}: slides of the same name: {listing(repeated)}",
             "names are file names, and some file systems ignore case",
             "Give a cohort.csv whose column slide has a name of its own for each",
         )
+    return None
 
 
-def _check_patients(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> None:
+def _check_patients(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:
     splits: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row.split is not None:
@@ -282,14 +307,15 @@ def _check_patients(rows: Sequence[SlideRow], source: str, where: Sequence[str])
             for place, row in zip(where, rows, strict=True)
             if row.patient in torn and row.split is not None
         ]
-        raise CohortError(
+        return CohortError(
             f"{source}: patients with slides in more than one split: {listing(places)}",
             "slides of one patient resemble each other, and scores on the test set would be too good",
             "Put all slides of a patient into the same split",
         )
+    return None
 
 
-def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> None:
+def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:
     spellings: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row.label is not None:
@@ -297,11 +323,12 @@ def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -
     doubtful = {label for labels in spellings.values() if len(labels) > 1 for label in labels}
     if doubtful:
         places = [f"{place} ({row.label})" for place, row in zip(where, rows, strict=True) if row.label in doubtful]
-        raise CohortError(
+        return CohortError(
             f"{source}: labels that differ in case alone: {listing(places)}",
             "they would count as different classes",
             "Write each class in one way",
         )
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------- file

@@ -6,7 +6,8 @@ it with, so that one command starts its workers once.
 
     study.py      what all share: settings, cohort, lock, one stage over all slides
     slides.py     synth, check, tile
-    encoders.py   pretrain, embed, export
+    splitting.py  split
+    encoders.py   pretrain, embed, export; pretraining.py which slides an encoder may see
     learning.py   train, evaluate, compare; lesions.py what `--lesions` adds to the last two; methods.py which they have
     localizing.py localize; products.py what its workers make from a map
     packaging.py  package
@@ -34,6 +35,7 @@ from selfvitmil.pipeline.predicting import predict, predict_settings
 from selfvitmil.pipeline.reporting import report
 from selfvitmil.pipeline.running import run
 from selfvitmil.pipeline.slides import check, synth, tile
+from selfvitmil.pipeline.splitting import split
 from selfvitmil.pipeline.starting import init
 from selfvitmil.pipeline.study import CohortSource, Summary, study_settings
 from selfvitmil.pipeline.viewing import export_view, view
@@ -64,6 +66,7 @@ __all__ = [
     "pretrain",
     "report",
     "run",
+    "split",
     "start_demo",
     "status",
     "study_settings",

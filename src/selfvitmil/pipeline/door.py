@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.folder import is_slide
 from selfvitmil.cohort.table import listing
-from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, SelfVitMilError, raise_problems
 from selfvitmil.pipeline.methods import (
     TWO_SCALES,
     check_supervised,
@@ -106,7 +106,15 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
         return seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
     except SelfVitMilError as error:
         how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
-        raise _nothing_done(error, how) from None
+        raise_problems([_nothing_done(error, how), *cohort.missing_problems], "the cohort")
+        raise
+
+
+def check_files(study: Path, cohort: Cohort) -> None:
+    """CohortError where not one slide is there, which is a wrong path; single ones fail later, alone."""
+    there = any(row.path.exists() for row in cohort.rows)
+    if not there and not any((study / "tiles").glob("*/*.h5")):
+        raise_problems([_nothing_done(each, each.how) for each in cohort.missing_problems], "the cohort")
 
 
 def check_learning(cohort: Cohort, settings: StudySettings, trial: Trial, stages: Collection[str]) -> None:

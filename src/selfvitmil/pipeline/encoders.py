@@ -28,6 +28,7 @@ from selfvitmil.pipeline.pretraining import (
     slides_of,
     split_encoders,
 )
+from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import (
     CohortSource,
     Summary,
@@ -36,6 +37,7 @@ from selfvitmil.pipeline.study import (
     map_slides,
     num_tiles,
     open_study,
+    store_cohort,
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
@@ -57,7 +59,13 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
             lines, interrupted = _train(ImageTiles(images), study, name, f"images of {images.name}", settings)
             return Summary(tuple(lines) if first else (), interrupted=interrupted)
         cohort, _ = (study_cohort if first else find_cohort)(study, CohortSource())
-        settings, lines = settle_scope(study, name, cohort, settings)
+        cohort, lines, table = propose_split(study, name, cohort, settings)
+        if first:
+            store_cohort(study, cohort)
+        settings, told = settle_scope(study, name, cohort, settings)
+        lines += told
+        for line in lines if first else ():
+            print(line, file=sys.stderr, flush=True)  # before hours of training
         interrupted = False
         for run in encoder_runs(cohort, name, settings):
             source, notes, trained_on = training_tiles(study, run, settings)
@@ -65,7 +73,7 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
             lines += [*notes, *told]
             if interrupted:
                 break
-    return Summary(tuple(lines) if first else (), interrupted=interrupted)
+    return Summary(tuple(lines) if first else (), table=table if first else (), interrupted=interrupted)
 
 
 def _train(source: Any, study: Path, name: str, trained_on: str, settings: StudySettings) -> tuple[list[str], bool]:

@@ -23,6 +23,7 @@ from selfvitmil.pipeline.encoders import embed_jobs, encoder_name, encoder_sourc
 from selfvitmil.pipeline.methods import compared_methods
 from selfvitmil.pipeline.pretraining import EncoderRun, encoder_runs, seen_test_slides, settle_scope, tested_splits
 from selfvitmil.pipeline.slides import tile_jobs
+from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
 
@@ -115,6 +116,8 @@ class Outlook:
     """The encoders that are trained here, finished ones too."""
     lines: tuple[str, ...] = ()
     """What was found that deserves a word."""
+    split_table: tuple[tuple[str, ...], ...] = ()
+    """The split that is proposed and not stored yet, header first; empty where none is."""
 
     def of(self, stage: str) -> StageOutlook:
         """The outlook of one stage; an empty one where it was not asked for."""
@@ -135,10 +138,14 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
         raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}")
     cohort, lines = find_cohort(study, request.source)
     door.check_formats(study)
+    name, table = request.name or "dino", ()
+    if "pretrain" in request.stages:
+        cohort, told, table = propose_split(study, name, cohort, settings)
+        lines += told
     if set(request.stages) - set(STAGES[: STAGES.index("compare")]):
         door.check_learning(cohort, settings, door.check_labels(cohort, settings), request.stages)
-        lines += [f"note: {cohort.patient_warning}"] if cohort.patient_warning else []
-    name = request.name or "dino"
+        lines += [f"warning: {cohort.patient_warning}"] if cohort.patient_warning else []
+    door.check_files(study, cohort)
     runs: tuple[EncoderRun, ...] = ()
     if "pretrain" in request.stages:
         settings, told = settle_scope(study, name, cohort, settings)
@@ -151,7 +158,7 @@ def look_ahead(study: Path, request: Request, settings: StudySettings, *, offlin
     if not request.trains_encoder:
         door.check_untrained(study, ahead.encoder, settings, request.stages)
     stages = tuple(getattr(ahead, stage) for stage in request.stages)
-    return Outlook(cohort, stages, settings, ahead.encoder, ahead.sources, runs, (*lines, *ahead.lines()))
+    return Outlook(cohort, stages, settings, ahead.encoder, ahead.sources, runs, (*lines, *ahead.lines()), table)
 
 
 # ---------------------------------------------------------------------------------------------------- stage by stage

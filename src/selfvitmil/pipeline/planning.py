@@ -60,7 +60,11 @@ def plan(study: Path, request: Request, settings: StudySettings) -> Summary:
     measures, notes = _measure(study, request, settings, outlook)
     reckoning = _Reckoning(request, settings, outlook, measures)
     estimates = [reckoning.of(stage) for stage in outlook.stages]
-    lines = [*outlook.lines, *device_lines(settings, outlook, before), *measures.slides.notes, *notes]
+    lines = [
+        f"split {'; '.join(map(' '.join, zip(outlook.split_table[0], row, strict=True)))}"
+        for row in outlook.split_table[1:]
+    ]
+    lines = [*outlook.lines, *lines, *device_lines(settings, outlook, before), *measures.slides.notes, *notes]
     lines += [*_basis_lines(measures), *_totals(study, estimates, measures)]
     lines.append("nothing was written; `run` with the same flags does it")
     header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * measures.gpu, "by")

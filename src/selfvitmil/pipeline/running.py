@@ -27,7 +27,7 @@ from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
 from selfvitmil.pipeline.outlook import Outlook, Request, look_ahead
 from selfvitmil.pipeline.record import RunRecord, new_record, read_record, write_record
 from selfvitmil.pipeline.slides import check, tile
-from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
+from selfvitmil.pipeline.study import CohortSource, Summary, open_study, store_cohort
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.words import duration
 
@@ -52,8 +52,10 @@ def run(
     outlook = look_ahead(study, request, settings)
     settings = outlook.settings
     first = [*outlook.lines, *device_lines(settings, outlook, before)]
+    if outlook.split_table:
+        yield Summary((), table=outlook.split_table)
     yield Summary((*first, f"{len(outlook.cohort)} slides in the cohort"), table=outlook.table)
-    _store_cohort(study, request.source)
+    _store_cohort(study, outlook.cohort)
     yield from _remember(study, typed or {})
     course = _Course(
         study, settings, outlook, new_record(request.stages, _relative(request, study), request.name, _device())
@@ -221,11 +223,11 @@ def _relative(request: Request, study: Path) -> str | None:
     return os.path.relpath(encoder, study) if encoder is not None and Path(encoder).exists() else encoder
 
 
-def _store_cohort(study: Path, source: CohortSource) -> None:
+def _store_cohort(study: Path, cohort: Cohort) -> None:
     """Write the study's cohort.csv; the first thing that is written, so it meets a folder that cannot be."""
     try:
         with open_study(study, "run"):
-            study_cohort(study, source)
+            store_cohort(study, cohort)
     except LockError:
         raise
     except ArtefactError as error:

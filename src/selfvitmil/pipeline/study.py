@@ -63,10 +63,15 @@ def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
 def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
     """The study's cohort, extended by what `source` gives, and stored; and lines that tell what was added."""
     cohort, lines = find_cohort(study, source)
+    store_cohort(study, cohort)
+    return cohort, lines
+
+
+def store_cohort(study: Path, cohort: Cohort) -> None:
+    """Write the study's cohort.csv, unless it says the same already."""
     own = study / "cohort.csv"
     if not own.exists() or read_cohort(own).rows != cohort.rows:
         write_cohort(own, cohort)
-    return cohort, lines
 
 
 def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
