@@ -53,6 +53,7 @@ CUDA_LIMIT_S = 600.0
 BUSY = 0.1
 BY_HAND = {
     "pretrain_quality": "needs labelled tiles and minutes of a GPU",
+    "pretrain_budget": "needs labelled tiles of patients and a GPU",
     "small_cohorts": "takes hours",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",

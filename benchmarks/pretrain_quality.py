@@ -191,7 +191,7 @@ def train_for(
     state = read_state(folder)
     assert state is not None
     encoder = start_encoder(settings, source.size_px, settings.seed)
-    branch = "teacher.backbone." if settings.method == "dino" else "student.backbone."
+    branch = "student.backbone." if settings.method == "simclr" else "teacher.backbone."
     weights = {name.removeprefix(branch): value for name, value in state["learner"].items() if name.startswith(branch)}
     encoder.backbone.load_state_dict(weights)
     colours = {"mean": tuple(state["mean"]), "std": tuple(state["std"])}
