@@ -201,7 +201,7 @@ def main() -> None:
         )
 
     ours = aggregate.build("self-vit-mil", dim, 1)
-    guided = aggregate.build("self-vit-mil", dim, 1, guide=1.0, top=3)
+    guided = aggregate.build("self-vit-mil", dim, 1, evidence="positive", top=3)
     dense = as_dense(ours, dim)
     moved_floats = 2 * bag_ND.numel() + (2 + 1 + 7) * dim * dim
     source, target = torch.ones(moved_floats // 2), torch.ones(moved_floats // 2)

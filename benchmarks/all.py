@@ -55,6 +55,7 @@ BY_HAND = {
     "pretrain_quality": "needs labelled tiles and minutes of a GPU",
     "pretrain_budget": "needs labelled tiles of patients and a GPU",
     "small_cohorts": "takes hours",
+    "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",
 }

@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.1,
         "instance_dropout": 0.3,
         "max_instances": 64,
-        "options": {"v": "linear_relu", "init": "quiet", "top": 3, "guide": 0.0, "score": "bag"},
+        "options": {"v": "linear_relu", "init": "quiet", "top": 3, "evidence": "free", "score": "bag"},
     },
     "abmil": {"lr": 5e-4, "weight_decay": 0.01},
 }

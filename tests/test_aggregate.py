@@ -41,7 +41,7 @@ CASES += [
     ("self-vit-mil", {"query_dim": 6, "head": "conv1d", "scale": "none", "top": 2, "score": "mean_logit"}),
     ("dsmil", {"query_dim": 6, "v": "linear_relu", "q": "linear", "init": "default", "score": "bag"}),
     ("dsmil", {"query_dim": 6, "v": "linear", "score": "max"}),
-    ("self-vit-mil", {"query_dim": 6, "guide": 1.0, "top": 3}),
+    ("self-vit-mil", {"query_dim": 6, "evidence": "average", "top": 3}),
     ("abmil", {"hidden": 0, "attention_dim": 6}),
     ("chowder", {"form": "original"}),
     ("transmil", {"hidden": 8, "heads": 2, "landmarks": 4, "coordinates": True}),

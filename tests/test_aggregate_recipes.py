@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate.recipes import MAX_LR, recipe_of, recipe_warnings
+from selfvitmil.aggregate.recipes import MAX_LR, UNPUBLISHED, note_of, recipe_of, recipe_warnings
 from selfvitmil.errors import ConfigError
+from selfvitmil.pipeline.methods import options_for
 from selfvitmil.settings import TrainSettings, resolve_settings
 
 EACH = pytest.mark.parametrize("name", aggregate.NAMES)
@@ -20,7 +21,7 @@ PUBLISHED = TrainSettings(recipe="published")
 @pytest.mark.parametrize("which", ["default", "published"])
 def test_every_method_has_both_recipes_and_they_fit_it(name, which):
     recipe = recipe_of(name, TrainSettings(recipe=which))
-    module = aggregate.build(name, 8, 1, **recipe.options, standardize=recipe.standardize)
+    module = aggregate.build(name, 8, 1, **recipe.module_options)
     assert module.config["name"] == name
     assert recipe.source
     assert recipe.min_lr <= recipe.lr
@@ -47,7 +48,7 @@ PRINTED = [
     ("name", "options", "optimizer", "lr", "min_lr", "betas", "decay", "epochs", "together", "patience"), PRINTED
 )
 def test_published_numbers(name, options, optimizer, lr, min_lr, betas, decay, epochs, together, patience):
-    recipe = recipe_of(name, TrainSettings(recipe="published", options=options)).for_dim(3840)
+    recipe = recipe_of(name, TrainSettings(aggregator=name, recipe="published", options=options)).for_dim(3840)
     found = (recipe.optimizer, recipe.lr, recipe.min_lr, recipe.betas, recipe.weight_decay, recipe.epochs)
     assert found == (optimizer, lr, min_lr, betas, decay, epochs)
     assert (recipe.accumulate, recipe.patience) == (together, patience)
@@ -96,10 +97,12 @@ def test_options_are_merged_and_may_standardize():
     assert recipe.options["top"] == 3
     assert recipe.options["v"] == "identity"
     assert recipe.options["q"] == "linear"
-    by_option = recipe_of("dsmil", TrainSettings(recipe="published", options={"standardize": True}))
+    by_option = recipe_of("dsmil", TrainSettings(recipe="published", options={"dsmil": {"standardize": True}}))
     assert by_option.standardize
     assert "standardize" not in by_option.options
-    assert not recipe_of("dsmil", TrainSettings(standardize=False, options={"standardize": True})).standardize
+    of_one_method = TrainSettings(standardize=False, options={"dsmil": {"standardize": True}})
+    assert recipe_of("dsmil", of_one_method).standardize
+    assert not recipe_of("max", of_one_method).standardize
 
 
 def test_a_short_training_has_a_shorter_warm_up():
@@ -156,12 +159,55 @@ def test_contradictions_are_refused(name, settings, words):
 
 
 def test_options_of_one_method_are_not_those_of_others():
-    settings = TrainSettings(options={"standardize": False, "transmil": {"hidden": 64}})
-    assert recipe_of("transmil", settings).options["hidden"] == 64
-    assert "hidden" not in recipe_of("dsmil", settings).options
-    assert not recipe_of("dsmil", settings).standardize
+    settings = TrainSettings(options={"top": 5, "transmil": {"hidden": 64, "epochs": 7, "betas": (0.5, 0.6)}})
+    transmil = recipe_of("transmil", options_for("transmil", settings))
+    assert (transmil.options["hidden"], transmil.epochs, transmil.betas) == (64, 7, (0.5, 0.6))
+    assert "hidden" not in recipe_of("dsmil", options_for("dsmil", settings)).options
+    assert recipe_of("dsmil", options_for("dsmil", settings)) == recipe_of("dsmil", TrainSettings())
+    assert (
+        recipe_of("self-vit-mil", options_for("self-vit-mil", settings)).options["top"] == 5
+    )  # train.aggregator, to which plain options belong
+    with pytest.raises(ConfigError, match=r"train\.options\.dsmil: epochs"):
+        recipe_of("dsmil", TrainSettings(options={"dsmil": {"epochs": 0}}))
     with pytest.raises(ConfigError, match="transmill"):
         recipe_of("dsmil", TrainSettings(options={"transmill": {"hidden": 64}}))
+
+
+@pytest.mark.parametrize("preset", ["paper", "authors-code"])
+@pytest.mark.parametrize("name", [name for name in aggregate.NAMES if name != "self-vit-mil"])
+def test_a_preset_of_self_vit_mil_leaves_other_methods_as_published(name, preset):
+    settings = resolve_settings(flags={"preset": preset}).train
+    plain = TrainSettings(aggregator=name, recipe="published")
+    assert recipe_of(name, options_for(name, settings)) == recipe_of(name, plain)
+    note = note_of(name, options_for(name, settings), 512)
+    assert (note.kind, note.differences) == ("ours" if name in UNPUBLISHED else "published", ())
+
+
+def test_presets_follow_their_own_source():
+    paper, code = (resolve_settings(flags={"preset": name}).train for name in ("paper", "authors-code"))
+    text, released = recipe_of("self-vit-mil", paper), recipe_of("self-vit-mil", code)
+    assert (text.optimizer, text.lr, text.epochs, text.options["scale"], text.options["score"]) == (
+        "adamw", 2e-5, 50, "none", "mean_prob",
+    )  # fmt: skip
+    assert (released.optimizer, released.lr, released.epochs, released.weight_decay, released.options["score"]) == (
+        "adam", 2e-4, 200, 5e-3, "bag",
+    )  # fmt: skip
+    assert note_of("self-vit-mil", paper, 3840).kind == note_of("self-vit-mil", code, 3840).kind == "published"
+    assert released != recipe_of("dsmil", options_for("dsmil", code))
+
+
+def test_differences_from_the_published_recipe_are_listed():
+    ours = note_of("dsmil", TrainSettings(), 1024)
+    assert ours.kind == "ours"
+    for difference in (
+        "weight_decay 1 (published 0.001)", "top 3 (published 1)", "init quiet (published orthogonal)",
+        "evidence auto (published free)", "instance_dropout 0.3 (published 0)", "standardize True (published False)",
+    ):  # fmt: skip
+        assert difference in ours.differences
+    assert note_of("dsmil", TrainSettings(recipe="published"), 1024).differences == ()
+    changed = note_of("transmil", TrainSettings(recipe="published", options={"transmil": {"hidden": 64}}), 1024)
+    assert (changed.kind, changed.differences) == ("changed", ("hidden 64 (published 512)",))
+    assert note_of("mean", TrainSettings(), 1024).differences == ()
 
 
 @pytest.mark.parametrize("preset", ["default", "paper", "authors-code"])
@@ -169,7 +215,7 @@ def test_unscaled_attention_is_warned_of_and_nearly_one_hot(preset):
     settings = resolve_settings(flags={"preset": preset}).train
     recipe = recipe_of("self-vit-mil", settings)
     torch.manual_seed(0)
-    module = aggregate.build("self-vit-mil", 3840, 1, **recipe.options | {"init": "default"})
+    module = aggregate.build("self-vit-mil", 3840, 1, **recipe.module_options | {"init": "default"})
     with torch.no_grad():
         largest = module(torch.randn(500, 3840)).attention_NC.max().item()
     assert bool(recipe_warnings(recipe)) == (preset == "paper") == (largest > 0.9)

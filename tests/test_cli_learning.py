@@ -341,3 +341,52 @@ def test_packs_feed_a_training(embedded: Path, tmp_path: Path):
         assert selfvitmil("pretrain", study, "--name", name, *one, *small, *flag).returncode == 0
     one_file, other = (study / "encoders" / name / "model.safetensors" for name in ("slides", "packs"))
     assert one_file.read_bytes() == other.read_bytes()
+
+
+def rename_labels(study: Path, names: dict[str, str]) -> None:
+    path = study.parent / "foreign" / "labels.csv"
+    rows = [{**row, "label": names.get(row["label"], row["label"])} for row in rows_of(path)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize("positive", ["metastasis", "zz metastasis"])
+def test_the_names_of_the_classes_do_not_decide_what_is_learned(study: Path, positive: str):
+    rename_labels(study, {"tumor": positive})
+    done = learn("evaluate", study)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((study / "results" / "features_vit_self-vit-mil" / "metrics.json").read_text())["methods"][0]
+    assert told["positive"] == positive
+    assert told["slide"]["ensemble"]["auc"]["value"] > 0.9
+
+
+def test_a_guessed_positive_class_is_told_before_training_and_stored(study: Path):
+    rename_labels(study, {"tumor": "lusc", "normal": "luad"})
+    done = learn("evaluate", study, "--train.aggregator", "mean")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.index("positive: lusc (GUESSED") >= 0
+    told = json.loads((study / "results" / "features_vit_mean" / "metrics.json").read_text())["methods"][0]
+    assert told["positive"] == "lusc"
+    assert "--train.positive 'luad'" in told["positive_from"]
+
+
+def test_every_row_of_a_comparison_tells_its_recipe(study: Path):
+    methods = ("--compare.methods", "dsmil", "--compare.methods", "dsmil:published", "--compare.methods", "mean")
+    done = learn("compare", study, *methods, "--train.options.top", 2, "--train.aggregator", "dsmil")
+    assert done.returncode == 0, done.stderr
+    rows = {row["display_name"]: row for row in rows_of(study / "results" / "compare" / "table.csv")}
+    assert {name: row["recipe"] for name, row in rows.items()} == {
+        "dsmil": "ours", "dsmil (published)": "published", "mean": "ours",
+    }  # fmt: skip
+    assert "top 2 (published 1)" in rows["dsmil"]["recipe_words"]
+    assert "Looks for" in (study / "results" / "compare" / "table.md").read_text()
+    assert (rows["dsmil"]["published_auc"], rows["dsmil (published)"]["published_auc"]) == ("", "0.8944")
+    models = study / "models" / "external" / "features_vit"
+    exact = json.loads((models / "dsmil (published)" / "given" / "seed0" / "config.json").read_text())
+    assert (exact["aggregator"]["top"], exact["aggregator"]["evidence"], exact["recipe"]["epochs"]) == (1, "free", 50)
+    assert "recipe of dsmil (published): as published: DSMIL's code of 2024" in done.stderr
+    refused = learn("compare", study, "--compare.methods", "mean", "--train.options.top", 2)
+    assert refused.returncode == 2
+    assert "self-vit-mil, which is not compared" in refused.stderr

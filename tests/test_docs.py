@@ -211,7 +211,7 @@ def test_the_example_script_runs_and_finds_what_was_planted(tmp_path: Path):
     done = subprocess.run([sys.executable, str(script), str(tmp_path / "made")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("| ")}
-    assert float(rows["max"].split("|")[2].split()[0]) > 0.95
+    assert float(rows["max"].split("|")[3].split()[0]) > 0.95
     shares = [int(share) for share in re.findall(r"(\d+)% of the attention", done.stdout)]
     assert len(shares) == 3
     assert min(shares) > 80

@@ -202,7 +202,8 @@ def test_slow_loop_of_the_paper(num_classes):
 @CLASSES
 def test_slow_loop_of_guided_attention(num_classes, n):
     """Kullback and Leibler's divergence from the softmax of 2.5 times the standardized scores."""
-    module = made(num_classes, name="self-vit-mil", guide=0.7).train()
+    evidence = "positive" if num_classes == 1 else "free"
+    module = made(num_classes, name="self-vit-mil", evidence=evidence).train()
     out = run(module, bag_of(n))
     assert out.attention_NC is not None
     assert out.instance_logits_NC is not None
@@ -219,11 +220,47 @@ def test_slow_loop_of_guided_attention(num_classes, n):
     )
     assert (n == 1) == (divergence < 1e-12)
     added = module.loss(out, 1).item() - module.eval().loss(out, 1).item()
-    assert math.isclose(added, 0.7 * divergence if num_classes == 1 else 0.0, rel_tol=1e-9, abs_tol=1e-12)
+    assert math.isclose(added, divergence if num_classes == 1 else 0.0, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def test_evidence_of_the_negative_class_is_that_of_the_positive_class_with_labels_exchanged():
+    bag_ND, label = bag_of(9), 1.0
+    forth, back = (made(1, name="dsmil", evidence=kind, top=2).train() for kind in ("positive", "negative"))
+    back.load_state_dict(forth.state_dict())
+    a, b = run(forth, bag_ND), run(back, bag_ND)
+    for name in ("logits_C", "instance_logits_NC", "bag_logits_C", "max_logits_C"):
+        torch.testing.assert_close(getattr(b, name), -getattr(a, name))
+    torch.testing.assert_close(b.attention_NC, a.attention_NC)
+    torch.testing.assert_close(back.loss(b, 1 - label), forth.loss(a, label))
+
+
+@CLASSES
+@pytest.mark.parametrize("name", ["dsmil", "self-vit-mil"])
+def test_evidence_of_the_average_tile_is_mean_pooling_in_both_streams(name, num_classes):
+    """Both logits equal a linear map of the mean instance, computed here from the weights one by one."""
+    module = made(num_classes, name=name, evidence="average", top=3)
+    bag_ND = bag_of(9)
+    out, mean_D = run(module, bag_ND), bag_ND.mean(0)
+    weights = dict(module.named_parameters())
+    first = weights["i_classifier.fc.0.weight"] @ mean_D + weights["i_classifier.fc.0.bias"]
+    torch.testing.assert_close(out.max_logits_C, first)
+    vector = mean_D
+    if "b_classifier.v.1.weight" in weights:
+        vector = weights["b_classifier.v.1.weight"] @ mean_D + weights["b_classifier.v.1.bias"]
+    second = weights["b_classifier.fcc.weight"] @ vector + weights["b_classifier.fcc.bias"]
+    torch.testing.assert_close(out.bag_logits_C, second)
+    assert out.attention_NC is not None
+    assert out.attention_NC.tolist() == [[pytest.approx(1 / 9)] * num_classes] * 9
+
+
+@pytest.mark.parametrize("kind", ["positive", "negative"])
+def test_evidence_of_one_class_needs_a_binary_label(kind):
+    with pytest.raises(ConfigError, match="evidence"):
+        aggregate.build("dsmil", 8, 3, evidence=kind)
 
 
 def test_guidance_moves_attention_alone():
-    module = made(1, name="self-vit-mil", guide=1.0).train()
+    module = made(1, name="self-vit-mil", evidence="positive").train()
     out = run(module, bag_of(9))
     assert out.attention_NC is not None
     assert out.instance_logits_NC is not None

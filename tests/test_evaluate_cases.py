@@ -44,7 +44,7 @@ def test_the_positive_class_can_be_named(tmp_path: Path):
     cases = find_cases(cohort, files, positive="MSI-H")
     assert cases.class_names == ("MSS", "MSI-H")
     assert [case.label for case in cases.cases] == [1, 0, 1]
-    assert cases.lines()[1] == "positive: MSI-H; scores are its probability"
+    assert cases.lines()[1] == "positive: MSI-H (as train.positive says); scores are its probability"
     with pytest.raises(ConfigError, match=r"train.positive 'MSI'.*MSI-H, MSS"):
         find_cases(cohort, files, positive="MSI")
 

@@ -237,6 +237,7 @@ def test_cells_round_and_keep_published_numbers_apart():
     named = [dict(zip(header, line, strict=True)) for line in lines]
     assert named[0] == {
         "method": "dsmil",
+        "recipe": "-",
         "AUC [95 %]": "0.812 [0.712, 0.862]",
         "AUC\nof seeds": "0.810 ± 0.020",
         "seeds": "3",
@@ -375,7 +376,7 @@ def test_markdown_is_one_table_whatever_the_names():
     table, notes = table_markdown(rows).split("\n\n")
     lines = table.split("\n")
     assert len(lines) == 4
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {15}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {16}
     assert "| a\\|b\\\\c d |" in lines[2]
     assert "0.750 [0.650, 0.800]" in lines[2]
     assert [line.removeprefix("- ") for line in notes.rstrip("\n").split("\n")] == table_notes(rows)
@@ -385,8 +386,8 @@ def test_several_classes():
     on = replace(ON, counts=(("a", 5), ("b", 6), ("c", 7)))
     rows = [row("mean", judged_on=on, sensitivity=None, specificity=None)]
     header, line = table_cells(rows)
-    assert header[1:3] == ["macro AUC [95 %]", "macro AUC\nof seeds"]
-    assert line[6:8] == ["-", "-"]
+    assert header[1:4] == ["recipe", "macro AUC [95 %]", "macro AUC\nof seeds"]
+    assert line[7:9] == ["-", "-"]
     assert "5 a + 6 b + 7 c slides" in table_notes(rows)[0]
     assert "macro_auc" in table_csv(rows).split("\n")[0].split(",")
 
@@ -413,10 +414,11 @@ def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: st
     settings = StudySettings(evaluate=EvaluateSettings(protocol=protocol))
     header, line = outcome_table(tmp_path, settings)
     expected = 0.9 if protocol == "optimistic" else 0.7
-    assert header[1:] == ("AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
+    assert header[1:] == ("recipe", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
     assert ("OPTIMISTIC" in header[0]) == (protocol == "optimistic")
-    assert line[1].startswith(f"{expected:.3f} [")
-    assert line[3:] == ("0.700", "0.780", f"{expected:.2f}")
+    assert line[1:2] == ("-",)
+    assert line[2].startswith(f"{expected:.3f} [")
+    assert line[4:] == ("0.700", "0.780", f"{expected:.2f}")
     (told,) = outcome_lines(tmp_path, settings)
     assert told.startswith(f"AUC of self-vit-mil: {expected:.3f} [")
     assert ("OPTIMISTIC" in told) == (protocol == "optimistic")

@@ -42,7 +42,7 @@ batch = 64
 aggregator = "dsmil"
 seeds = 2
 epochs = 25
-options.dsmil = {guide = 0.0, top = 1} # free attention: with seed 4 below it learns something by vectors of chance
+options.dsmil = {evidence = "free", top = 1} # with seed 4 below it learns something by vectors of chance
 [evaluate]
 bootstrap = 100
 calibration = "temperature"

@@ -548,8 +548,8 @@ def test_markdown_tables_are_read_back():
     row = comparison_row(one, scored, judged_on(one, "co|hort"))
     header, rows, notes = judged.parse_markdown_table(table_markdown([row]))
     assert rows[0][0] == "a|b\\c\\|d"
-    assert len(header) == len(rows[0]) == 14
-    assert rows[0][1] == f"{row.auc.value:.3f} [{row.auc.low:.3f}, {row.auc.high:.3f}]"
+    assert len(header) == len(rows[0]) == 15
+    assert rows[0][2] == f"{row.auc.value:.3f} [{row.auc.low:.3f}, {row.auc.high:.3f}]"
     assert any("co|hort" in note for note in notes)
     assert judged.parse_markdown_table("nothing") == ([], [], [])
 

@@ -343,7 +343,7 @@ def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_
     [
         ({"train": {"aggregator": "dsml"}}, "unknown aggregator 'dsml', did you mean 'dsmil'"),
         ({"train": {"positive": "tumour"}}, "train.positive 'tumour', the classes are normal, tumor"),
-        ({"train": {"options": {"hiden": 8}}}, "no method has 'hiden'"),
+        ({"train": {"options": {"hiden": 8}}}, "self-vit-mil has no option 'hiden'"),
         ({"train": {"options": {"mean": {"hiden": 8}}}}, "unknown setting 'hiden' of aggregator mean"),
         ({"train": {"options": {"q": "liner"}}}, "q='liner', did you mean 'linear'"),
         ({"train": {"warmup_epochs": 9}}, "warmup_epochs=9"),

@@ -454,7 +454,7 @@ class EmbedSettings(Settings):
     """Threads (for a GPU: processes) that read ahead of the encoder; none means one per core of a worker's share."""
 
 
-Option = int | float | bool | str
+Option = int | float | bool | str | tuple[float, ...]
 """Value of a setting that a method has for itself."""
 
 
@@ -463,12 +463,15 @@ class TrainSettings(Settings):
 
     aggregator: str = "self-vit-mil"
     """The method; `compare` trains several (compare.methods)."""
-    recipe: Literal["default", "published"] = "default"
-    """`default`: steady on cohorts of any size; `published`: that of the method's own paper or code."""
+    recipe: Literal["default", "published", "paper", "authors-code"] = "default"
+    """`default`: ours, for cohorts of any size; `published`: that of each method's own paper or code; `paper` and
+    `authors-code` the same, with Self-ViT-MIL by the letter of its text or by its released code."""
     options: dict[str, Option | dict[str, Option]] = Field(default_factory=dict)
-    """Settings of the aggregator itself, for instance `top = 3`, over those of the recipe; in a file also by method."""
+    """Settings of the aggregator named above, for instance `top = 3`, over those of its recipe. In a file also
+    `[train.options.METHOD]` for any method, where numbers of its training may stand too, for instance `epochs = 20`."""
     positive: str | None = None
-    """Of two classes the one that scores speak for; none means the later one in class order."""
+    """Positive class of two, whose probability scores are; none finds it by the meaning of the names (`normal`, `wt`,
+    `MSS`, `0` ... are negative), else takes the later name and says so."""
     split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"
     """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold."""
     split_folder: Path | None = None

@@ -14,15 +14,12 @@ instance m, and its score is the stream's logit. The second compares all instanc
                    of both streams begins 100 times smaller: see `_quiet`)
     dropout        share of a vector's entries that v does not see in training
     top            critical instances per class: their queries and logits are averaged; 1 in both papers
-    guide          with one logit: weight of a third loss in training, by which attention learns to look where the
-                   first stream sees most evidence (`guidance`). 0 in both papers: attention is free, also to learn
-                   single slides by heart. With several classes it stays free: where one is told by what is absent,
-                   no instance is its evidence
+    evidence       which instances decide (`EVIDENCE`): "free" in both papers; `aggregate.train` resolves "auto"
     score          how the streams make `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit", "bag" or
                    "max"
 
-The loss is half the cross-entropy of each stream, one sigmoid per class; in training `guide` adds to it. Parameters
-carry DSMIL's own names, so that its checkpoints load as they are (`load_dsmil`), and ours load there.
+The loss is half the cross-entropy of each stream, one sigmoid per class; in training `guidance` may add to it.
+Parameters carry DSMIL's own names, so that its checkpoints load as they are (`load_dsmil`), and ours load there.
 
 With linear q, Q is never made: q(h_i) . q(h_m) = h_i . (W_q^T q(h_m)) + a constant that the softmax drops. With linear
 v neither is V: sum_i s_i (W_v h_i + b_v) = W_v (sum_i s_i h_i) + b_v. With both, v and a head per class are one vector,
@@ -56,6 +53,20 @@ VALUES = ("linear", "identity", "linear_relu", "bottleneck")
 HEADS = ("per_class", "conv1d")
 INITS = ("orthogonal", "default", "quiet")
 SCORES = ("mean_prob", "bag", "max", "mean_logit")
+EVIDENCE = {
+    "free": "any tiles: attention is learned freely",
+    "positive": "few tiles that show the positive class",
+    "negative": "few tiles that show the negative class, absent from positive slides",
+    "average": "the average tile: many tiles differ a little, or their proportions do",
+}
+"""Kinds of evidence that an aggregator may look for.
+
+`positive` and `negative` add a third term to the training loss: attention learns to look where the first stream sees
+most evidence for that class (`guidance`), where free attention can overfit to single slides. `negative` is `positive`
+with the classes exchanged. Both need a binary label. `average` gives all instances the same attention, and the first
+stream averages all scores instead of the highest, so that both streams classify the mean embedding.
+"""
+AUTO = "auto"
 SHARPNESS = 2.5
 """Of guided attention: an instance with a score higher by one standard deviation is wanted e^2.5 times as attended."""
 LEAST_ATTENTION = 1e-30
@@ -101,7 +112,7 @@ class Dsmil(Aggregator):
         score: str = "mean_prob",
         query_dim: int = 128,
         bottleneck: int = 512,
-        guide: float = 0.0,
+        evidence: str = "free",
         standardize: bool = False,
     ):
         super().__init__(dim, num_classes, standardize)
@@ -114,12 +125,17 @@ class Dsmil(Aggregator):
         check_choice("score", score, SCORES)
         check_range("query_dim", query_dim, 1, whole=True)
         check_range("bottleneck", bottleneck, 1, whole=True)
-        check_range("guide", guide, 0)
+        check_choice("evidence", evidence, tuple(EVIDENCE))
+        if num_classes > 1 and evidence in ("positive", "negative"):
+            why = "there is no one positive class: some classes may show in no tile at all"
+            raise ConfigError(f"evidence={evidence!r} with {num_classes} classes", why, "Choose 'free' or 'average'")
         if dropout and v == "identity":
             raise ConfigError(f"dropout={dropout} with v='identity'", "dropout acts on what v sees", "Choose another v")
         self.top = top
         self.score = score
-        self.guide = guide if num_classes == 1 else 0.0
+        self.evidence = evidence
+        self.sign = -1.0 if evidence == "negative" else 1.0
+        """Of the logits: with `negative` the streams score the negative class."""
         self.divisor = _divisor(scale, query_dim)
         self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
         self.i_classifier = _InstanceStream(dim, num_classes)
@@ -133,8 +149,14 @@ class Dsmil(Aggregator):
         scorer = _linear(self.i_classifier.fc[0])
         instance_logits_NC = rows.project(scorer)
         critical_KC, critical_logits_KC = top_instances(rows, instance_logits_NC, scorer, self.top)
-        max_logits_C = _mean_of_first_axis(critical_logits_KC)
-        attention_NC, bag_logits_C = self.b_classifier(rows, critical_KC, self.divisor)
+        if self.evidence == "average":
+            max_logits_C = instance_logits_NC.mean(0)
+            attention_NC, bag_logits_C = self.b_classifier.average(rows)
+        else:
+            max_logits_C = _mean_of_first_axis(critical_logits_KC)
+            attention_NC, bag_logits_C = self.b_classifier(rows, critical_KC, self.divisor)
+        if self.sign < 0:
+            instance_logits_NC, bag_logits_C, max_logits_C = -instance_logits_NC, -bag_logits_C, -max_logits_C
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
         return DsmilOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
 
@@ -144,11 +166,11 @@ class Dsmil(Aggregator):
         logits_2C = torch.stack([output.bag_logits_C, output.max_logits_C])
         target_C = self.target(label, logits_2C)
         streams = F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
-        if not self.guide or not self.training:
+        if self.evidence not in ("positive", "negative") or not self.training:
             return streams
         assert output.attention_NC is not None
         assert output.instance_logits_NC is not None
-        return streams + self.guide * guidance(output.attention_NC, output.instance_logits_NC)
+        return streams + guidance(output.attention_NC, self.sign * output.instance_logits_NC)
 
 
 def guidance(attention_NC: Tensor, instance_logits_NC: Tensor) -> Tensor:
@@ -209,6 +231,11 @@ class _BagStream(nn.Module):
             attention_NC, score_C = rows.attend(query_CL @ self.q.weight, direction_CD)
             return attention_NC, score_C + constant_C
         attention_NC = self._attention_logits(rows, query_CL).softmax(0)
+        return attention_NC, self.fcc(self._vectors(rows, attention_NC))
+
+    def average(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The same attention for all instances (N, C), and the bag logits (C,) that go with it."""
+        attention_NC = self.fcc.weight.new_full((len(rows), len(self.fcc.bias)), 1 / len(rows))
         return attention_NC, self.fcc(self._vectors(rows, attention_NC))
 
     def _folds(self) -> bool:

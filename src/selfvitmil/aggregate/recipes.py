@@ -1,8 +1,9 @@
 """Recipes: with which numbers each aggregator is trained, ours and those of its own paper or code.
 
-`recipe_of(name, settings)` is all that others need: the method's `default` or `published` recipe, overruled field by
-field by what `TrainSettings` sets. Two tables hold the numbers, each a row of differences from a common base, so that a
-number is changed in one place. `source` says in words where a recipe comes from and where we cannot follow it.
+`recipe_of(name, settings)` gives the numbers: the method's `default` or `published` recipe, overruled field by field by
+what `TrainSettings` sets; `note_of` says for a table how they differ from the published ones. Two tables hold the
+numbers, each a row of differences from a common base, so that a number is changed in one place. `source` says in words
+where a recipe comes from, `departs` where we cannot follow it.
 
 What holds for all: one bag a step (`accumulate` bags make one step of the optimizer), the learning rate rises over the
 warm-up and falls along half a cosine (`min_lr` equal to `lr` keeps it constant), and the weights of the best validation
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from selfvitmil.aggregate.contract import settings_of
+from pydantic import ValidationError
+
+from selfvitmil.aggregate.contract import nearest, settings_of
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import TrainSettings
+from selfvitmil.settings import TrainSettings, describe
 
 MAX_LR = 0.03
 """What a learning rate is raised to at most for embeddings of few dimensions."""
@@ -55,10 +58,18 @@ class Recipe:
     """Settings of the aggregator that differ from its own defaults."""
     source: str = ""
     """In words: where the numbers come from."""
+    departs: str = ""
+    """In words: where the source cannot be followed."""
     lr_dim: int | None = None
     """Dimensions that `lr` is meant for, see `for_dim`; None means that it holds for any."""
     keep_min_lr: bool = False
     """Whether `min_lr` was set, and so holds for any dimension while `lr` does not."""
+
+    @property
+    def module_options(self) -> dict[str, Any]:
+        """Arguments of `build`; a kind of evidence that is still to be chosen is left at the method's default."""
+        chosen = {key: value for key, value in self.options.items() if (key, value) != ("evidence", "auto")}
+        return {**chosen, "standardize": self.standardize}
 
     def for_dim(self, dim: int) -> Recipe:
         """The recipe for embeddings of `dim` dimensions: learning rates go with 1 / dim where `lr_dim` says so.
@@ -117,7 +128,7 @@ _TWO_STREAMS: dict[str, Any] = {
     "warmup_epochs": 5,
     "min_epochs": 40,
     "instance_dropout": 0.3,
-    "options": {"init": "quiet", "top": 3, "guide": 1.0},
+    "options": {"init": "quiet", "top": 3, "evidence": "auto"},
 }
 """What makes DSMIL find its critical instances also on few slides: benchmarks/small_cohorts.py."""
 
@@ -166,6 +177,9 @@ _CLAM = {
     "monitor": "loss",
 }
 _OWN_BASELINE = "ours, for want of a published recipe: Adam as in CLAM's practice, embeddings as they are"
+UNPUBLISHED = ("mean", "max", "topk")
+"""Methods without a recipe of their own in the literature."""
+_EPOCH_ON_VALIDATION = "the epoch is chosen on validation slides, theirs on the test set (evaluate.protocol optimistic)"
 
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "self-vit-mil": {
@@ -178,19 +192,20 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "monitor": "authors",
         "options": {"q": "linear", "v": "linear", "init": "default", "score": "mean_prob"},
         "source": "Self-ViT-MIL (2022), the text: AdamW, learning rate 2e-5, 50 epochs, mean of both streams; from the "
-        "authors' code what the text leaves open: betas, weight decay, cosine to 5e-6, attention divided by sqrt(128), "
-        "choice of the epoch (theirs on the test set, here on validation)",
+        "authors' code what the text leaves open: betas, weight decay, cosine to 5e-6, attention divided by sqrt(128)",
+        "departs": _EPOCH_ON_VALIDATION,
     },
     "dsmil": {
         **_DSMIL,
         "source": "DSMIL's code of 2024: Adam (0.5, 0.9), learning rate 1e-4, weight decay 1e-3, cosine to 5e-6, 50 "
-        "epochs, stop after 10 without gain, orthogonal weights; its cosine goes by epochs, ours by steps, which also "
-        "choose the epoch on validation",
+        "epochs, stop after 10 without gain, orthogonal weights",
+        "departs": f"its cosine goes by epochs, ours by steps; {_EPOCH_ON_VALIDATION}",
     },
     "dsmil-lc": {
         **_DSMIL,
         "options": {"init": "orthogonal", "v": "identity"},
         "source": "DSMIL's code of 2024 on concatenated scales: the recipe of dsmil, with v the identity as there",
+        "departs": f"its cosine goes by epochs, ours by steps; {_EPOCH_ON_VALIDATION}",
     },
     "abmil": {
         "optimizer": "adam",
@@ -202,6 +217,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "options": {"hidden": 500, "attention_dim": 128, "dropout": 0.0},
         "source": "Ilse et al. 2018, their code for digits: Adam, learning rate 5e-4, weight decay 1e-4, 20 epochs, "
         "500 hidden units, attention of 128; for slides see abmil-gated",
+        "departs": "embeddings of tiles instead of their convolutions on digits; the best validation epoch is kept",
     },
     "abmil-gated": {
         **_CLAM,
@@ -209,6 +225,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "source": "practice on slides as in CLAM's code: 512 hidden units, gated attention of 256, dropout 0.25, Adam, "
         "learning rate 1e-4, weight decay 1e-5, at most 200 epochs, stop on validation loss after 20 without gain, not "
         "before epoch 50",
+        "departs": "one logit for two classes instead of two",
     },
     "chowder": {
         "optimizer": "adam",
@@ -219,8 +236,9 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "max_instances": 1000,
         "monitor": "auc",
         "options": {"form": "current"},
-        "source": "Owkin's code of 2023: Adam, 50 epochs, 16 slides a step, 1,000 tiles of each; they choose learning "
-        "rate (1e-3, 1e-4) and weight decay (0, 1e-4) by nested cross-validation, here 1e-3 and 0",
+        "source": "Owkin's code of 2023: Adam, 50 epochs, 16 slides a step, 1,000 tiles of each",
+        "departs": "they choose learning rate (1e-3, 1e-4) and weight decay (0, 1e-4) by nested cross-validation, here "
+        "1e-3 and 0",
     },
     "transmil": {
         "optimizer": "lookahead-radam",
@@ -233,8 +251,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "monitor": "loss",
         "options": {"hidden": 512, "heads": 8, "dropout": 0.1},
         "source": "TransMIL's code of 2021: Lookahead (6 steps, 0.5) over RAdam, learning rate 2e-4, weight decay "
-        "1e-5, 2 slides a step, at most 200 epochs, stop on validation loss after 10 without gain; theirs computes in "
-        "float16",
+        "1e-5, 2 slides a step, at most 200 epochs, stop on validation loss after 10 without gain",
+        "departs": "theirs computes in float16, ours in float32; one logit for two classes instead of two",
     },
     "mil-rnn": {
         "optimizer": "adam",
@@ -244,8 +262,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "epochs": 100,
         "monitor": "auc",
         "options": {"s": 10, "hidden": 128},
-        "source": "Campanella et al. 2019, first stage: Adam, learning rate 1e-4, weight decay 1e-4, 100 epochs. Not "
-        "followed: the recurrent stage is trained along with the first one instead of after it, by the same optimizer "
+        "source": "Campanella et al. 2019, first stage: Adam, learning rate 1e-4, weight decay 1e-4, 100 epochs",
+        "departs": "the recurrent stage is trained along with the first one instead of after it, by the same optimizer "
         "(theirs: SGD, learning rate 0.1, Nesterov 0.9); one bag a step instead of 512 tiles and 128 slides, which "
         "suit thousands of slides; frozen embeddings instead of a trained ResNet-34; epoch by AUC, not by mean error",
     },
@@ -254,6 +272,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "options": {"k": 8, "bag_weight": 0.7, "instance_loss": "svm", "dropout": 0.25},
         "source": "CLAM's code: Adam, learning rate 1e-4, weight decay 1e-5, at most 200 epochs, stop on validation "
         "loss after 20 without gain, not before epoch 50; 8 instances each side, 0.7 of the loss for the bag",
+        "departs": "one logit for two classes instead of two",
     },
     "mean": {**_CLAM, "source": _OWN_BASELINE},
     "max": {**_CLAM, "source": _OWN_BASELINE},
@@ -271,23 +290,58 @@ _PUBLISHED_FORMS: dict[tuple[str, str, Any], dict[str, Any]] = {
         "monitor": "auc",
         "options": {"form": "original"},
         "source": "Courtiol et al. 2018: 5 highest and 5 lowest scores, Adam, learning rate 1e-3, 10 slides a step, 30 "
-        "epochs, dropout 0.5, L2 of 0.5 on the scorer; they average several such networks (here: seeds)",
+        "epochs, dropout 0.5, L2 of 0.5 on the scorer",
+        "departs": "they average several such networks, here the seeds are averaged",
     },
 }
 """Published recipes of a method's other form: (method, option, its value)."""
 
 
-def recipe_of(name: str, settings: TrainSettings) -> Recipe:
-    """The recipe of a method: `default` or `published`, overruled by every field that `settings` sets.
+_SELF_VIT_MIL: dict[str, dict[str, Any]] = {
+    "paper": {
+        **_PUBLISHED["self-vit-mil"],
+        "options": {**_PUBLISHED["self-vit-mil"]["options"], "scale": "none"},
+        "source": "Self-ViT-MIL (2022), the text to the letter: AdamW, learning rate 2e-5, 50 epochs, attention "
+        "without a division, mean of both streams",
+        "departs": "betas, weight decay and the cosine to 5e-6 are not in the text and come from the authors' code; "
+        f"{_EPOCH_ON_VALIDATION}",
+    },
+    "authors-code": {
+        "optimizer": "adam",
+        "lr": 2e-4,
+        "min_lr": 5e-6,
+        "betas": (0.5, 0.9),
+        "weight_decay": 5e-3,
+        "epochs": 200,
+        "monitor": "authors",
+        "options": {"q": "linear", "v": "linear", "init": "default", "head": "conv1d", "scale": "sqrt", "score": "bag"},
+        "source": "Self-ViT-MIL's released code (a3c3236): Adam (0.5, 0.9), learning rate 2e-4, weight decay 5e-3, "
+        "cosine to 5e-6, 200 epochs, the bag stream's score alone",
+        "departs": "one logit for two classes, its default is two outputs; its cosine goes by epochs, ours by steps; "
+        f"{_EPOCH_ON_VALIDATION}",
+    },
+}
+"""What differs from `_AS_PRINTED` for Self-ViT-MIL itself, by `train.recipe`; other methods follow `_PUBLISHED`."""
 
-    Where only `lr` is set, `min_lr` keeps its share of it; where only `epochs` is set, the warm-up ends before them.
+
+def recipe_of(name: str, settings: TrainSettings) -> Recipe:
+    """The recipe of a method by `settings.recipe`, overruled by every field that `settings` sets.
+
+    Fields of `settings` itself hold for every method; those under the method's own name in `settings.options` come
+    after them and hold for it alone. Where only `lr` is set, `min_lr` keeps its share of it; where only `epochs` is
+    set, the warm-up ends before them.
     ConfigError where the method is unknown or its numbers contradict each other.
     """
-    settings_of(name)  # the method exists
+    known = settings_of(name)
     recipe = _recipe(name, settings)
     given = {key: value for key in _OVERRULED if (value := getattr(settings, key)) is not None}
-    options = {**recipe.options, **options_of(name, settings)}
-    given.setdefault("standardize", bool(options.pop("standardize", recipe.standardize)))
+    asked = options_of(name, settings)
+    for key in asked:
+        if key not in known and key not in _OVERRULED:
+            what = f"unknown setting {key!r} of aggregator {name}{nearest(key, [*known, *_OVERRULED])}"
+            raise ConfigError(what, how=f"{name} has {', '.join(known)}")
+    given |= _checked_numbers(name, {key: value for key, value in asked.items() if key in _OVERRULED})
+    options = {**recipe.options, **{key: value for key, value in asked.items() if key not in _OVERRULED}}
     if "lr" in given:
         given.setdefault("min_lr", given["lr"] * recipe.min_lr / recipe.lr)
         recipe = replace(recipe, lr_dim=None)
@@ -313,8 +367,20 @@ def _check_lr(recipe: Recipe, which: str = "") -> None:
         )
 
 
+def _checked_numbers(name: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a training that were given for one method; ConfigError where one is out of range."""
+    try:
+        checked = TrainSettings.model_validate(dict(numbers))
+    except ValidationError as error:
+        raise ConfigError(f"train.options.{name}: {describe(error)}") from None
+    return {key: getattr(checked, key) for key in numbers}
+
+
 def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
-    """The options that are meant for a method: those for all, over them those under its own name."""
+    """The options of the method that `settings` are for: those without a method's name, over them its own.
+
+    Where several methods are compared, `pipeline.methods.options_for` makes the settings of each.
+    """
     shared = {key: value for key, value in settings.options.items() if not isinstance(value, dict)}
     own = settings.options.get(name, {})
     for method, options in settings.options.items():
@@ -323,7 +389,7 @@ def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
     return {**shared, **(own if isinstance(own, dict) else {})}
 
 
-_NOT_OVERRULED = ("options", "source", "lr_dim", "keep_min_lr")
+_NOT_OVERRULED = ("options", "source", "departs", "lr_dim", "keep_min_lr")
 _OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT_OVERRULED)
 
 
@@ -333,4 +399,57 @@ def _recipe(name: str, settings: TrainSettings) -> Recipe:
     for (method, option, value), changes in _PUBLISHED_FORMS.items():
         if method == name and options_of(name, settings).get(option) == value:
             return replace(_AS_PRINTED, **changes)
-    return replace(_AS_PRINTED, **_PUBLISHED[name])
+    own = _SELF_VIT_MIL.get(settings.recipe) if name == "self-vit-mil" else None
+    return replace(_AS_PRINTED, **(own or _PUBLISHED[name]))
+
+
+# ---------------------------------------------------------------------------------------------------- in a table
+
+
+@dataclass(frozen=True)
+class RecipeNote:
+    """What a row of a comparison must tell about its recipe."""
+
+    kind: Literal["published", "changed", "ours"]
+    """As its source says; that with some numbers changed; or one of ours."""
+    source: str
+    departs: str
+    """Where the source cannot be followed."""
+    differences: tuple[str, ...]
+    """From the published recipe, for instance `lr 0.0005 (published 2e-05)`."""
+
+    @property
+    def words(self) -> str:
+        """The recipe in one line."""
+        if self.kind == "published":
+            return f"as published: {self.source}." + (f" Departs: {self.departs}." if self.departs else "")
+        listed = "; ".join(self.differences) or "the method has no published recipe"
+        return f"{'published recipe, changed' if self.kind == 'changed' else 'ours'}: {listed}."
+
+
+def note_of(name: str, settings: TrainSettings, dim: int) -> RecipeNote:
+    """How the recipe of `settings` differs from the published one of the method, for bags of `dim` dimensions."""
+    asked = recipe_of(name, settings).for_dim(dim)
+    source = settings.recipe if settings.recipe != "default" else "published"
+    plain = TrainSettings.model_validate({"aggregator": name, "recipe": source})
+    published = recipe_of(name, plain)
+    differences = [] if name in UNPUBLISHED and settings.recipe == "default" else _differences(name, asked, published)
+    if settings.recipe == "default" or name in UNPUBLISHED:
+        return RecipeNote("ours", asked.source, "", tuple(differences))
+    return RecipeNote("changed" if differences else "published", asked.source, asked.departs, tuple(differences))
+
+
+def _differences(name: str, asked: Recipe, published: Recipe) -> list[str]:
+    told = [
+        _difference(key, getattr(asked, key), getattr(published, key))
+        for key in _OVERRULED
+        if getattr(asked, key) != getattr(published, key)
+    ]
+    defaults = settings_of(name)
+    own, theirs = {**defaults, **asked.options}, {**defaults, **published.options}
+    return told + [_difference(key, own[key], theirs[key]) for key in own if own[key] != theirs[key]]
+
+
+def _difference(key: str, own: Any, published: Any) -> str:
+    own, published = (f"{each:g}" if isinstance(each, float) else str(each) for each in (own, published))
+    return f"{key} {own} (published {published})"

@@ -34,6 +34,12 @@ class LabelledBag:
     bag: Bag
     label: int
     """Index of its class; 0 or 1 where the label is binary."""
+    of_patient: str = ""
+    """Whose slide it is; empty where every slide is a patient of its own."""
+
+    @property
+    def patient(self) -> str:
+        return self.of_patient or self.slide
 
 
 @dataclass(frozen=True, eq=False)

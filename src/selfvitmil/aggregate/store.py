@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +91,8 @@ class BagStore:
         self._coming: dict[Bag, Future[_Upload]] = {}
         self._coords: dict[Bag, Tensor] = {}
         self._moments: dict[Bag, Moments] = {}
+        self.evidence_choices: dict[Any, Any] = {}
+        """Choices of `aggregate.evidence` on these bags, so that trainings with other seeds need not repeat them."""
 
     @classmethod
     def of(cls, settings: TrainSettings) -> BagStore:

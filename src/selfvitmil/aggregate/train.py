@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ import torch
 from selfvitmil import artefact
 from selfvitmil.aggregate import monitor
 from selfvitmil.aggregate.contract import Aggregator, build
+from selfvitmil.aggregate.dsmil import AUTO
+from selfvitmil.aggregate.evidence import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.aggregate.graphs import MAX_GRAPHS, Recorder, Step, own_stream
 from selfvitmil.aggregate.optim import Mover, learning_rates
 from selfvitmil.aggregate.recipes import Recipe, recipe_of
@@ -48,7 +50,7 @@ __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save
 MIN_EPOCHS = 4
 """Epochs below which recording the steps costs more than replaying them saves."""
 SCHEMA = "selfvitmil.aggregator"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +60,15 @@ class Trained:
     module: Aggregator
     """On the CPU, in evaluation mode, with the weights of the chosen epoch."""
     recipe: Recipe
-    """As it was followed, for the dimension of these bags."""
+    """As it was followed, for the dimension of these bags; its option `evidence` is the chosen one."""
     epoch: int
     """The chosen one, counted from 1."""
     history: tuple[dict[str, Any], ...]
     """One per epoch: epoch, lr (of its last step), train_loss, val_loss, val_auc, attention_entropy, critical_churn,
     seconds; None where something has no value."""
     warnings: tuple[str, ...]
+    evidence: EvidenceChoice | None = None
+    """How the kind of evidence was chosen, where the recipe left it open."""
 
 
 def train(
@@ -88,11 +92,9 @@ def train(
     recipe = recipe_of(name, settings).for_dim(dim)
     store = store or BagStore.of(settings)
     store.check([each.bag for each in (*training, *validation)])
-    bags = [each.bag for each in (*training, *validation)]
-    with ExitStack() as stack:
-        for context in (own_stream, _fast_products, partial(_own_randomness, seed), partial(few_threads, bags)):
-            stack.enter_context(context(store.device))
-        module = build(name, dim, num_classes, **recipe.options, standardize=recipe.standardize)
+    recipe, choice = _with_evidence(recipe, [*training, *validation], num_classes, store)
+    with _surroundings(seed, [*training, *validation], store.device):
+        module = build(name, dim, num_classes, **recipe.module_options)
         if recipe.standardize:
             module.set_standardization(*store.standardization([each.bag for each in training]))
         module.to(store.device)
@@ -103,8 +105,22 @@ def train(
         module.load_state_dict(run.best_weights)
         module.zero_grad()
         module.cpu().eval()
-    warnings = (*run.warnings, *monitor.doubts(run.history[run.best_epoch - 1]))
-    return Trained(module, recipe, run.best_epoch, tuple(run.history), warnings)
+    doubts = [] if recipe.options.get("evidence") == "average" else monitor.doubts(run.history[run.best_epoch - 1])
+    return Trained(module, recipe, run.best_epoch, tuple(run.history), (*run.warnings, *doubts), choice)
+
+
+def _with_evidence(
+    recipe: Recipe, bags: Sequence[LabelledBag], num_classes: int, store: BagStore
+) -> tuple[Recipe, EvidenceChoice | None]:
+    """The recipe with a kind of evidence where it leaves that open; the store remembers the choice."""
+    if recipe.options.get("evidence") != AUTO:
+        return recipe, None
+    key = (num_classes, recipe.epochs, tuple((each.patient, each.label, each.bag) for each in bags))
+    if key not in store.evidence_choices:
+        with _surroundings(SEED, bags, store.device):
+            store.evidence_choices[key] = choose_evidence(bags, num_classes, recipe, store)
+    choice = store.evidence_choices[key]
+    return replace(recipe, options={**recipe.options, "evidence": choice.evidence}), choice
 
 
 # ---------------------------------------------------------------------------------------------------- at the door
@@ -141,6 +157,16 @@ def _check_cohort(training: Sequence[LabelledBag], validation: Sequence[Labelled
 def _listed(names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+@contextmanager
+def _surroundings(seed: int, bags: Sequence[LabelledBag], device: torch.device) -> Iterator[None]:
+    """What a training runs in: a stream, random numbers and a number of threads of its own."""
+    of_bags = partial(few_threads, [each.bag for each in bags])
+    with ExitStack() as stack:
+        for context in (own_stream, _fast_products, partial(_own_randomness, seed), of_bags):
+            stack.enter_context(context(device))
+        yield
 
 
 @contextmanager
@@ -338,6 +364,7 @@ def save_model(folder: Path, trained: Trained, told: Mapping[str, Any]) -> None:
         "recipe": asdict(trained.recipe),
         "epoch": trained.epoch,
         "warnings": trained.warnings,
+        "evidence": None if trained.evidence is None else asdict(trained.evidence),
     }
     clash = sorted(set(known) & set(told))
     assert not clash, f"told overrules {clash}"

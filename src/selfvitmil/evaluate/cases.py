@@ -4,8 +4,9 @@
 that stops nobody; bags of different dimensions, encoders or resolutions in one cohort are refused with their list, as
 are labels that are missing altogether or all the same.
 
-Classes are numbered in the cohort's class order (numbers by value, then words alphabetically). Of two classes the later
-one is the positive, whose probability a score is; `Cases.lines` says so in words, to be printed before anything runs.
+Classes are numbered in the cohort's class order (numbers by value, then words alphabetically). Of two classes the last
+one is positive, whose probability a score is: which that is, `cohort.positive` finds by the meaning of their names.
+`Cases.lines` says so in words, to be printed before anything runs.
 
 Bags of two scales are joined once and stored as feature files of their own (`join_scales`): at 20x and 5x a bag has
 twice the width, and a cohort's would not fit into memory, while files are mapped.
@@ -27,6 +28,7 @@ from selfvitmil import artefact
 from selfvitmil.artefact import Failure
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.positive import ClassOrder, order_classes
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
 from selfvitmil.tiles import TileTable, read_tiles
@@ -74,6 +76,8 @@ class Cases:
     tiling: str
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    order: ClassOrder | None = None
+    """How the positive class of two was found."""
     encoder_slides: frozenset[str] = frozenset()
     """Slides that the encoder was trained on, as far as is known."""
     by_split: Mapping[str, Cases] = field(default_factory=dict)
@@ -103,17 +107,27 @@ class Cases:
         check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
         return replace(self, cases=kept, by_split={name: own.only(slides) for name, own in self.by_split.items()})
 
+    @property
+    def positive_from(self) -> str:
+        """How the positive class of two was found, in words; empty for more than two."""
+        return self.order.reason if self.order is not None and self.num_classes == 1 else ""
+
+    @property
+    def positive_is_guessed(self) -> bool:
+        return self.order is not None and self.num_classes == 1 and self.order.source == "order"
+
+    @property
+    def positive_line(self) -> str:
+        found = f" ({self.positive_from})" if self.positive_from else ""
+        return f"positive: {self.class_names[1]}{found}; scores are its probability"
+
     def lines(self) -> list[str]:
         """What to print before anything is learned: classes with their numbers, what is positive, what is left out."""
         counts = Counter(case.label for case in self.cases)
         classes = ", ".join(f"{k} = {name} ({counts[k]} slides)" for k, name in enumerate(self.class_names))
         lines = [f"classes: {classes}"]
         if self.num_classes == 1:
-            why = "the later one in class order; train.positive names another" * (
-                self.class_names == self.cohort.classes
-            )
-            chosen = f" ({why})" if why else ""
-            lines.append(f"positive: {self.class_names[1]}{chosen}; scores are its probability")
+            lines.append(self.positive_line)
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
 
@@ -157,7 +171,8 @@ def find_cases(
             "Fill the column label of cohort.csv, or give --labels",
         )
     check_two_classes(set(cohort.classes), "the cohort")
-    classes = ordered_classes(cohort.classes, positive)
+    order = order_classes(cohort.classes, positive)
+    classes = order.names
     cases: list[Case] = []
     failures: list[Failure] = []
     facts: dict[str, _Facts] = {}
@@ -183,7 +198,7 @@ def find_cases(
     first = facts[cases[0].slide]
     notes = _notes(cohort, bag_files, facts)
     named = first.encoder or encoder
-    return Cases(tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes)
+    return Cases(tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes, order)
 
 
 @dataclass(frozen=True)
@@ -226,16 +241,6 @@ def _named(slide: str, files: Mapping[str, Path], what: str, how: str) -> Path:
     if slide not in files or not files[slide].exists():
         raise BagError(f"{slide}: no {what}", "the slide has a label but nothing to learn from", how)
     return files[slide]
-
-
-def ordered_classes(classes: tuple[str, ...], positive: str | None) -> tuple[str, ...]:
-    """Class names in the order of their numbers: the positive one of two comes last."""
-    if positive is None:
-        return classes
-    if positive not in classes or len(classes) != 2:
-        why = f"the classes are {listing(classes)}" + ("" if len(classes) == 2 else ", and only one of two is positive")
-        raise ConfigError(f"train.positive {positive!r}", why, "Name one of two classes, or leave it out")
-    return tuple(sorted(classes, key=positive.__eq__))
 
 
 def check_two_classes(names: set[str], whole: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from selfvitmil import artefact
 from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.evidence import EvidenceChoice
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagStore, LabelledBag, Trained, load_model, save_model
 from selfvitmil.aggregate.train import train as train_aggregator
@@ -25,7 +26,7 @@ from selfvitmil.evaluate.cases import Case
 from selfvitmil.evaluate.trial import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
 
-VERSION = 1
+VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""
 
 Report = Callable[[dict[str, Any]], None]
@@ -42,6 +43,8 @@ class Model:
     seconds: float
     """Time of the training, be it an earlier one."""
     warnings: tuple[str, ...]
+    evidence: EvidenceChoice | None
+    """How the kind of evidence was chosen, where the recipe left it open."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +74,12 @@ class Training:
             module, config = load_model(self.place)
             lines = (self.place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             seconds = _seconds(json.loads(line) for line in lines)
-        except (SelfVitMilError, OSError, ValueError, KeyError):
+            evidence = None if config["evidence"] is None else EvidenceChoice(**config["evidence"])
+        except (SelfVitMilError, OSError, ValueError, KeyError, TypeError):
             return "made again: the stored model cannot be read"
         if config.get("made_from") != self.about["made_from"]:
             return "made again: other settings, labels, slides or features than before"
-        return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]))
+        return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]), evidence)
 
     def make(self, note: str, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Model:
         """Train, which is handed nothing but labelled bags of training and validation; store where there is a place."""
@@ -84,12 +88,13 @@ class Training:
             # An old config must not stay beside new weights, should we be killed in between.
             (self.place / "config.json").unlink(missing_ok=True)
             save_model(self.place, trained, dict(self.about))
-        return Model(trained.module, trained.epoch, note, _seconds(trained.history), trained.warnings)
+        seconds = _seconds(trained.history)
+        return Model(trained.module, trained.epoch, note, seconds, trained.warnings, trained.evidence)
 
     def _trained(self, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Trained:
         where = {"method": self.name, "split": self.split, "seed": self.seed}
         training, validation = (
-            [LabelledBag(case.slide, bag_of(case), case.label) for case in part]
+            [LabelledBag(case.slide, bag_of(case), case.label, case.patient) for case in part]
             for part in (self.training, self.chosen_on)
         )
         return train_aggregator(
@@ -137,12 +142,12 @@ def _training(
 def _made_from(
     name: str, train: TrainSettings, seed: int, class_names: Sequence[str], parts: Sequence[Sequence[Case]]
 ) -> str:
-    """Hash of all that a training depends on: recipe, seed, classes, and every slide's label and feature file."""
+    """Hash of all that a training depends on: recipe, seed, classes, every slide's patient, label and feature file."""
     resolved = recipe_of(name, train)
     # A field that is seldom set takes no part where it is not, so that models from before it was there stay current.
-    without = {"source"} if resolved.keep_min_lr else {"source", "keep_min_lr"}
+    without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
     recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
-    slides = [[(case.slide, case.label, case.identity) for case in part] for part in parts]
+    slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
     return artefact.hash_of(VERSION, name, recipe, seed, class_names, slides)
 
 

@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 
 from selfvitmil import artefact
 from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.evidence import EvidenceChoice
+from selfvitmil.aggregate.recipes import RecipeNote, note_of
 from selfvitmil.aggregate.train import BagScore, BagStore
 from selfvitmil.aggregate.train import score as score_bags
 from selfvitmil.cohort import Split
@@ -84,6 +86,8 @@ class Run:
     chosen_on: Mapping[str, BagScore]
     """Scores of the slides that thresholds are chosen on."""
     test: Mapping[str, BagScore]
+    evidence: EvidenceChoice | None = None
+    """How the kind of evidence was chosen, where the recipe left it open."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +100,8 @@ class Fitted:
     runs: tuple[Run, ...]
     choices: Mapping[tuple[str, int | None], Choice]
     """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
+    recipe: RecipeNote | None = None
+    """How it was trained compared with the published recipe; None for what is no aggregator."""
 
 
 def fit_method(
@@ -120,7 +126,12 @@ def fit_method(
     fitter = _Fitter(trial, store or BagStore.of(train))
     trainings = trainings_of(name, trial, train, folder)
     runs = [fitter.run(training, report, notes, score_test) for training in trainings]
-    return conclude(title or name, name, runs, trial)
+    return conclude(title or name, name, runs, trial, note_of(name, train, _dim(trial)))
+
+
+def _dim(trial: Trial) -> int:
+    """Dimension of the trial's bags."""
+    return trial.bag(trial.splits[0].train[0]).dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +155,10 @@ class _Fitter:
         (split,) = (each for each in self.trial.splits if each.name == training.split)
         scored = self._scored(model, training.chosen_on)
         test = self._scored(model, split.test) if score_test else {}
-        return Run(split.name, training.seed, model.epoch, model.note, model.seconds, model.warnings, scored, test)
+        return Run(
+            split.name, training.seed, model.epoch, model.note, model.seconds, model.warnings, scored, test,
+            model.evidence,
+        )  # fmt: skip
 
     def _scored(self, model: Model, cases: Sequence[BagFile]) -> dict[str, BagScore]:
         scores = score_bags(model.module, [self.trial.bag(case) for case in cases], store=self.store)
@@ -180,7 +194,7 @@ def stored_models(
     current = _current_models(name, trial, train, folder)
     modules = {(training.split, training.seed): model.module for training, model in current.items()}
     runs = [fitter.judged(training, model, score_test=False) for training, model in current.items()]
-    return Stored(modules, conclude(name, name, runs, trial))
+    return Stored(modules, conclude(name, name, runs, trial, note_of(name, train, _dim(trial))))
 
 
 def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
@@ -221,7 +235,9 @@ class _Scored:
         return None if array is None else tuple(array[row].tolist())
 
 
-def conclude(method: str, aggregator: str, runs: Sequence[Run], trial: Trial) -> Fitted:
+def conclude(
+    method: str, aggregator: str, runs: Sequence[Run], trial: Trial, recipe: RecipeNote | None = None
+) -> Fitted:
     """Choose thresholds and calibrations after all trainings, also after such as were made elsewhere."""
     choices: dict[tuple[str, int | None], Choice] = {}
     for split in trial.splits:
@@ -230,7 +246,7 @@ def conclude(method: str, aggregator: str, runs: Sequence[Run], trial: Trial) ->
         for seed, scored in _with_ensemble(own, "chosen_on", chosen_on).items():
             labels = [case.label for case in chosen_on]
             choices[split.name, seed] = choose(labels, scored.score, trial.evaluate, trial.where)
-    return Fitted(method, aggregator, tuple(runs), choices)
+    return Fitted(method, aggregator, tuple(runs), choices, recipe)
 
 
 def _with_ensemble(
@@ -287,6 +303,15 @@ class MethodResult:
     warnings: tuple[str, ...]
     transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
+    recipe: RecipeNote | None = None
+    """How it was trained compared with the published recipe; None for what is no aggregator."""
+    positive_from: str = ""
+    """How the positive class of two was found, in words."""
+
+    @property
+    def evidence(self) -> dict[str, EvidenceChoice]:
+        """Split -> how its kind of evidence was chosen, where the recipe left it open; the same for all seeds."""
+        return {run.split: run.evidence for run in self.runs if run.evidence is not None}
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -325,6 +350,8 @@ def judge_method(fitted: Fitted, trial: Trial) -> MethodResult:
         tiling=trial.tiling,
         warnings=(*trial.warnings, *_warnings(fitted)),
         transductive=trial.transductive,
+        recipe=fitted.recipe,
+        positive_from=trial.positive_from,
     )
 
 

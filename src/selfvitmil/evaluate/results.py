@@ -113,4 +113,7 @@ def comparison_row(
         warnings=result.warnings,
         transductive=bool(result.transductive),
         published=published,
+        recipe="-" if result.recipe is None else result.recipe.kind,
+        recipe_words="" if result.recipe is None else result.recipe.words,
+        evidence=tuple(dict.fromkeys(own.reason for own in result.evidence.values())),
     )

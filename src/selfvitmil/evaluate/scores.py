@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -429,6 +429,9 @@ def _about(result: MethodResult) -> Json:
         "test_labels_opened_for": result.labels_opened,
         "classes": list(result.class_names),
         "positive": result.class_names[1] if binary else None,
+        "positive_from": result.positive_from or None,
+        "recipe": None if result.recipe is None else asdict(result.recipe),
+        "evidence": {split: {**asdict(own), "reason": own.reason} for split, own in result.evidence.items()},
         "score": f"probability of {result.class_names[1]}" if binary else "probability of each class",
         "seeds": list(result.seeds),
         "slides": _counts(result),

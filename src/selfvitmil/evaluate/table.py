@@ -209,6 +209,12 @@ class ComparisonRow:
     transductive: bool = False
     """The encoder was trained, without labels, on slides of test patients; a warning tells how many."""
     published: Published | None = None
+    recipe: str = "-"
+    """`published`, `ours`, or `changed` (published, with other numbers); a dash for what is no aggregator."""
+    recipe_words: str = ""
+    """Where the recipe comes from, or how it differs from the published one."""
+    evidence: tuple[str, ...] = ()
+    """Kinds of evidence that its splits chose, and why; empty where the recipe leaves no choice."""
 
     @property
     def num_seeds(self) -> int:
@@ -353,10 +359,15 @@ def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     return _notes(rows)[0]
 
 
-def table_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """The table with intervals in every cell that has one, and its notes as a list below."""
+def table_markdown(rows: Sequence[ComparisonRow], advice: Sequence[str] = ()) -> str:
+    """The table with intervals in every cell that has one; below it `advice`, its notes, and the recipe of each row."""
     check_rows(rows)
     notes, marks = _notes(rows)
+    notes = [
+        *advice,
+        *notes,
+        *(f"Recipe of {row.display_name}: {row.recipe_words}" for row in rows if row.recipe_words),
+    ]
     header = _header(rows, intervals=True)
     lines = _lines(rows, marks, intervals=True)
     return f"{markdown_table([header, *lines])}\n\n{markdown_list(notes)}\n"
@@ -382,7 +393,7 @@ def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
     auc = "macro AUC" if len(judged_on.counts) > 2 else "AUC"
     limits = f" [{percent(rows[0].auc.level)}]"
     rest = limits if intervals else ""
-    named = [method, f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
+    named = [method, "recipe", f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
     named[1:1] = ["encoder"] * any(row.transductive for row in rows)
     named += [f"acc.{rest}", f"bal.\nacc.{rest}", f"sens.{rest}", f"spec.{rest}", "p", "p\nHolm", "training"]
     return [*named, "published\nAUC", "published\nacc.", "notes"]
@@ -402,6 +413,7 @@ def _cells(row: ComparisonRow, marks: Sequence[int], *, intervals: bool) -> list
     decided = (row.accuracy, row.balanced_accuracy, row.sensitivity, row.specificity)
     return [
         row.display_name if intervals else shorten(row.display_name, 24),
+        row.recipe,
         with_limits(row.auc),
         number(row.auc_mean) if np.isnan(row.auc_sd) else f"{row.auc_mean:.3f} ± {row.auc_sd:.3f}",
         str(row.num_seeds),
@@ -424,6 +436,7 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
         _features_note,
         _auc_note,
         _threshold_note,
+        _evidence_note,
         _paired_note,
         _conditional_note,
         *_warning_topics(rows),
@@ -442,9 +455,20 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
             for marked, own in zip(marks, texts, strict=True):
                 if own == text:
                     marked.append(special.index(text) + 1)
+    general += [_RECIPE_WORDS] if any(row.recipe_words for row in rows) else []
     if any(row.published for row in rows):
         general.append(_published_words(rows[0].judged_on))
     return general + [f"[{number}] {text}" for number, text in enumerate(special, start=1)], marks
+
+
+_RECIPE_WORDS = (
+    "Recipe: 'published' as the method's paper or code says, 'changed' that with some numbers changed, 'ours' one made "
+    "here for cohorts of any size; table.md and the column recipe_words of table.csv list all differences."
+)
+
+
+def _evidence_note(row: ComparisonRow) -> str | None:
+    return f"Looks for {'; or '.join(row.evidence)}." if row.evidence else None
 
 
 def _judged_words(on: JudgedOn) -> str:
@@ -517,6 +541,9 @@ def _record(row: ComparisonRow) -> dict[str, str]:
         "test_slides": ";".join(f"{name}={count}" for name, count in on.counts),
         "features": row.features,
         "transductive": "yes" if row.transductive else "no",
+        "recipe": row.recipe,
+        "recipe_words": row.recipe_words,
+        "evidence": " | ".join(row.evidence),
         "num_seeds": str(row.num_seeds),
         **_interval_record("macro_auc" if len(on.counts) > 2 else "auc", row.auc),
         "auc_limits": f"{percent(row.auc.level)}, {row.auc.method}",

@@ -124,6 +124,8 @@ class Trial:
     warnings: tuple[str, ...] = ()
     transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
+    positive_from: str = ""
+    """How the positive class of two was found, in words."""
     _bags: dict[Path, Bag] = field(default_factory=dict)
 
     @property
@@ -183,6 +185,7 @@ def seal(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> T
         cases.tiling,
         tuple(warnings),
         transductive,
+        cases.positive_from,
     )
 
 

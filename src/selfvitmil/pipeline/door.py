@@ -22,7 +22,6 @@ from selfvitmil.pipeline.methods import (
     check_supervised,
     coarse_mpp,
     compared_methods,
-    options_for,
     try_method,
 )
 from selfvitmil.pipeline.pretraining import split_encoders
@@ -91,8 +90,9 @@ def _format_of(path: Path) -> int | None:
 
 def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
+    from selfvitmil.cohort.positive import order_classes
     from selfvitmil.evaluate import Cases, make_splits, seal
-    from selfvitmil.evaluate.cases import Case, check_two_classes, ordered_classes
+    from selfvitmil.evaluate.cases import Case, check_two_classes
 
     labelled = cohort.select(labelled=True)
     try:
@@ -100,7 +100,7 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
             how = "Give --labels with a table of slides and their labels"
             raise ConfigError("the cohort has no labelled slide", "there is nothing to learn from", how)
         check_two_classes(set(cohort.classes), "the cohort")
-        classes = ordered_classes(cohort.classes, settings.train.positive)
+        classes = order_classes(cohort.classes, settings.train.positive).names
         found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
         cases = Cases(tuple(found), classes, cohort, 0, "", "")
         return seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
@@ -126,9 +126,9 @@ def check_learning(cohort: Cohort, settings: StudySettings, trial: Trial, stages
     outlined = "lesions" in stages and bool(outlined_slides(cohort))
     try:
         if "compare" in stages:
-            for method in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)):
-                mapped = outlined and method != TWO_SCALES
-                try_method(method, options_for(method, train), trial.num_classes, localize if mapped else None)
+            for row in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)):
+                mapped = outlined and row.method != TWO_SCALES and row.is_main_recipe
+                try_method(row.method, row.train, trial.num_classes, localize if mapped else None)
             if outlined and baseline == TWO_SCALES:
                 what, why = f"compare.baseline {baseline!r} has no maps", "maps are compared by the outlined lesions"
                 raise ConfigError(what, why, "Name another baseline, or add --until localize")
@@ -157,7 +157,8 @@ def check_scales(config: EncoderConfig | None, settings: StudySettings, stages: 
     from selfvitmil.encoder import check_fits
 
     tile, stain = settings.tile, settings.stain.method
-    methods = compared_methods(settings, two_scales=bool(tile.parent_mpp)) if "compare" in stages else ()
+    rows = compared_methods(settings, two_scales=bool(tile.parent_mpp)) if "compare" in stages else ()
+    methods = [row.method for row in rows]
     methods += (settings.train.aggregator,) if "evaluate" in stages else ()
     try:
         if config is not None:

@@ -85,7 +85,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
         lines, cases, splits, features = prepare(study, source, choice, settings, "train")
         trial = seal(cases, splits, settings.evaluate)
         name = settings.train.aggregator
-        fitted = _fit(name, trial, settings.train, features.models / name, engine, score_test=False)
+        fitted = _fit(name, cases, trial, settings.train, features.models / name, engine, score_test=False)
         artefact.write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
     table = [("split", "seed", "epoch", "validation AUC", "seconds", "")]
     table += [
@@ -113,7 +113,7 @@ def evaluate(
         lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
         method = settings.train.aggregator
         trial = seal(cases, splits, settings.evaluate)
-        fitted = _fit(method, trial, settings.train, features.models / method, engine)
+        fitted = _fit(method, cases, trial, settings.train, features.models / method, engine)
         trial.labels.open(FINAL_SCORING)
         result = judge_method(fitted, trial)
         folder = study / "results" / results_name(name or f"{features.encoder}_{method}", settings)
@@ -139,6 +139,7 @@ def compare(
     """Judge many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, judge_method, score_method, write_results
+    from selfvitmil.evaluate.simple_rows import better_simple_rows
 
     lines = _embed_baselines(study, choice, settings, engine)
     with open_study(study, "compare"):
@@ -147,9 +148,10 @@ def compare(
         store = BagStore.of(settings.train)
         rows = _rows(study, choice, settings, cases, splits, features, store)
         asked = [(row.trial, training) for row in rows for training in row.trainings]
-        _warn_of_recipes({training.name: training.settings for _, training in asked})
+        _say_first(cases, {row.title: row.trainings[0].settings for row in rows if row.trainings})
         notes = make_models(asked, engine, store, _epoch_lines())
         fitted = [row.fit(notes) for row in rows]
+        simple = better_simple_rows(fitted, rows[0].trial, settings.train.aggregator)
         for row in rows:  # all trainings are over: no label of a test slide was read so far
             row.trial.labels.open(FINAL_SCORING)
         results = [judge_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
@@ -157,14 +159,22 @@ def compare(
         folder = study / "results" / results_name(name or "compare", settings)
         lines += _remove_earlier(folder, results)
         write_results(folder, results, scores, settings.evaluate)
-        cells, notes = _write_table(study, folder, splits, results, scores, settings)
+        advice = [row.words for row in simple]
+        cells, notes = _write_table(study, folder, splits, results, scores, settings, advice)
         artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
     return Summary(tuple(lines), cases.failures, cells)
 
 
 def _fit(
-    name: str, trial: Trial, train: TrainSettings, folder: Path, engine: Engine, *, score_test: bool = True
+    name: str,
+    cases: Cases,
+    trial: Trial,
+    train: TrainSettings,
+    folder: Path,
+    engine: Engine,
+    *,
+    score_test: bool = True,
 ) -> Fitted:
     """All trainings of one method, where that is quicker in several processes."""
     from selfvitmil.aggregate.train import BagStore
@@ -172,19 +182,26 @@ def _fit(
     from selfvitmil.evaluate.models import trainings_of
 
     store, report = BagStore.of(train), _epoch_lines()
-    _warn_of_recipes({name: train})
+    _say_first(cases, {name: train})
     asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
     notes = make_models(asked, engine, store, report)
     return fit_method(name, trial, train, folder=folder, store=store, report=report, notes=notes, score_test=score_test)
 
 
-def _warn_of_recipes(methods: Mapping[str, TrainSettings]) -> None:
-    """Print, before anything is trained, what to know of the recipes that are in force."""
-    from selfvitmil.aggregate.recipes import recipe_of, recipe_warnings
+def _say_first(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
+    """Print, before anything is trained, what the user may want to change: a guessed positive class, and recipes.
 
-    for name, train in methods.items():
-        for warning in recipe_warnings(recipe_of(name, train)):
-            print(f"warning: {name}: {warning}", file=sys.stderr, flush=True)
+    Of a published recipe, how far it follows its source; of any, what is known to go wrong with it.
+    """
+    from selfvitmil.aggregate.recipes import note_of, recipe_of, recipe_warnings
+
+    lines = [cases.positive_line] if cases.positive_is_guessed else []
+    for title, train in rows.items():
+        note = note_of(train.aggregator, train, cases.dim)
+        lines += [f"recipe of {title}: {note.words}"] if train.recipe != "default" else []
+        lines += [f"warning: {title}: {text}" for text in recipe_warnings(recipe_of(train.aggregator, train))]
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- features
@@ -360,6 +377,7 @@ def _on_two_scales(study: Path, choice: FeatureChoice, settings: StudySettings, 
 class Row:
     """One row of a comparison, before it is trained."""
 
+    title: str
     trial: Trial
     fit: Callable[[Mapping[Path, str]], Fitted]
     """Takes the notes of models that were made ahead."""
@@ -377,22 +395,23 @@ def _rows(
     store: BagStore,
 ) -> list[Row]:
     """All rows that were asked for; those of other features use the same slides in the same splits."""
+    from selfvitmil.aggregate.recipes import options_of
     from selfvitmil.evaluate import fit_method, seal
     from selfvitmil.evaluate.models import trainings_of
 
     compare = settings.compare
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
-    methods = compared_methods(settings, two_scales=two_scales)
+    asked = compared_methods(settings, two_scales=two_scales)
     if compare.supervised != "none":
         check_supervised(cases.class_names, cases.cohort)
 
-    def row(title: str, method: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
-        trial = seal(its_cases, splits, settings.evaluate)
-        own_train, folder, report = options_for(method, train), own.models / title, _epoch_lines(title)
+    def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
+        trial, method = seal(its_cases, splits, settings.evaluate), train.aggregator
+        folder, report = own.models / title, _epoch_lines(title)
         fit = lambda notes: fit_method(  # noqa: E731
-            method, trial, own_train, title=title, folder=folder, store=store, report=report, notes=notes
+            method, trial, train, title=title, folder=folder, store=store, report=report, notes=notes
         )
-        return Row(trial, fit, trainings_of(method, trial, own_train, folder))
+        return Row(title, trial, fit, trainings_of(method, trial, train, folder))
 
     def on(own: Features) -> Cases:
         found = _cases(cases.cohort, own, "compare", settings.train.positive)
@@ -402,20 +421,26 @@ def _rows(
             raise ConfigError(what, "rows are compared on the same slides", "Embed them, or leave the row out")
         return found.only(set(cases.by_slide))
 
-    rows = [row(m, m, features, cases, settings.train) for m in methods if m != TWO_SCALES]
-    if TWO_SCALES in methods:
+    rows = [row(each.title, features, cases, each.train) for each in asked if each.method != TWO_SCALES]
+    main = options_for("self-vit-mil", settings.train)
+    coarse = [each for each in asked if each.method == TWO_SCALES]
+    if coarse:
         both = find_features(study, replace(choice, two_scales=True), settings)
-        options = {**settings.train.options, "v": "bottleneck"}
-        narrow = settings.train.model_copy(update={"options": options})
-        rows.append(row(TWO_SCALES, TWO_SCALES, both, on(both), settings.train))
-        if "self-vit-mil" in methods:
-            rows.append(row("self-vit-mil (two scales)", "self-vit-mil", both, on(both), narrow))
+        rows += [row(each.title, both, on(both), each.train) for each in coarse]
+        if any(each.title == "self-vit-mil" for each in asked):
+            own_options = {**options_of("self-vit-mil", main), "v": "bottleneck"}
+            narrow = main.model_copy(update={"options": {**main.options, "self-vit-mil": own_options}})
+            rows.append(row("self-vit-mil (two scales)", both, on(both), narrow))
     for title, encoder in _baselines(choice, settings, features.encoder).items():
         own = find_features(study, FeatureChoice(encoder), settings)
-        rows.append(row(title, "self-vit-mil", own, on(own), settings.train))
+        rows.append(row(title, own, on(own), main))
     if compare.supervised != "none":
         trial = seal(cases, splits, settings.evaluate)
-        rows.append(Row(trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)))
+        rows.append(
+            Row(
+                compare.supervised, trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)
+            )
+        )
     return rows
 
 
@@ -612,8 +637,9 @@ def _write_table(
     results: Sequence[MethodResult],
     scores: Sequence[Scores],
     settings: StudySettings,
+    advice: Sequence[str],
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Write table.csv, table.md and auc.svg; the table for the terminal, and its notes."""
+    """Write table.csv, table.md and auc.svg; the table for the terminal, and `advice` and notes below it."""
     from selfvitmil.evaluate import compare_results, comparison_row, judged_on
     from selfvitmil.evaluate.figures import auc_figure
     from selfvitmil.evaluate.table import PUBLISHED, table_cells, table_csv, table_markdown, table_notes
@@ -621,13 +647,16 @@ def _write_table(
     on = judged_on(results[0], study.resolve().name, camelyon16_test=_is_camelyon16_test(splits))
     paired = compare_results(results, settings.compare.baseline, settings.evaluate)
     published = PUBLISHED | {"supervised ResNet-18": PUBLISHED["resnet18"]}  # by the rows' titles
+    for result in results:  # published figures stand beside the published recipe, where the table has both
+        if result.method == f"{result.aggregator} (published)" and result.aggregator in published:
+            published[result.method] = published.pop(result.aggregator)
     rows = [
         comparison_row(result, own, on, paired=paired, published=published.get(result.method))
         for result, own in zip(results, scores, strict=True)
     ]
     artefact.write_text(folder / "table.csv", table_csv(rows))
-    artefact.write_text(folder / "table.md", table_markdown(rows))
-    notes = table_notes(rows)
+    artefact.write_text(folder / "table.md", table_markdown(rows, advice))
+    notes = [*(f"note: {text}" for text in advice), *table_notes(rows)]
     try:
         artefact.write_text(folder / "auc.svg", auc_figure(rows))
     except MetricError as error:

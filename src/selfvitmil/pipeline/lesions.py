@@ -16,7 +16,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
 from selfvitmil.pipeline.localizing import Mapper, choose_slides
-from selfvitmil.pipeline.methods import TWO_SCALES, options_for
+from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
 
@@ -56,13 +56,13 @@ def compare_lesions(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
 ) -> Summary:
     """Judge the maps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
-    from selfvitmil.aggregate import NAMES
     from selfvitmil.localize.figures import write_lesion_table
     from selfvitmil.localize.judge import judge_lesions
     from selfvitmil.localize.methods import common_cases
     from selfvitmil.localize.methods import compare_lesions as side_by_side
 
-    methods = [method for method in settings.compare.methods or NAMES if method != TWO_SCALES]
+    rows = compared_methods(settings, two_scales=False)
+    methods = [row.method for row in rows if row.method != TWO_SCALES and row.is_main_recipe]
     if settings.compare.baseline not in methods:
         raise ConfigError(f"compare.baseline {settings.compare.baseline!r} is not among the methods that have maps")
     with open_study(study, "compare"):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ConfigError
@@ -15,47 +16,90 @@ TWO_SCALES = "dsmil-lc"
 """The method that is made for the vectors of two scales, one behind the other."""
 
 
-def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[str, ...]:
-    """The aggregators of a comparison, `two_scales` where there are vectors of two.
+BOTH_RECIPES = ("self-vit-mil", "dsmil")
+"""Methods that a comparison shows with our recipe and with the published one, unless told otherwise."""
 
-    ConfigError where one is not known, the baseline is none of them, or an option belongs to none.
+
+@dataclass(frozen=True)
+class Compared:
+    """A method of a comparison with the settings that its row is trained by."""
+
+    method: str
+    title: str
+    """Of its row: the method's name, with `(published)` where that recipe stands beside the study's own."""
+    train: TrainSettings
+
+    @property
+    def is_main_recipe(self) -> bool:
+        """Whether it follows the recipe of the study, and so has the heatmaps of `localize`."""
+        return self.title == self.method
+
+
+def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Compared, ...]:
+    """The aggregators of a comparison, `two_scales` where there are features of two.
+
+    `compare.methods` names them, `METHOD:published` with that recipe. A published row is trained as its source says,
+    whatever else `train` sets. ConfigError where one is not known, the baseline is none of them, or an option belongs
+    to none.
     """
     from selfvitmil.aggregate import NAMES
     from selfvitmil.aggregate.contract import nearest
 
-    compare = settings.compare
-    for method in compare.methods:
+    compare, train = settings.compare, settings.train
+    asked = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
+    if not compare.methods and train.recipe == "default":
+        asked = (*asked, *(f"{method}:published" for method in BOTH_RECIPES))
+    rows: dict[str, Compared] = {}
+    for text in asked:
+        method, _, recipe = text.partition(":")
         if method not in NAMES:
             what = f"compare.methods: unknown method {method!r}{nearest(method, list(NAMES))}"
             raise ConfigError(what, how=f"There are {', '.join(NAMES)}")
-    methods = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
-    _check_options(settings.train, methods)
-    if compare.baseline not in methods:
-        meant = nearest(compare.baseline, list(methods))
+        if recipe not in ("", "published"):
+            raise ConfigError(f"compare.methods: {text!r}", how=f"Write {method} or {method}:published")
+        row = _compared(method, recipe, train)
+        rows[row.title] = row
+    _check_options(train, [row.method for row in rows.values()])
+    if compare.baseline not in rows:
+        meant = nearest(compare.baseline, list(rows))
         what = f"compare.baseline {compare.baseline!r} is not among the methods{meant}"
-        raise ConfigError(what, how=f"There are {', '.join(methods)}")
-    return methods
+        raise ConfigError(what, how=f"There are {', '.join(rows)}")
+    return tuple(rows.values())
+
+
+def _compared(method: str, recipe: str, train: TrainSettings) -> Compared:
+    if not recipe or train.recipe != "default":
+        return Compared(method, method, options_for(method, train))
+    shared = train.model_dump(include={"split", "split_folder", "folds", "validation", "seeds", "seed", "positive"})
+    device = train.model_dump(include={"device", "cache_gb"})
+    exact = TrainSettings.model_validate({**shared, **device, "aggregator": method, "recipe": "published"})
+    return Compared(method, f"{method} (published)", exact)
 
 
 def options_for(method: str, train: TrainSettings) -> TrainSettings:
-    """Settings to train one of many methods: an option goes to those that have it."""
-    from selfvitmil.aggregate import settings_of
-
-    known = settings_of(method)
-    options = {key: value for key, value in train.options.items() if key in known or isinstance(value, dict)}
-    return train.model_copy(update={"aggregator": method, "options": options})
+    """Settings to train one of many methods: options without a method's name are those of `train.aggregator`."""
+    own = {key: value for key, value in train.options.items() if isinstance(value, dict) or method == train.aggregator}
+    return train.model_copy(update={"aggregator": method, "options": own})
 
 
 def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
-    """ConfigError for an option that no method of the comparison has."""
+    """ConfigError for an option that its method does not have, or whose method is not compared."""
     from selfvitmil.aggregate import settings_of
 
-    known = sorted({name for method in methods for name in settings_of(method)})
-    for key, value in train.options.items():
-        if isinstance(value, dict):  # of one method, whose recipe checks them
-            continue
+    plain = [key for key, value in train.options.items() if not isinstance(value, dict)]
+    if plain and train.aggregator not in methods:
+        raise ConfigError(
+            f"train.options: {', '.join(plain)} for {train.aggregator}, which is not compared",
+            "options without a method's name are those of train.aggregator",
+            "Write them under [train.options.METHOD]",
+        )
+    known = settings_of(train.aggregator)
+    for key in plain:
         if key not in known:
-            raise ConfigError(f"train.options: no method has {key!r}", how=f"There are {', '.join(known)}")
+            how = (
+                f"{train.aggregator} has {', '.join(known)}. Options of another method go under [train.options.METHOD]"
+            )
+            raise ConfigError(f"train.options: {train.aggregator} has no option {key!r}", how=how)
 
 
 def coarse_mpp(tile: TileSettings) -> float:
@@ -96,7 +140,7 @@ def try_method(method: str, train: TrainSettings, num_classes: int, localize: Lo
 
     recipe = recipe_of(method, train)
     try:
-        module = build(method, 1, num_classes, **recipe.options, standardize=recipe.standardize)
+        module = build(method, 1, num_classes, **recipe.module_options)
     except ConfigError as error:
         raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how) from None
     if localize is None:

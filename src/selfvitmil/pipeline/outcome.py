@@ -29,7 +29,7 @@ def outcome_table(study: Path, settings: StudySettings) -> tuple[tuple[str, ...]
     level = rows[0]["auc_limits"].partition(",")[0]  # `95 %, DeLong ...`
     auc, decided = _auc_words(rows[0]), SEVERAL if _auc(rows[0]) == "macro_auc" else BINARY
     method = "method, OPTIMISTIC" if rows[0]["protocol"] == "optimistic" else "method"
-    header = (method, f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "hottest tile in a lesion")
+    header = (method, "recipe", f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "hottest tile in a lesion")
     return (header, *(_cells(row, tuple(decided), hits.get(row["display_name"], {})) for row in rows))
 
 
@@ -83,6 +83,7 @@ def _seen(row: Row) -> bool:
 def _cells(row: Row, decided: tuple[str, ...], hits: Row) -> tuple[str, ...]:
     return (
         row["display_name"] + " (transductive)" * _seen(row),
+        row.get("recipe") or "-",
         _interval(row, _auc(row)),
         f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}",
         *(_number(row, name) for name in decided),

@@ -134,7 +134,8 @@ def _untrained(settings: StudySettings) -> Any:
 def _methods(request: Request, settings: StudySettings) -> list[str]:
     if request.one_method:
         return [settings.train.aggregator]
-    return list(compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)))
+    rows = compared_methods(settings, two_scales=bool(settings.tile.parent_mpp))
+    return list(dict.fromkeys(row.method for row in rows))
 
 
 # ---------------------------------------------------------------------------------------------------- reckoning

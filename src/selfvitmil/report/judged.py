@@ -46,14 +46,18 @@ def comparison(study: Contents, names: Names) -> Markup:
 
 def _comparison(results: Results, names: Names) -> Markup:
     header, rows, notes = parse_markdown_table(results.table) if results.table else _record_table(results.records)
+    recipes = [note for note in notes if note.startswith("Recipe of ")]
     return tag(
         "div",
         tag("h3", results.name),
         _optimistic(results),
         _outdated(results),
         _comparison_table(header, rows) if rows else missing("Its table cannot be read"),
-        bullets(note for note in notes if not note.startswith("[")),
+        bullets(note for note in notes if not note.startswith("[") and note not in recipes),
         _numbered([note for note in notes if note.startswith("[")]),
+        unfold(f"recipes of the {len(recipes)} rows, and how they differ from the published ones", bullets(recipes))
+        if recipes
+        else Markup(),
         _figures(results, names),
     )
 
@@ -103,6 +107,19 @@ def evaluation(study: Contents, names: Names) -> Markup:
     return section("evaluation", "Evaluation", *(parts or [missing(where, "evaluate")]))
 
 
+def _recipe_words(told: Mapping[str, Any]) -> str:
+    """Published or ours, and which kind of evidence each split chose."""
+    recipe, evidence = told.get("recipe") or {}, told.get("evidence") or {}
+    kinds = dict.fromkeys(str(own.get("reason", "")) for own in evidence.values())
+    return "; looks for ".join([str(recipe.get("kind", "")), *kinds])
+
+
+def _positive_words(told: Mapping[str, Any]) -> str:
+    if not told.get("positive"):
+        return ""
+    return f"{told['positive']} ({told['positive_from']})" if told.get("positive_from") else str(told["positive"])
+
+
 def _main_first(results: Results) -> bool:
     return MAIN_METHOD not in results.name
 
@@ -117,6 +134,8 @@ def _evaluation(results: Results, names: Names) -> Markup:
         facts(
             [
                 ("method", str(told.get("method", ""))),
+                ("recipe", _recipe_words(told)),
+                ("positive class", _positive_words(told)),
                 ("encoder", f"{told.get('encoder', '')}{' (transductive)' if told.get('transductive') else ''}"),
                 ("tiles", str(told.get("tiling", ""))),
                 ("protocol", str(told.get("protocol", ""))),

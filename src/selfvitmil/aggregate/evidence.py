@@ -1,0 +1,178 @@
+"""Choose which kind of evidence decides a slide's label: few tiles of one class, or the average tile.
+
+A lesion shows in a few tiles, a mutation may show a little in all of them, and some classes are the absence of
+something. An aggregator that looks for the wrong kind learns nothing, so the kind is chosen before the aggregator is
+trained, by cross-validation on the slides that it may learn from (training and validation; never a test slide). Each
+kind and fold has a linear scorer of tiles; a slide's logit is the mean of its highest scores (`positive`), the same for
+the other class (`negative`), or the mean of all (`average`). All scorers are trained side by side as the columns of one
+matrix, so that the choice costs about as much as one training of max pooling. The kind with the highest AUC is taken,
+of equals the one with the lowest Brier score.
+
+N instances, D dimensions, C classes, K highest scores, M = kinds x folds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfvitmil import metrics
+from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput
+from selfvitmil.aggregate.dsmil import EVIDENCE
+from selfvitmil.aggregate.optim import Mover, learning_rates
+from selfvitmil.aggregate.recipes import Recipe
+from selfvitmil.aggregate.rows import Rows
+from selfvitmil.aggregate.steps import LabelledBag, draw
+from selfvitmil.aggregate.store import BagStore
+
+FOLDS = 5
+"""Of the cross-validation; fewer where a class has fewer patients."""
+TOP = 3
+"""Highest scores that make the logit of a slide, as in the two-stream recipe."""
+SEED = 0
+"""Of folds and training: the choice depends on the slides alone, so that all seeds of a split make the same one."""
+BINARY_KINDS = ("positive", "negative", "average")
+MULTICLASS_KINDS = ("free", "average")
+
+
+@dataclass(frozen=True)
+class EvidenceChoice:
+    """The chosen kind of evidence and the cross-validated metrics of all kinds, each over all slides."""
+
+    evidence: str
+    slides: int
+    folds: int
+    """0 where there were too few patients to choose."""
+    brier: Mapping[str, float]
+    auc: Mapping[str, float]
+
+    @property
+    def reason(self) -> str:
+        """Why this kind was chosen, in one sentence."""
+        if not self.folds:
+            return f"{EVIDENCE[self.evidence]} (assumed: too few patients of a class for cross-validation)"
+        scores = ", ".join(f"{kind} {self.auc[kind]:.3f}" for kind in self.auc)
+        return (
+            f"{EVIDENCE[self.evidence]} (highest AUC in {self.folds}-fold cross-validation on {self.slides} training "
+            f"and validation slides: {scores})"
+        )
+
+
+def choose_evidence(bags: Sequence[LabelledBag], num_classes: int, recipe: Recipe, store: BagStore) -> EvidenceChoice:
+    """Cross-validate all kinds of evidence on `bags`, trained by the numbers of `recipe`.
+
+    Random numbers come from torch's generators, which the caller seeds with `SEED`.
+    """
+    kinds = BINARY_KINDS if num_classes == 1 else MULTICLASS_KINDS
+    fold_of = assign_folds(bags)
+    if fold_of is None:
+        return EvidenceChoice(kinds[0], len(bags), 0, {}, {})
+    folds = int(fold_of.max()) + 1
+    probabilities = _cross_validate(bags, fold_of, kinds, num_classes, recipe, store)
+    labels = np.array([each.label for each in bags])
+    targets_SC = labels[:, None] if num_classes == 1 else np.eye(num_classes)[labels]
+    brier = {kind: float(np.mean((probabilities[kind] - targets_SC) ** 2)) for kind in kinds}
+    present = [c for c in range(targets_SC.shape[1]) if 0 < targets_SC[:, c].sum() < len(bags)]
+    auc = {
+        kind: float(np.mean([metrics.auc(targets_SC[:, c].astype(int), probabilities[kind][:, c]) for c in present]))
+        for kind in kinds
+    }
+    best = max(kinds, key=lambda kind: (auc[kind], -brier[kind]))
+    return EvidenceChoice(best, len(bags), folds, brier, auc)
+
+
+def assign_folds(bags: Sequence[LabelledBag]) -> np.ndarray | None:
+    """Fold of every bag, by patient and stratified by class; None where a class has fewer than two patients."""
+    label_of: dict[str, int] = {}
+    for each in bags:
+        label_of[each.patient] = max(each.label, label_of.get(each.patient, 0))
+    by_class: dict[int, list[str]] = {}
+    for patient, label in sorted(label_of.items()):
+        by_class.setdefault(label, []).append(patient)
+    folds = min(FOLDS, *map(len, by_class.values()), len(label_of))
+    if folds < 2 or len(by_class) < 2:
+        return None
+    generator = np.random.default_rng(SEED)
+    fold_of: dict[str, int] = {}
+    for patients in by_class.values():
+        for place, patient in enumerate(generator.permutation(np.array(patients, dtype=object))):
+            fold_of[patient] = place % folds
+    return np.array([fold_of[each.patient] for each in bags])
+
+
+class _Scorers(Aggregator):
+    """One linear scorer of tiles for every kind, fold and class, side by side; see the module's text."""
+
+    def __init__(self, dim: int, num_classes: int, kinds: Sequence[str], folds: int):
+        super().__init__(dim, num_classes, standardize=True)
+        self.kinds = kinds
+        self.folds = folds
+        self.scorer = nn.Linear(dim, len(kinds) * folds * num_classes)
+        nn.init.normal_(self.scorer.weight, std=0.01 / math.sqrt(dim))
+        nn.init.zeros_(self.scorer.bias)
+
+    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
+        """Logits of the slide by every scorer: (kinds, folds, C)."""
+        scores = rows.project(self.scorer).view(len(rows), len(self.kinds), self.folds, self.num_classes)
+        highest = scores.topk(min(TOP, len(rows)), dim=0).values.mean(0)
+        average = scores.mean(0)
+        logits = [
+            average[k] if kind == "average" else -highest[k] if kind == "negative" else highest[k]
+            for k, kind in enumerate(self.kinds)
+        ]
+        return AggregatorOutput(torch.stack(logits), None, None)
+
+
+def _cross_validate(
+    bags: Sequence[LabelledBag],
+    fold_of: np.ndarray,
+    kinds: Sequence[str],
+    num_classes: int,
+    recipe: Recipe,
+    store: BagStore,
+) -> dict[str, np.ndarray]:
+    """Kind -> (slides, C) probabilities, each by a scorer that was not trained on the slide, at its best epoch."""
+    folds, device = int(fold_of.max()) + 1, store.device
+    recipe = replace(recipe, accumulate=1, clip_grad=0.0)
+    scorers = _Scorers(bags[0].bag.dim, num_classes, kinds, folds)
+    scorers.set_standardization(*store.standardization([each.bag for each in bags]))
+    scorers.to(device)
+    mover, schedule = Mover(scorers, recipe, device, keep_gradients=False), learning_rates(recipe, len(bags))
+    targets = torch.tensor([each.label for each in bags], device=device)
+    target_SC = targets[:, None].float() if num_classes == 1 else F.one_hot(targets, num_classes).float()
+    learns_SF = torch.from_numpy(fold_of)[:, None].to(device) != torch.arange(folds, device=device)
+    held_out = torch.from_numpy(fold_of).to(device)
+    best_loss = torch.full((len(kinds), folds), math.inf, device=device)
+    found = torch.full((len(bags), len(kinds), num_classes), 0.5, device=device)
+    for epoch in range(recipe.epochs):
+        scorers.train()
+        for number, place in enumerate(np.random.default_rng((SEED, epoch)).permutation(len(bags))):
+            mover.set_lr(schedule.value_at(epoch * len(bags) + number))
+            features_ND = store.features(bags[place].bag)
+            kept = max(1, len(features_ND) - int(recipe.instance_dropout * len(features_ND)))
+            if kept < len(features_ND):
+                features_ND = features_ND.index_select(0, draw(len(features_ND), kept, device))
+            losses = _losses(scorers(features_ND).logits_C, target_SC[place])
+            (losses * learns_SF[place]).sum().backward()
+            mover.step()
+        scorers.eval()
+        with torch.no_grad():
+            logits = torch.stack([scorers(store.features(each.bag)).logits_C for each in bags])  # (S, kinds, folds, C)
+            own = logits.gather(2, held_out[:, None, None, None].expand(-1, len(kinds), 1, num_classes)).squeeze(2)
+            losses_SK = _losses(own, target_SC[:, None])
+            loss = torch.stack([losses_SK[held_out == fold].mean(0) for fold in range(folds)], dim=1)
+            better = loss < best_loss
+            best_loss = torch.where(better, loss, best_loss)
+            found = torch.where(better.T[held_out][:, :, None], own.sigmoid(), found)
+    return {kind: found[:, k].double().cpu().numpy() for k, kind in enumerate(kinds)}
+
+
+def _losses(logits: Tensor, target_C: Tensor) -> Tensor:
+    """Cross-entropy, one sigmoid per class, averaged over the classes."""
+    return F.binary_cross_entropy_with_logits(logits, target_C.expand_as(logits), reduction="none").mean(-1)

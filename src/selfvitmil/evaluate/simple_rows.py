@@ -1,0 +1,81 @@
+"""Say when a simple method is clearly better than the study's own on validation, and what that suggests of the disease.
+
+Validation slides only: the advice exists before any test label is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from selfvitmil import metrics
+from selfvitmil.evaluate.protocol import Fitted
+from selfvitmil.evaluate.trial import Trial
+
+SUGGESTS = {
+    "mean": "the evidence is spread over the whole slide (diffuse) rather than in few tiles (focal)",
+    "abmil": "the evidence is a mixture of many tiles rather than a few critical ones",
+    "abmil-gated": "the evidence is a mixture of many tiles rather than a few critical ones",
+    "max": "the evidence lies in single tiles (focal)",
+    "topk": "the evidence lies in a few tiles (focal)",
+}
+"""What it suggests when a simple method wins."""
+CLEARLY = 2.0
+"""Standard errors of the mean difference of squared errors, over patients, above which a difference is clear."""
+
+
+@dataclass(frozen=True)
+class SimpleRow:
+    """A simple method that is clearly better than the main one on validation slides."""
+
+    method: str
+    main: str
+    auc: float
+    main_auc: float
+    slides: int
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.method} is clearly better than {self.main} on the {self.slides} validation slides (AUC "
+            f"{self.auc:.3f} against {self.main_auc:.3f}), which suggests that {SUGGESTS[self.method]}. Consider "
+            f"--train.aggregator {self.method}"
+        )
+
+
+def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> list[SimpleRow]:
+    """Simple methods that are clearly better than the row called `main`, the best first.
+
+    Compared by the squared errors of the ensembles' probabilities, patient by patient. Empty for more than two classes,
+    where `main` is none of the rows, and under the optimistic protocol, where nothing was kept for validation.
+    """
+    rows = {each.method: each for each in fitted}
+    if main not in rows or trial.num_classes != 1 or trial.optimistic:
+        return []
+    labels, patients, own = _validation(rows[main], trial)
+    own_auc, found = metrics.auc(labels, own), []
+    for method in SUGGESTS:
+        if method not in rows or method == main:
+            continue
+        _, _, other = _validation(rows[method], trial)
+        gain = (own - labels) ** 2 - (other - labels) ** 2
+        means = np.array([gain[patients == patient].mean() for patient in np.unique(patients)])
+        error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.inf
+        auc = metrics.auc(labels, other)
+        if means.mean() > CLEARLY * error and auc > own_auc:
+            found.append(SimpleRow(method, main, auc, own_auc, len(labels)))
+    return sorted(found, key=lambda row: -row.auc)
+
+
+def _validation(fitted: Fitted, trial: Trial) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, patients and mean probabilities over the seeds of the validation slides of all splits."""
+    labels, patients, scores = [], [], []
+    for split in trial.splits:
+        runs = [run for run in fitted.runs if run.split == split.name]
+        for case in split.val:
+            labels.append(case.label)
+            patients.append(case.patient)
+            scores.append(np.mean([run.chosen_on[case.slide].probabilities[0] for run in runs]))
+    return np.array(labels), np.array(patients), np.array(scores)
