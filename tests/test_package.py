@@ -99,6 +99,13 @@ def write_slide(path: Path, pixels: np.ndarray, mpp: float = 0.25) -> Path:
     return path
 
 
+def test_the_card_says_that_the_encoder_has_seen_test_slides(study: Path, model: Path):
+    evaluation = json.loads((model / "package.json").read_text())["evaluation"]
+    assert evaluation["transductive"] == len(slides_of(study, "test"))  # its slides.txt names all slides
+    cards = [path.read_text() for path in model.glob("*.md")]
+    assert any("transductive" in card for card in cards)
+
+
 # ---------------------------------------------------------------------------------------------------- same numbers
 
 

@@ -121,9 +121,13 @@ def _evaluation(about: Mapping[str, Any]) -> str:
         told = evaluation["figures"].get(name)
         if told is not None:
             rows.append((name.replace("_", " "), *value_and_limits(told)))
+    seen = evaluation["transductive"]
+    but = (
+        f", except that the encoder saw {seen} of them or their patients, without labels (transductive)" if seen else ""
+    )
     words = (
-        f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices; "
-        f"{percent(evaluation['confidence'])} intervals; threshold: {about['choice']['threshold_from']}."
+        f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices{but}"
+        f"; {percent(evaluation['confidence'])} intervals; threshold: {about['choice']['threshold_from']}."
     )
     return f"{words}\n\n{markdown_table(rows)}"
 

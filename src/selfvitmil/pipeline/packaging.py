@@ -69,6 +69,8 @@ def package(
         expected = _expected(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
         about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
+        if about["evaluation"] is not None:
+            about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
         contents = PackageParts(
             about,
             model_card(about, expected, carried),
