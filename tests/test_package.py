@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
 from selfvitmil.package import expect, open_package
 from selfvitmil.package import expected as expectations
-from selfvitmil.package.expected import Measures, limits
+from selfvitmil.package.expected import Measures
 from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.slides.synthetic.pyramid import encode_pyramid, write_pyramid
 from selfvitmil.stain import StainFit
@@ -242,8 +243,9 @@ def test_ordinary_slides_give_no_warning_and_odd_ones_do(answered: tuple[Done, P
     assert "features" in outside(answers["blurred"])
     assert "mpp" in outside(answers["coarse"])
     assert any("detail is missing" in each["text"] for each in answers["too_coarse"]["outside"])
-    assert answers["plain"]["closeness"]["distance"] < answers["plain"]["closeness"]["limit"]
-    assert answers["blurred"]["closeness"]["nearer"] == answers["blurred"]["closeness"]["of"]
+    assert answers["plain"]["ood"]["score"] <= answers["plain"]["ood"]["threshold"]
+    assert answers["blurred"]["ood"]["score"] > answers["blurred"]["ood"]["threshold"]
+    assert answers["plain"]["ood"]["guaranteed"] is False
     assert "blurred: its tiles look unlike" in result.stdout
 
 
@@ -358,9 +360,9 @@ def test_what_is_expected_is_measured_on_training_slides_alone(study: Path, mode
     package = open_package(model)
     np.testing.assert_allclose(package.expected.mean_D, np.concatenate(bags).mean(axis=0), rtol=1e-9)
     np.testing.assert_allclose(package.expected.std_D, np.concatenate(bags).std(axis=0), rtol=1e-9)
-    assert package.expected.num_tiles.least == min(map(len, bags))
-    assert package.expected.num_tiles.most == max(map(len, bags))
-    assert len(package.expected.distances) == len(config["trained_on"]) + len(config["chosen_on"])
+    assert package.expected.usual["tiles"].least == min(map(len, bags))
+    assert package.expected.usual["tiles"].most == max(map(len, bags))
+    assert len(package.expected.scores) == len(config["chosen_on"])
 
 
 def test_the_card_tells_data_threshold_and_figures(study: Path, model: Path):
@@ -522,14 +524,16 @@ def measures(vectors: np.ndarray, **changes: Any) -> Measures:
 def test_a_training_slide_is_measured_against_the_others():
     rng = np.random.default_rng(0)
     bags = [rng.normal(rng.normal(size=5), rng.uniform(0.5, 2, 5), (int(rng.integers(3, 30)), 5)) for _ in range(6)]
-    found = expect([measures(bag) for bag in bags[:4]], [measures(bag) for bag in bags[4:]], 0.5)
+    usual = expect([measures(bag) for bag in bags[:4]], [measures(bag) for bag in bags[4:]], 0.5).usual["distance"]
     own = []
-    for k, bag in enumerate(bags):
+    for k, bag in enumerate(bags[:4]):
         rest = np.concatenate([other for j, other in enumerate(bags[:4]) if j != k])
         shift = (bag.mean(axis=0) - rest.mean(axis=0)) / rest.std(axis=0)
         spread = (bag.std(axis=0) - rest.std(axis=0)) / rest.std(axis=0)
         own.append(np.sqrt((shift**2 + spread**2).mean()))
-    assert found.distances == pytest.approx(sorted(own))
+    assert (usual.least, usual.median, usual.most) == pytest.approx((min(own), np.median(own), max(own)))
+    assert usual.log_mean == pytest.approx(np.log(own).mean())
+    assert usual.log_spread == pytest.approx(np.log(own).std(ddof=1))
 
 
 def test_a_dimension_that_never_varies_does_not_count():
@@ -542,24 +546,77 @@ def test_a_dimension_that_never_varies_does_not_count():
     )
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.booleans())
-def test_no_slide_that_was_measured_lies_outside(values: list[float], one_sided: bool):
-    found = limits(values, one_sided=one_sided)
-    assert all(value in found for value in values)
-    assert found.least == min(values)
-    assert found.most == max(values)
+def drawn(rng: np.random.Generator, number: int, shift: float = 0.0, dim: int = 8) -> list[Measures]:
+    """Slides of one laboratory: tiles, stains and embeddings vary between slides as they do within a cohort."""
+    usual = np.array([[0.56, 0.22], [0.72, 0.80], [0.41, 0.56]])
+    found = []
+    for _ in range(number):
+        vectors = rng.normal(rng.normal(shift, 0.5, dim), np.exp(rng.normal(0, 0.2, dim)), (20, dim))
+        stains = usual + rng.normal(0, 0.03, (3, 2))
+        fit = StainFit(stains / np.linalg.norm(stains, axis=0), np.exp(rng.normal([0.6, 0.0], 0.15)))
+        found.append(measures(vectors, stain=fit, num_tiles=int(np.exp(rng.normal(6, 0.6)))))
+    return found
 
 
-@pytest.mark.parametrize("number", [4, 10, 100])
-def test_few_slides_like_the_training_slides_give_a_warning(number: int):
-    """One in a hundred at most, however few slides there are to learn from."""
-    rng = np.random.default_rng(number)
-    told = 0
-    for _ in range(400):
-        found = limits(np.exp(rng.normal(1, 0.5, number)).tolist(), one_sided=True)
-        assert np.exp(16.0) not in found or number < 5
-        told += sum(value not in found for value in np.exp(rng.normal(1, 0.5, 5)))
-    assert told / 2000 < 0.015
+@pytest.mark.parametrize(("num_val", "most"), [(19, 0.05), (60, 0.05), (9, 0.1)])
+def test_slides_like_the_training_slides_are_flagged_at_the_stated_rate(num_val: int, most: float):
+    """All measures together, in the mean over cohorts; with too few validation slides it is said that nothing is."""
+    rng = np.random.default_rng(num_val)
+    rates = []
+    for _ in range(60):
+        found = expect(drawn(rng, 30), drawn(rng, num_val), 0.5)
+        assert found.guaranteed == (num_val >= 19)
+        rates.append(np.mean([bool(found.outside(slide)) for slide in drawn(rng, 50)]))
+    error = np.std(rates) / np.sqrt(len(rates))
+    assert np.mean(rates) <= most + 2 * error
+    if num_val >= 19:  # and not by never flagging anything: the rate is ceil(0.95 (n + 1)) of n + 1
+        assert np.mean(rates) >= 1 - np.ceil(0.95 * (num_val + 1)) / (num_val + 1) - 2 * error
+
+
+def test_slides_of_another_laboratory_are_flagged():
+    rng = np.random.default_rng(1)
+    found = expect(drawn(rng, 30), drawn(rng, 30), 0.5)
+    shifted = [{each.about for each in found.outside(slide)} for slide in drawn(rng, 40, shift=3.0)]
+    assert np.mean(["features" in about for about in shifted]) > 0.95
+    text = found.outside(drawn(rng, 1, shift=3.0)[0])[0].text
+    assert f"threshold {found.threshold:.1f} (flags 5% of slides like those of the training)" in text
+
+
+def test_more_tissue_alone_is_not_out_of_distribution():
+    """Slides of one size to learn from, then larger ones of the same kind: all but one of 15 were flagged once."""
+    rng = np.random.default_rng(5)
+
+    def sized(number: int, low: int, high: int) -> list[Measures]:
+        return [replace(each, num_tiles=int(rng.integers(low, high))) for each in drawn(rng, number)]
+
+    found = expect(sized(36, 41, 71), sized(20, 41, 71), 0.5)
+    assert not any("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 119, 172))
+    assert all("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 2000, 3000))
+    assert all("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 1, 2))
+
+
+def test_the_threshold_is_the_conformal_quantile_of_validation_slides():
+    """Against the definition: with the threshold among n scores, the share of ranks above it."""
+    rng = np.random.default_rng(0)
+    for number in (19, 20, 39, 100, 377):
+        scores = rng.normal(size=number).tolist()
+        threshold = expectations.conformal_threshold(scores, 0.05)
+        above = sum(score > threshold for score in scores)
+        assert (above + 1) / (number + 1) <= 0.05 + 1e-12 or above == 0
+        assert (above + 2) / (number + 1) > 0.05  # and no smaller one would do
+    assert expectations.conformal_threshold([1.0] * 18, 0.05) is None
+    assert expectations.num_needed(0.05) == 19
+
+
+def test_with_few_validation_slides_the_threshold_lies_above_all_scores_and_no_rate_is_promised():
+    rng = np.random.default_rng(3)
+    train, val = drawn(rng, 12), drawn(rng, 4)
+    found = expect(train, val, 0.5)
+    assert not found.guaranteed
+    assert found.threshold >= max(found.scores)
+    assert not any(found.outside(slide) for slide in val)
+    text = found.outside(drawn(rng, 1, shift=9.0)[0])[0].text
+    assert "above all of 12 training and 4 validation slides; a rate of 5% cannot be guaranteed" in text
 
 
 def test_stains_far_from_the_usual_are_told():
@@ -571,7 +628,7 @@ def test_stains_far_from_the_usual_are_told():
 
     vectors = rng.normal(size=(50, 4))
     slides = [measures(vectors, stain=fit(usual + rng.normal(0, 0.02, (3, 2)))) for _ in range(8)]
-    found = expect(slides, [], 0.5)
+    found = expect(slides[:6], slides[6:], 0.5)
 
     def about(stain: StainFit) -> list[str]:
         return [each.text for each in found.outside(measures(vectors, stain=stain)) if each.about == "stain"]

@@ -12,7 +12,7 @@ The commands are `pipeline.package` and `pipeline.predict`.
 from __future__ import annotations
 
 from selfvitmil.package.card import FIGURES, model_card
-from selfvitmil.package.expected import Expected, Limits, Measures, Outside, expect
+from selfvitmil.package.expected import Expected, Measures, Outside, expect
 from selfvitmil.package.files import (
     RESEARCH_ONLY,
     SETTINGS,
@@ -34,7 +34,6 @@ __all__ = [
     "Answer",
     "Expected",
     "Judge",
-    "Limits",
     "Measures",
     "Outside",
     "Package",

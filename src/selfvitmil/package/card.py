@@ -69,7 +69,7 @@ def _data(about: Mapping[str, Any]) -> str:
 
 
 def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
-    seen, tiles = expected.slide_mpp, expected.num_tiles
+    (least, most), tiles, distance = expected.mpp_range, expected.usual.get("tiles"), expected.usual.get("distance")
     stains = {
         "slide": "stains are fitted once per slide and brought to a reference (Macenko)",
         "tile": "stains are fitted in every tile and brought to a reference (Macenko)",
@@ -78,16 +78,19 @@ def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettin
     lines = [
         f"tiles of {settings.tile.size_px} px, tissue in at least {percent(settings.tile.min_tissue)} of each",
         stains[settings.stain.method],
-        f"training slides were scanned at {seen.least:.4g} to {seen.most:.4g} um/px and have {tiles.least:.0f} to "
-        f"{tiles.most:.0f} tiles",
+        f"training slides were scanned at {least:.4g} to {most:.4g} um/px",
     ]
+    if tiles is not None:
+        lines.append(f"training slides have {tiles.least:.0f} to {tiles.most:.0f} tiles")
     if expected.num_fitted is not None:
         lines.append(f"stains could be fitted on {expected.num_fitted} of {expected.num_train} training slides")
-    lines.append(
-        f"distance of a slide's vectors from the training slides: median {expected.distance.median:.2f}, largest "
-        f"{expected.distance.most:.2f} of {len(expected.distances)} training and validation slides"
-    )
-    return markdown_list(lines) + "\n\n`predict` warns of a slide that lies outside of this."
+    if distance is not None:
+        lines.append(
+            f"distance of a slide's embeddings from the other training slides: median {distance.median:.2f}, largest "
+            f"{distance.most:.2f}"
+        )
+    flags = f"`predict` flags slides that are out of distribution: {expected.threshold_words()}."
+    return f"{markdown_list(lines)}\n\n{flags}"
 
 
 def _training(about: Mapping[str, Any]) -> str:

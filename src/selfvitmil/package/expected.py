@@ -1,15 +1,24 @@
-"""What a model expects of a slide, measured on the slides it was trained on; and what lies outside of that.
+"""What a model expects of a slide, measured on the slides it was trained on; and when a slide is out of distribution.
 
-Measured are microns per pixel, tiles per slide, the two stains, and the vectors of the tiles. Limits are those within
-which 99 of 100 further slides like the training slides would lie, if the logarithm of the measure were normal: with few
-slides they are wide, as they must be, and no slide that was measured lies outside.
+Five kinds of measures are taken of a slide: tiles, colour and strength of the two stains, and the distance of its
+embeddings. Each is compared with the training slides on a logarithmic scale, in units of their spread; the largest of
+these deviations is the slide's OOD score. A slide is flagged when its score exceeds a threshold that is calibrated on
+the validation slides, which took no part in what they are compared with, as a new slide does not: with n of them, the
+ceil((n + 1) (1 - RATE))-th smallest score. Of slides like the validation slides at most `RATE` are then flagged,
+whatever the distribution, all measures together (split conformal prediction: Vovk et al. 2005; Papadopoulos et al.
+2002). With fewer than 1 / RATE - 1 validation slides no threshold can promise that; then it is the largest score of
+validation and training slides, but at least what a measure whose logarithm is normal exceeds at a fifth of the rate
+(Student's t; there are about five measures), and every warning says that the rate cannot be guaranteed.
 
-The distance of a slide is how far its vectors lie from those of the training slides, as the Fréchet distance of two
+Two facts need no calibration and are told besides: microns per pixel unlike those of all training slides, and pixels
+coarser than the tiles.
+
+The distance of a slide is how far its embeddings lie from those of the training slides, as the Fréchet distance of two
 normal distributions with independent dimensions, each in units of the training spread:
 
     distance^2 = mean over dimensions of ((mean - training mean)^2 + (spread - training spread)^2) / training spread^2
 
-It needs no more of a slide than mean and spread of its vectors. A training slide is measured against all others, for
+It needs no more of a slide than mean and spread of its embeddings. A training slide is measured against all others, for
 it would look nearer than a new one if it were part of what it is compared with. Nothing here names a slide.
 
 S slides, D dimensions.
@@ -19,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,13 +40,18 @@ from selfvitmil.tiles import TileTable
 
 Floats = NDArray[np.float64]
 
-SHARE = 0.99
-"""Of slides like the training slides, those that give no warning by one measure."""
+RATE = 0.05
+"""Of slides like those of the training, those that are flagged at most."""
 MPP_SLACK = 0.1
 """Relative difference of microns per pixel beyond those of the training slides that goes unnoticed."""
 LEAST_SPREAD = 0.05
-"""Of a logarithm: slides that are alike by chance must not make limits that the next one breaks by a hair."""
+"""Of a logarithm: slides that are alike by chance must not make a scale by which the next one is far away."""
+LEAST_SPREAD_TILES = math.log(2)
+"""The same for tiles: how much tissue lies on a slide differs from block to block, also where all training slides are
+of one size, and says little about whether its tiles look like theirs. Only a multiple of it counts."""
 STAINS = ("hematoxylin", "eosin")
+TINY = 1e-9
+"""What the logarithm of 0 is taken of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +80,22 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Where a measure is expected to lie."""
+class Usual:
+    """A measure of the training slides."""
 
-    low: float
-    high: float
+    log_mean: float
+    log_spread: float
+    """Standard deviation of its logarithm."""
+    two_sided: bool
+    """Whether small values are unusual too."""
     median: float
     least: float
-    """Of the slides that were measured."""
     most: float
 
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
+    def deviation(self, value: float) -> float:
+        """How far a value lies from the usual, in units of the spread."""
+        z = (math.log(max(value, TINY)) - self.log_mean) / self.log_spread
+        return abs(z) if self.two_sided else max(z, 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,115 +114,145 @@ class Expected:
     num_train: int
     num_val: int
     tile_mpp: float
-    slide_mpp: Limits
-    num_tiles: Limits
+    mpp_range: tuple[float, float]
+    """Microns per pixel of the training slides."""
     num_fitted: int | None
     """Training slides whose stains could be fitted; None where stains are not fitted by slide."""
     stains: Mapping[str, Floats]
     """Name of a stain -> mean (3,) of its optical density, as a unit vector."""
-    angle_deg: Mapping[str, Limits]
-    """Between a slide's stain and that mean."""
-    strength: Mapping[str, Limits]
-    """Concentration that counts as full strength."""
+    usual: Mapping[str, Usual]
+    """By measure: `tiles`, `distance`, `<stain> colour` (degrees from the mean), `<stain> strength`."""
     mean_D: Floats
     std_D: Floats
-    distance: Limits
-    """Of training slides (each against the others) and validation slides."""
-    distances: tuple[float, ...]
-    """The same, one by one, in rising order."""
+    rate: float
+    """Of slides like the validation slides, those that the threshold flags at most."""
+    threshold: float = math.inf
+    scores: tuple[float, ...] = ()
+    """OOD scores of the validation slides in rising order, of which the threshold comes."""
+
+    @property
+    def guaranteed(self) -> bool:
+        """Whether there are enough validation slides for the rate."""
+        return num_needed(self.rate) <= len(self.scores)
 
     # ------------------------------------------------------------------------------------------------ a new slide
 
     def distance_of(self, facts: Measures) -> float:
-        """How far the slide's vectors lie from those of the training slides."""
+        """How far the slide's embeddings lie from those of the training slides."""
         return distance(facts.mean_D, facts.std_D, self.mean_D, self.std_D)
 
+    def values(self, facts: Measures) -> dict[str, float]:
+        """The slide's measures, by the names of `usual`."""
+        found: dict[str, float] = {"tiles": facts.num_tiles, "distance": self.distance_of(facts)}
+        if facts.stain is not None and facts.stain.fitted:
+            for k, name in enumerate(STAINS):
+                if name in self.stains:
+                    found[f"{name} colour"] = angle_deg(facts.stain.stains[:, k], self.stains[name])
+                    found[f"{name} strength"] = float(facts.stain.max_concentration[k])
+        return {name: value for name, value in found.items() if name in self.usual}
+
+    def deviations(self, facts: Measures) -> dict[str, float]:
+        """By measure, how unusual the slide is; infinite for stains that cannot be fitted where others' can."""
+        found = {name: self.usual[name].deviation(value) for name, value in self.values(facts).items()}
+        if self._lacks_stains(facts):
+            found["stain fit"] = math.inf
+        return found
+
+    def score(self, facts: Measures) -> float:
+        """The OOD score: the largest deviation."""
+        return max(self.deviations(facts).values(), default=0.0)
+
     def outside(self, facts: Measures) -> list[Outside]:
-        """All ways in which the slide differs from the training slides."""
-        return [*self._mpp(facts), *self._tiles(facts), *self._stain(facts), *self._features(facts)]
+        """All ways in which the slide differs from the training slides; each that exceeds the threshold is told."""
+        found, values = self._mpp(facts), self.values(facts)
+        for name, deviation in self.deviations(facts).items():
+            if deviation > self.threshold:
+                what = self._words(name, values, facts)
+                about = "features" if name == "distance" else "tiles" if name == "tiles" else "stain"
+                found.append(Outside(about, f"{what}: {self.scale_words(deviation)}"))
+        return found
+
+    def scale_words(self, score: float) -> str:
+        """A score with its threshold and what that means."""
+        return f"OOD score {score:.1f}, {self.threshold_words()}"
+
+    def threshold_words(self) -> str:
+        """The threshold of the OOD score and the rate at which it flags slides."""
+        if self.guaranteed:
+            rate = f"flags {self.rate:.0%} of slides like those of the training"
+        else:
+            rate = (
+                f"above all of {self.num_train} training and {self.num_val} validation slides; a rate of "
+                f"{self.rate:.0%} cannot be guaranteed with fewer than {num_needed(self.rate)} validation slides"
+            )
+        return f"threshold {self.threshold:.1f} ({rate})"
 
     def to_json(self, facts: Measures) -> dict[str, Any]:
-        """Distance of a slide, for a report of it."""
-        own = self.distance_of(facts)
-        nearer = sum(each <= own for each in self.distances)
-        return {"distance": own, "limit": _finite(self.distance.high), "nearer": nearer, "of": len(self.distances)}
+        """OOD score of a slide and what it is compared with, for a report of it."""
+        return {
+            "score": _finite(self.score(facts)),
+            "threshold": _finite(self.threshold),
+            "rate": self.rate,
+            "guaranteed": self.guaranteed,
+            "calibrated_on": len(self.scores),
+            "deviations": {name: _finite(value) for name, value in self.deviations(facts).items()},
+            "distance": self.distance_of(facts),
+        }
+
+    def _lacks_stains(self, facts: Measures) -> bool:
+        if facts.stain is None or facts.stain.fitted or self.num_fitted is None:
+            return False
+        return self.num_fitted > (1 - self.rate) * self.num_train
 
     def _mpp(self, facts: Measures) -> list[Outside]:
-        found: list[Outside] = []
-        mpp, seen = facts.slide_mpp, self.slide_mpp
+        mpp, (least, most) = facts.slide_mpp, self.mpp_range
         if warning := upsampling_warning(mpp, self.tile_mpp):
-            found.append(Outside("mpp", warning))
-        elif not seen.least / (1 + MPP_SLACK) <= mpp <= seen.most * (1 + MPP_SLACK):
-            found.append(Outside("mpp", f"scanned at {mpp:.4g} um/px, the training slides at {_span(seen)}"))
-        return found
+            return [Outside("mpp", warning)]
+        if not least / (1 + MPP_SLACK) <= mpp <= most * (1 + MPP_SLACK):
+            return [Outside("mpp", f"scanned at {mpp:.4g} um/px, the training slides at {_span(least, most)}")]
+        return []
 
-    def _tiles(self, facts: Measures) -> list[Outside]:
-        if facts.num_tiles in self.num_tiles:
-            return []
-        seen = self.num_tiles
-        return [
-            Outside("tiles", f"{facts.num_tiles} tiles, the training slides have {seen.least:.0f} to {seen.most:.0f}")
-        ]
-
-    def _stain(self, facts: Measures) -> list[Outside]:
-        if facts.stain is None or self.num_fitted is None:
-            return []
-        if not facts.stain.fitted:
+    def _words(self, name: str, values: Mapping[str, float], facts: Measures) -> str:
+        """What is unusual, and what the training slides have."""
+        if name == "stain fit":
+            assert facts.stain is not None
             of = f"{self.num_fitted} of {self.num_train} training slides could"
-            return [Outside("stain", f"its stains could not be fitted, those of {of}: {facts.stain.reason}")]
-        found: list[Outside] = []
-        for k, name in enumerate(STAINS):
-            if name not in self.stains:
-                continue
-            angle = angle_deg(facts.stain.stains[:, k], self.stains[name])
-            if angle > self.angle_deg[name].high:
-                most = f"that of training slides by {self.angle_deg[name].most:.0f} at most"
-                text = f"its {name} differs by {angle:.0f} degrees in colour from the usual, {most}"
-                found.append(Outside("stain", text))
-            strength = float(facts.stain.max_concentration[k])
-            if strength not in self.strength[name]:
-                seen = _span(self.strength[name])
-                found.append(Outside("stain", f"its {name} has a strength of {strength:.2f}, training slides {seen}"))
-        return found
-
-    def _features(self, facts: Measures) -> list[Outside]:
-        own = self.distance_of(facts)
-        if own <= self.distance.high:
-            return []
-        text = (
-            f"its tiles look unlike those that the model was trained on: distance {own:.2f}, "
-            f"of {len(self.distances)} training and validation slides {self.distance.most:.2f} at most "
-            f"(limit {self.distance.high:.2f})"
-        )
-        return [Outside("features", text)]
+            return f"its stains could not be fitted, those of {of} ({facts.stain.reason})"
+        usual, value = self.usual[name], values[name]
+        if name == "tiles":
+            return f"{value:.0f} tiles, the training slides have {usual.least:.0f} to {usual.most:.0f}"
+        if name == "distance":
+            return f"its tiles look unlike those that the model was trained on (distance {value:.2f})"
+        stain, what = name.split()
+        if what == "colour":
+            most = f"that of training slides by {usual.most:.0f} at most"
+            return f"its {stain} differs by {value:.0f} degrees in colour from the usual, {most}"
+        return f"its {stain} has a strength of {value:.2f}, training slides {_span(usual.least, usual.most)}"
 
     # ------------------------------------------------------------------------------------------------ files
 
     def to_plain(self) -> dict[str, Any]:
-        """All but the vectors, for JSON."""
-        one = {key: _to_plain(getattr(self, key)) for key in ("slide_mpp", "num_tiles", "distance")}
-        many = {
-            key: {name: _to_plain(each) for name, each in getattr(self, key).items()}
-            for key in ("angle_deg", "strength")
-        }
+        """All but the embeddings' mean and spread, for JSON."""
         return {
-            **{key: getattr(self, key) for key in ("num_train", "num_val", "tile_mpp", "num_fitted")},
+            **{key: getattr(self, key) for key in ("num_train", "num_val", "tile_mpp", "num_fitted", "rate")},
+            "mpp_range": list(self.mpp_range),
             "stains": {name: vector.tolist() for name, vector in self.stains.items()},
-            **one,
-            **many,
-            "distances": list(self.distances),
+            "usual": {name: asdict(each) for name, each in self.usual.items()},
+            "threshold": _finite(self.threshold),
+            "scores": [_finite(each) for each in self.scores],
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], mean_D: Floats, std_D: Floats) -> Expected:
         """What `to_plain` gave; KeyError, TypeError or ValueError where it did not."""
-        told = dict(plain)
-        told |= {key: _from_plain(told[key]) for key in ("slide_mpp", "num_tiles", "distance")}
-        told |= {
-            key: {name: _from_plain(each) for name, each in told[key].items()} for key in ("angle_deg", "strength")
+        least, most = plain["mpp_range"]
+        told = dict(plain) | {
+            "mpp_range": (float(least), float(most)),
+            "stains": {name: np.array(vector, np.float64) for name, vector in plain["stains"].items()},
+            "usual": {name: Usual(**each) for name, each in plain["usual"].items()},
+            "threshold": _or_infinite(plain["threshold"]),
+            "scores": tuple(_or_infinite(each) for each in plain["scores"]),
         }
-        told |= {"stains": {name: np.array(vector, np.float64) for name, vector in told["stains"].items()}}
-        told |= {"distances": tuple(told["distances"])}
         return cls(**told, mean_D=mean_D, std_D=std_D)
 
 
@@ -213,44 +261,80 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _to_plain(limits: Limits) -> dict[str, float | None]:
-    return {**asdict(limits), "high": _finite(limits.high)}
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else float(value)
 
 
-def _from_plain(plain: Mapping[str, Any]) -> Limits:
-    return Limits(**{**plain, "high": math.inf if plain["high"] is None else plain["high"]})
-
-
-def _span(limits: Limits) -> str:
-    return f"{limits.least:.3g}" if limits.least == limits.most else f"{limits.least:.3g} to {limits.most:.3g}"
+def _span(least: float, most: float) -> str:
+    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def expect(train: Sequence[Measures], val: Sequence[Measures], tile_mpp: float) -> Expected:
-    """What slides like these let a model expect."""
+def expect(train: Sequence[Measures], val: Sequence[Measures], tile_mpp: float, rate: float = RATE) -> Expected:
+    """What slides like these let a model expect; the threshold of the OOD score comes from `val`."""
     count, mean_D, squares_D = _pooled(train)
-    std_D = np.sqrt(squares_D / count)
-    distances = [*_distances_to_others(train), *(distance(each.mean_D, each.std_D, mean_D, std_D) for each in val)]
     fits = [each.stain for each in train if each.stain is not None]
     fitted = [fit for fit in fits if fit.fitted]
     stains, angles = _usual_stains(fitted)
-    return Expected(
+    values: dict[str, list[float]] = {
+        "tiles": [each.num_tiles for each in train],
+        "distance": _distances_to_others(train),
+    }
+    for k, name in enumerate(stains):
+        values[f"{name} colour"] = angles[name]
+        values[f"{name} strength"] = [float(fit.max_concentration[k]) for fit in fitted]
+    usual = {name: _usual(name, each) for name, each in values.items()}
+    uncalibrated = Expected(
         num_train=len(train),
         num_val=len(val),
         tile_mpp=tile_mpp,
-        slide_mpp=limits([each.slide_mpp for each in train]),
-        num_tiles=limits([each.num_tiles for each in train]),
+        mpp_range=(min(each.slide_mpp for each in train), max(each.slide_mpp for each in train)),
         num_fitted=len(fitted) if fits else None,
         stains=stains,
-        angle_deg={name: limits(values, one_sided=True) for name, values in angles.items()},
-        strength={name: limits([fit.max_concentration[k] for fit in fitted]) for k, name in enumerate(stains)},
+        usual={name: each for name, each in usual.items() if each is not None},
         mean_D=mean_D,
-        std_D=std_D,
-        distance=limits(distances, one_sided=True),
-        distances=tuple(sorted(distances)),
+        std_D=np.sqrt(squares_D / count),
+        rate=rate,
     )
+    scores = sorted(uncalibrated.score(each) for each in val)
+    threshold = conformal_threshold(scores, rate)
+    if threshold is None:
+        known = [uncalibrated.usual[name].deviation(each) for name in uncalibrated.usual for each in values[name]]
+        normal = _normal_threshold(len(train), rate) if uncalibrated.usual else math.inf
+        threshold = max(each for each in (normal, *scores, *known) if each == normal or math.isfinite(each))
+    return replace(uncalibrated, threshold=threshold, scores=tuple(scores))
+
+
+def num_needed(rate: float) -> int:
+    """Calibration slides from which on a threshold can promise a rate."""
+    return math.ceil(1 / rate - 1 - 1e-9)
+
+
+def conformal_threshold(scores: Sequence[float], rate: float) -> float | None:
+    """Threshold that a further score like these exceeds with a probability of `rate` at most; None with too few."""
+    place = math.ceil((len(scores) + 1) * (1 - rate) - 1e-9)
+    return sorted(scores)[place - 1] if place <= len(scores) else None
+
+
+def _normal_threshold(number: int, rate: float) -> float:
+    """Deviation that a normal measure exceeds at a fifth of the rate, in units of the spread of `number` slides."""
+    from scipy import stats
+
+    return float(stats.t.ppf(1 - rate / 5, number - 1)) * math.sqrt(1 + 1 / number)
+
+
+def _usual(name: str, values: Sequence[float]) -> Usual | None:
+    """A measure of training slides; None with fewer than three, whose spread is not known."""
+    if len(values) < 3:
+        return None
+    given = np.asarray(values, np.float64)
+    logs = np.log(np.maximum(given, TINY))
+    spread = max(float(logs.std(ddof=1)), LEAST_SPREAD_TILES if name == "tiles" else LEAST_SPREAD)
+    two_sided = name == "tiles" or name.endswith("strength")
+    least, most, median = (float(each) for each in (given.min(), given.max(), np.median(given)))
+    return Usual(float(logs.mean()), spread, two_sided, median, least, most)
 
 
 def distance(mean_D: Floats, std_D: Floats, usual_mean_D: Floats, usual_std_D: Floats) -> float:
@@ -260,25 +344,6 @@ def distance(mean_D: Floats, std_D: Floats, usual_mean_D: Floats, usual_std_D: F
         return 0.0
     shift, spread, unit = (mean_D - usual_mean_D)[varies], (std_D - usual_std_D)[varies], usual_std_D[varies]
     return math.sqrt(float(((shift**2 + spread**2) / unit**2).mean()))
-
-
-def limits(values: Sequence[float], *, one_sided: bool = False) -> Limits:
-    """Where `SHARE` of further values like these are expected, on a logarithmic scale; none that is here lies outside.
-
-    With fewer than three values nothing is outside. `one_sided`: only large values can be.
-    """
-    from scipy import stats
-
-    given = np.asarray(values, np.float64)
-    least, most, median = (float(each) for each in (given.min(), given.max(), np.median(given)))
-    low, high = 0.0, math.inf
-    if len(given) >= 3:
-        logs = np.log(np.maximum(given, 1e-9))
-        spread = max(float(logs.std(ddof=1)), LEAST_SPREAD) * math.sqrt(1 + 1 / len(given))
-        reach = spread * float(stats.t.ppf(SHARE if one_sided else (1 + SHARE) / 2, len(given) - 1))
-        low = 0.0 if one_sided else min(least, math.exp(logs.mean() - reach))
-        high = max(most, math.exp(min(logs.mean() + reach, 700.0)))
-    return Limits(low, high, median, least, most)
 
 
 def angle_deg(a: Floats, b: Floats) -> float:

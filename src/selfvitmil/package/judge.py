@@ -55,8 +55,8 @@ class Answer:
     """Those that reach the threshold: lesions where the slide is called positive, else its highest-ranked regions."""
     outside: tuple[Outside, ...]
     """In what it differs from the training slides."""
-    closeness: Mapping[str, Any]
-    """Its distance from them."""
+    ood: Mapping[str, Any]
+    """Its OOD score and what that is compared with."""
     warnings: tuple[str, ...]
     """Of opening, cutting and mapping it."""
     fingerprint: str = ""
@@ -181,7 +181,7 @@ def _told(answer: Answer) -> dict[str, Any]:
         "tiles": len(slide_map),
         "outside": [asdict(each) for each in answer.outside],
         "warnings": list(answer.warnings),
-        "closeness": dict(answer.closeness),
+        "ood": dict(answer.ood),
         "map": {"shows": verdict.shown, "kind": slide_map.kind, "scale": slide_map.scale, "files": list(answer.files)},
         "top_tiles": _top_tiles(slide_map),
         "only_ranks": slide_map.only_ranks,
@@ -224,7 +224,8 @@ def answers_table(package: Package, answers: Sequence[Answer]) -> tuple[list[str
     names = [""] if binary else [f"_{name}" for name in package.classes]
     streams = ("probability", "calibrated", "max", "bag")
     columns = [f"{stream}{name}" for stream in streams for name in names]
-    tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "warnings", "classes", "fingerprint")
+    tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "ood_score", "ood_threshold")
+    tail = (*tail, "warnings", "classes", "fingerprint")
     header = ["slide", "model", "file", "decision", *columns, *tail]
     rows: list[dict[str, str]] = []
     for answer in answers:
@@ -234,7 +235,8 @@ def answers_table(package: Package, answers: Sequence[Answer]) -> tuple[list[str
         about = " ".join(dict.fromkeys(each.about for each in answer.outside))
         threshold = "" if verdict.threshold is None else repr(verdict.threshold)
         lesions = "" if answer.slide_map.only_ranks else len(answer.lesions)
-        told = (threshold, verdict.threshold_from, len(answer.slide_map), lesions, about)
+        ood = ["" if answer.ood[key] is None else repr(answer.ood[key]) for key in ("score", "threshold")]
+        told = (threshold, verdict.threshold_from, len(answer.slide_map), lesions, about, *ood)
         classes = " ".join(package.classes)
         row = [
             answer.slide,
