@@ -222,6 +222,12 @@ def test_regions_of_a_slide_that_is_not_called_positive_are_no_lesions():
     assert lesion.area_mm2 == region.area_mm2
 
 
+def test_a_class_whose_name_means_negative_has_no_lesions_among_several_either():
+    told = replace(VERDICT, classes=("luad", "lusc", "normal"), probability=(0.1, 0.1, 0.8))
+    called = {name: replace(made_map(), verdict=replace(told, decision=name, shown=name)) for name in told.classes}
+    assert {name: slide.only_ranks for name, slide in called.items()} == {"luad": False, "lusc": False, "normal": True}
+
+
 # ---------------------------------------------------------------------------------------------------- points
 
 

@@ -191,7 +191,7 @@ def test_a_run_ends_with_the_comparison_and_where_to_look(place: Path):
         name = row["display_name"]
         auc = f"{float(row['auc']):.3f} [{float(row['auc_low']):.3f}, {float(row['auc_high']):.3f}]"
         hit = f"{float(hits[name]):.2f}" if hits.get(name) else "-"
-        assert re.search(rf"(?m)^{re.escape(name)} +{re.escape(auc)} .* {hit} *$", last), name
+        assert re.search(rf"(?m)^{re.escape(name)} +{row['recipe']} +{re.escape(auc)} .* {hit} *$", last), name
     assert re.search(r"AUC of self-vit-mil: [\d.]+ \[", last)
     assert last.index("AUC of self-vit-mil") < last.index("index.html") < last.index("viewer: selfvitmil view")
 

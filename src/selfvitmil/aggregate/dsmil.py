@@ -140,6 +140,8 @@ class Dsmil(Aggregator):
         self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
         self.i_classifier = _InstanceStream(dim, num_classes)
         self.b_classifier = _BagStream(dim, num_classes, q, v, head, dropout, query_dim, bottleneck)
+        if evidence == "average":
+            self.b_classifier.q.requires_grad_(False)  # attention is the same for all, nothing is compared
         if init != "default":
             self.apply(_orthogonal)
         if init == "quiet":

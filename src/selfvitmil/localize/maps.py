@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import artefact
+from selfvitmil.cohort.positive import is_negative_name
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError
 from selfvitmil.tiles import boxes_l0
@@ -126,8 +127,13 @@ class SlideMap:
 
     @property
     def only_ranks(self) -> bool:
-        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion."""
-        return not self.verdict.is_positive
+        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion.
+
+        Of several classes, one whose name means negative (`normal`) has no lesions either.
+        """
+        verdict = self.verdict
+        called_normal = len(verdict.classes) > 2 and is_negative_name(verdict.decision)
+        return not verdict.is_positive or called_normal
 
     @cached_property
     def grid(self) -> NDArray[np.int32]:
