@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from selfvitmil import metrics
-from selfvitmil.aggregate.evidence import BINARY_KINDS, assign_folds
+from selfvitmil.aggregate.evidence import BINARY_KINDS, EvidenceChoice, assign_folds, evidence_words
 from selfvitmil.aggregate.steps import LabelledBag
 from selfvitmil.aggregate.train import BagStore, load_model, save_model, score, train
 from selfvitmil.bags import Bag
@@ -122,6 +124,16 @@ def test_one_patient_of_a_class_is_too_few_to_choose():
     assert trained.evidence is not None
     assert trained.evidence.evidence == BINARY_KINDS[0]
     assert not trained.evidence.folds
+
+
+def test_choices_of_several_splits_are_told_together():
+    first = EvidenceChoice("positive", 40, 5, {"positive": 0.1, "average": 0.2}, {"positive": 1.0, "average": 0.6})
+    second = replace(first, auc={"positive": 0.9, "average": 0.8})
+    third = replace(first, evidence="average", auc={"positive": 0.5, "average": 0.7})
+    words = evidence_words([first, second, third])
+    assert [text.partition(";")[0].rpartition("(")[2] for text in words] == ["2 of 3 splits", "1 of 3 splits"]
+    assert "positive 0.950, average 0.700" in words[0]
+    assert evidence_words([first]) == (first.reason,)
 
 
 def test_a_stored_model_tells_the_choice(tmp_path):

@@ -64,6 +64,22 @@ class EvidenceChoice:
         )
 
 
+def evidence_words(choices: Sequence[EvidenceChoice]) -> tuple[str, ...]:
+    """The kinds that several splits chose, each with how many of them did and the mean AUC of all kinds there."""
+    if len(choices) < 2:
+        return tuple(choice.reason for choice in choices)
+    found: list[str] = []
+    for kind in dict.fromkeys(choice.evidence for choice in choices):
+        own = [choice for choice in choices if choice.evidence == kind]
+        aucs = {name: float(np.mean([one.auc[name] for one in own if one.auc])) for name in own[0].auc}
+        scores = ", ".join(f"{name} {auc:.3f}" for name, auc in aucs.items()) or "assumed: too few patients"
+        found.append(
+            f"{EVIDENCE[kind]} ({len(own)} of {len(choices)} splits; mean AUC in cross-validation on training and "
+            f"validation slides: {scores})"
+        )
+    return tuple(found)
+
+
 def choose_evidence(bags: Sequence[LabelledBag], num_classes: int, recipe: Recipe, store: BagStore) -> EvidenceChoice:
     """Cross-validate all kinds of evidence on `bags`, trained by the numbers of `recipe`.
 

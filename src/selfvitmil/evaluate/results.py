@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from selfvitmil import artefact
+from selfvitmil.aggregate.evidence import evidence_words
 from selfvitmil.evaluate.predictions import write_predictions
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.evaluate.scores import Samples, Scores, are_disjoint, estimator_of, read_interval, samples_of
@@ -115,5 +116,5 @@ def comparison_row(
         published=published,
         recipe="-" if result.recipe is None else result.recipe.kind,
         recipe_words="" if result.recipe is None else result.recipe.words,
-        evidence=tuple(dict.fromkeys(own.reason for own in result.evidence.values())),
+        evidence=evidence_words(list(result.evidence.values())),
     )
