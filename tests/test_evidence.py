@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from selfvitmil import metrics
+from selfvitmil.aggregate import build
 from selfvitmil.aggregate.evidence import BINARY_KINDS, EvidenceChoice, assign_folds, evidence_words
+from selfvitmil.aggregate.scoring import score_tiles
 from selfvitmil.aggregate.steps import LabelledBag
 from selfvitmil.aggregate.train import BagStore, load_model, save_model, score, train
 from selfvitmil.bags import Bag
@@ -143,3 +145,13 @@ def test_a_stored_model_tells_the_choice(tmp_path):
     module, config = load_model(tmp_path / "model")
     assert config["evidence"]["evidence"] == module.config["evidence"] == "negative"
     assert set(config["evidence"]["brier"]) == set(BINARY_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_shown"), [("free", True), ("positive", True), ("negative", False), ("average", False)]
+)
+def test_attention_that_shows_no_evidence_for_the_class_is_no_heatmap(kind: str, is_shown: bool):
+    module = build("dsmil", DIM, 1, evidence=kind)
+    (told,) = score_tiles(module, [planted("few", 1, 0)[0].bag])
+    assert (told.attention_NC is not None) == is_shown
+    assert told.instance_NC is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import openpyxl
 import pytest
 
+import planted
 from planted import row
 from selfvitmil.cohort import Cohort, hold_out, read_cohort
 from selfvitmil.cohort.splits import split_table
@@ -185,3 +186,12 @@ def test_labels_and_files_that_do_not_do_are_told_together_before_any_work(tmp_p
     assert "one class only" in first
     assert "do not exist: a, b" in second
     assert [path.name for path in study.iterdir()] == ["cohort.csv"]
+
+
+def test_slides_that_were_kept_out_stay_out_of_another_split():
+    rows = [
+        planted.row(f"s{k}", ("normal", "tumor")[k % 2], f"p{k}", "external" if k >= 20 else "train") for k in range(24)
+    ]
+    drawn = hold_out(Cohort(tuple(rows)), test=0.3, seed=0)
+    assert {row.split for row in drawn.rows[20:]} == {"external"}
+    assert {row.split for row in drawn.rows[:20]} == {"train", "test"}

@@ -608,6 +608,17 @@ def test_the_threshold_is_the_conformal_quantile_of_validation_slides():
     assert expectations.num_needed(0.05) == 19
 
 
+def test_a_validation_slide_without_a_stain_fit_does_not_switch_the_warning_off():
+    rng = np.random.default_rng(5)
+    train, val = drawn(rng, 30), drawn(rng, 19)
+    unfitted = replace(val[0], stain=StainFit.unfitted("no tissue"))
+    found = expect(train, [unfitted, *val[1:]], 0.5)
+    assert np.isfinite(found.threshold)
+    assert not found.guaranteed
+    assert found.outside(unfitted)
+    assert found.outside(drawn(rng, 1, shift=6.0)[0])
+
+
 def test_with_few_validation_slides_the_threshold_lies_above_all_scores_and_no_rate_is_promised():
     rng = np.random.default_rng(3)
     train, val = drawn(rng, 12), drawn(rng, 4)

@@ -21,11 +21,20 @@ from selfvitmil import artefact, pipeline
 from selfvitmil.cohort import read_cohort
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.pipeline.methods import heatmap_settings, lesion_baseline
 from selfvitmil.pipeline.outlook import STAGES, Request, look_ahead
 from selfvitmil.pipeline.record import RunRecord, read_record, write_record
 from selfvitmil.pipeline.running import PAPER_TILES, camelyon16_lines
 from selfvitmil.pipeline.starting import commented_settings
-from selfvitmil.settings import STUDY_ENGINE, StudySettings, all_keys, resolve_settings
+from selfvitmil.settings import (
+    STUDY_ENGINE,
+    CompareSettings,
+    LocalizeSettings,
+    StudySettings,
+    TrainSettings,
+    all_keys,
+    resolve_settings,
+)
 from selfvitmil.slides import synthetic
 from test_cli import Done, rows_of, selfvitmil
 
@@ -178,6 +187,19 @@ def test_a_run_says_first_what_it_will_do_and_last_what_it_did(place: Path):
     assert record is not None
     assert record.ended == "finished"
     assert tuple(record.seconds) == STAGES
+
+
+def test_heatmaps_of_compared_methods_fall_back_where_they_lack_the_asked_score():
+    asked = LocalizeSettings(score="attention")
+    train = TrainSettings(aggregator="max")
+    assert heatmap_settings("max", train, 1, asked, main="self-vit-mil").score == "auto"
+    assert (
+        heatmap_settings("abmil", TrainSettings(aggregator="abmil"), 1, asked, main="self-vit-mil").score == "attention"
+    )
+    with pytest.raises(ConfigError, match="attention"):
+        heatmap_settings("max", train, 1, asked, main="max")
+    published = StudySettings(compare=CompareSettings(baseline="dsmil (published)"))
+    assert lesion_baseline(published) == "dsmil"
 
 
 def test_a_run_ends_with_the_comparison_and_where_to_look(place: Path):

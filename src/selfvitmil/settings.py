@@ -757,6 +757,10 @@ class StudySettings(Settings):
 
 def _check_pretrain(pretrain: PretrainSettings) -> None:
     """What the fields of this section must agree on."""
+    if pretrain.method != "dino" and pretrain.out_dim is not None:
+        raise ValueError(
+            f"pretrain.out_dim is for dino: with {pretrain.method} the output width is pretrain.bottleneck"
+        )
     if pretrain.batch % pretrain.accumulate:
         raise ValueError(f"pretrain.batch {pretrain.batch} does not divide into {pretrain.accumulate} equal parts")
     if pretrain.sampler == "one-slide" and (pretrain.tiles_per_slide or 1) % pretrain.batch:

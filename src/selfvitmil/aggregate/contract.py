@@ -47,6 +47,8 @@ class Aggregator(nn.Module):
     """With C >= 2: classes are judged one by one instead of against each other."""
     is_order_dependent = False
     """Whether shuffling the instances changes more than the order of the results."""
+    attention_is_evidence = True
+    """Whether attention points at evidence for the class that is shown, and so may be drawn as a heatmap."""
     needs_coordinates = False
     """Whether `coords_N2` must be given."""
     waits_for_device = False

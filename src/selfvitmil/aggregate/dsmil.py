@@ -134,6 +134,8 @@ class Dsmil(Aggregator):
         self.top = top
         self.score = score
         self.evidence = evidence
+        # With `negative` it points at tiles of the negative class, with `average` at all alike.
+        self.attention_is_evidence = evidence in ("free", "positive")
         self.sign = -1.0 if evidence == "negative" else 1.0
         """Of the logits: with `negative` the streams score the negative class."""
         self.divisor = _divisor(scale, query_dim)

@@ -59,8 +59,8 @@ class EvidenceChoice:
             return f"{EVIDENCE[self.evidence]} (assumed: too few patients of a class for cross-validation)"
         scores = ", ".join(f"{kind} {self.auc[kind]:.3f}" for kind in self.auc)
         return (
-            f"{EVIDENCE[self.evidence]} (highest AUC in {self.folds}-fold cross-validation on {self.slides} training "
-            f"and validation slides: {scores})"
+            f"{EVIDENCE[self.evidence]} (highest AUC in {self.folds}-fold cross-validation on the {self.slides} slides "
+            f"of training and model selection: {scores})"
         )
 
 
@@ -74,8 +74,8 @@ def evidence_words(choices: Sequence[EvidenceChoice]) -> tuple[str, ...]:
         aucs = {name: float(np.mean([one.auc[name] for one in own if one.auc])) for name in own[0].auc}
         scores = ", ".join(f"{name} {auc:.3f}" for name, auc in aucs.items()) or "assumed: too few patients"
         found.append(
-            f"{EVIDENCE[kind]} ({len(own)} of {len(choices)} splits; mean AUC in cross-validation on training and "
-            f"validation slides: {scores})"
+            f"{EVIDENCE[kind]} ({len(own)} of {len(choices)} splits; mean AUC in cross-validation on the slides of "
+            f"training and model selection: {scores})"
         )
     return tuple(found)
 

@@ -77,7 +77,7 @@ class TileScores:
 
     bag: BagScore
     attention_NC: Floats | None
-    """Weights that sum to 1 over the bag; None where the method has none."""
+    """Weights that sum to 1 over the bag; None where there are none, or none that show evidence for the class."""
     instance_NC: Floats | None
     """Probabilities of the tile alone, larger for what speaks for the class; None where the method has none."""
     effect_NC: Floats | None = None
@@ -98,7 +98,8 @@ def score_tiles(
     for each in _passes(module, bags, store):
         effect_NC = _effects(each, store) if effect else None
         bag_score = _plain(each.bag.slide, *_fetched([each.judgement])[0])
-        yield TileScores(bag_score, _floats(each.output.attention_NC), _floats(each.instance_NC), effect_NC)
+        attention_NC = each.output.attention_NC if each.module.attention_is_evidence else None
+        yield TileScores(bag_score, _floats(attention_NC), _floats(each.instance_NC), effect_NC)
 
 
 class _Pass(NamedTuple):

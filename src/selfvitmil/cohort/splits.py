@@ -77,11 +77,16 @@ def hold_out(cohort: Cohort, *, test: float = 0.3, seed: int = 0) -> Cohort:
     """The cohort with its column split drawn anew: the fraction `test` of the patients of every class is the test set.
 
     All other slides are for training. Slides without a label go with their patient, else to training, where they serve
-    self-supervision alone.
+    self-supervision alone. Slides that another word of the column (`external`, `unused`) keeps out stay out.
     """
-    drawn = set(_hold_out(cohort, "", test, 0.0, (_checked_seed(seed),)).test)
+    out = {row.slide for row in cohort.rows if row.split and row.split not in SIDES}
+    inside = Cohort(tuple(row for row in cohort.rows if row.slide not in out), cohort.warnings)
+    drawn = set(_hold_out(inside, "", test, 0.0, (_checked_seed(seed),)).test)
     patients = {cohort[slide].patient for slide in drawn}
-    rows = [replace(row, split="test" if row.patient in patients else "train") for row in cohort.rows]
+    rows = [
+        row if row.slide in out else replace(row, split="test" if row.patient in patients else "train")
+        for row in cohort.rows
+    ]
     return Cohort(tuple(rows), cohort.warnings)
 
 

@@ -35,14 +35,18 @@ class SimpleRow:
     auc: float
     main_auc: float
     slides: int
+    splits: int
 
     @property
     def words(self) -> str:
-        return (
+        told = (
             f"{self.method} is clearly better than {self.main} on the {self.slides} validation slides (AUC "
             f"{self.auc:.3f} against {self.main_auc:.3f}), which suggests that {SUGGESTS[self.method]}. Consider "
             f"--train.aggregator {self.method}"
         )
+        if self.splits == 1:
+            return told
+        return f"{told}, on new test slides: those of one split were validation slides of another"
 
 
 def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> list[SimpleRow]:
@@ -54,28 +58,29 @@ def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> lis
     rows = {each.method: each for each in fitted}
     if main not in rows or trial.num_classes != 1 or trial.optimistic:
         return []
-    labels, patients, own = _validation(rows[main], trial)
-    own_auc, found = metrics.auc(labels, own), []
+    labels, patients, folds, own = _validation(rows[main], trial)
+    own_auc, found = metrics.auc(labels, own, folds=folds), []
     for method in SUGGESTS:
         if method not in rows or method == main:
             continue
-        _, _, other = _validation(rows[method], trial)
+        *_, other = _validation(rows[method], trial)
         gain = (own - labels) ** 2 - (other - labels) ** 2
         means = np.array([gain[patients == patient].mean() for patient in np.unique(patients)])
         error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.inf
-        auc = metrics.auc(labels, other)
+        auc = metrics.auc(labels, other, folds=folds)
         if means.mean() > CLEARLY * error and auc > own_auc:
-            found.append(SimpleRow(method, main, auc, own_auc, len(labels)))
+            found.append(SimpleRow(method, main, auc, own_auc, len(labels), len(trial.splits)))
     return sorted(found, key=lambda row: -row.auc)
 
 
-def _validation(fitted: Fitted, trial: Trial) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, patients and mean probabilities over the seeds of the validation slides of all splits."""
-    labels, patients, scores = [], [], []
+def _validation(fitted: Fitted, trial: Trial) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, patients, splits and mean probabilities over the seeds of the validation slides of all splits."""
+    labels, patients, folds, scores = [], [], [], []
     for split in trial.splits:
         runs = [run for run in fitted.runs if run.split == split.name]
         for case in split.val:
             labels.append(case.label)
             patients.append(case.patient)
+            folds.append(split.name)
             scores.append(np.mean([run.chosen_on[case.slide].probabilities[0] for run in runs]))
-    return np.array(labels), np.array(patients), np.array(scores)
+    return np.array(labels), np.array(patients), np.array(folds), np.array(scores)

@@ -474,7 +474,8 @@ def _evidence_note(row: ComparisonRow) -> str | None:
 def _judged_words(on: JudgedOn) -> str:
     text = f"Measured on {on.words} of {on.cohort} ({on.split})."
     if on.protocol == "optimistic":
-        text = f"OPTIMISTIC: epoch and threshold were chosen on the slides that judge; expect less on others. {text}"
+        chosen = "epoch, threshold and kind of evidence were chosen on the slides that judge"
+        text = f"OPTIMISTIC: {chosen}; expect less on others. {text}"
     return text
 
 

@@ -81,8 +81,9 @@ class Verdict:
 
     @property
     def is_positive(self) -> bool:
-        """Whether the decision is the class that the map shows."""
-        return self.decision == self.shown
+        """Whether the decision is the class that the map shows, and of several classes none that means negative."""
+        means_negative = len(self.classes) > 2 and is_negative_name(self.decision)
+        return self.decision == self.shown and not means_negative
 
     @property
     def shown_probability(self) -> float:
@@ -127,13 +128,8 @@ class SlideMap:
 
     @property
     def only_ranks(self) -> bool:
-        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion.
-
-        Of several classes, one whose name means negative (`normal`) has no lesions either.
-        """
-        verdict = self.verdict
-        called_normal = len(verdict.classes) > 2 and is_negative_name(verdict.decision)
-        return not verdict.is_positive or called_normal
+        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion."""
+        return not self.verdict.is_positive
 
     @cached_property
     def grid(self) -> NDArray[np.int32]:

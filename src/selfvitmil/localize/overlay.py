@@ -108,7 +108,8 @@ def caveats(slide_map: SlideMap) -> str:
     verdict, words = slide_map.verdict, []
     if not verdict.is_positive:
         shown = "all scores are set to 0" if slide_map.gated else RANKS_ONLY
-        words.append(f"Called {verdict.decision}, not {verdict.shown}: {shown}.")
+        instead = "" if verdict.decision == verdict.shown else f", not {verdict.shown}"
+        words.append(f"Called {verdict.decision}{instead}: {shown}.")
     elif not slide_map.score.any():
         words.append("The tiles do not differ: the map points nowhere.")
     if verdict.part == "train":

@@ -132,8 +132,9 @@ class Expected:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether there are enough validation slides for the rate."""
-        return num_needed(self.rate) <= len(self.scores)
+        """Whether there are enough validation slides with a finite score for the rate."""
+        threshold = conformal_threshold(self.scores, self.rate)
+        return threshold is not None and math.isfinite(threshold)
 
     # ------------------------------------------------------------------------------------------------ a new slide
 
@@ -183,7 +184,8 @@ class Expected:
         else:
             rate = (
                 f"above all of {self.num_train} training and {self.num_val} validation slides; a rate of "
-                f"{self.rate:.0%} cannot be guaranteed with fewer than {num_needed(self.rate)} validation slides"
+                f"{self.rate:.0%} cannot be guaranteed with fewer than {num_needed(self.rate)} validation slides whose "
+                "stains could be fitted"
             )
         return f"threshold {self.threshold:.1f} ({rate})"
 
@@ -300,7 +302,7 @@ def expect(train: Sequence[Measures], val: Sequence[Measures], tile_mpp: float, 
     )
     scores = sorted(uncalibrated.score(each) for each in val)
     threshold = conformal_threshold(scores, rate)
-    if threshold is None:
+    if threshold is None or not math.isfinite(threshold):  # too few slides, or too many whose stains cannot be fitted
         known = [uncalibrated.usual[name].deviation(each) for name in uncalibrated.usual for each in values[name]]
         normal = _normal_threshold(len(train), rate) if uncalibrated.usual else math.inf
         threshold = max(each for each in (normal, *scores, *known) if each == normal or math.isfinite(each))

@@ -22,6 +22,8 @@ from selfvitmil.pipeline.methods import (
     check_supervised,
     coarse_mpp,
     compared_methods,
+    heatmap_settings,
+    lesion_baseline,
     try_method,
 )
 from selfvitmil.pipeline.pretraining import split_encoders
@@ -122,15 +124,20 @@ def check_learning(cohort: Cohort, settings: StudySettings, trial: Trial, stages
     from selfvitmil.localize.scores import shown_class
     from selfvitmil.pipeline.localizing import choose_slides
 
-    train, localize, baseline = settings.train, settings.localize, settings.compare.baseline
+    train, localize = settings.train, settings.localize
+    mapped: list[str] = []
     outlined = "lesions" in stages and bool(outlined_slides(cohort))
     try:
         if "compare" in stages:
             for row in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)):
-                mapped = outlined and row.method != TWO_SCALES and row.is_main_recipe
-                try_method(row.method, row.train, trial.num_classes, localize if mapped else None)
-            if outlined and baseline == TWO_SCALES:
-                what, why = f"compare.baseline {baseline!r} has no maps", "maps are compared by the outlined lesions"
+                if outlined and row.method != TWO_SCALES and row.is_main_recipe:
+                    heatmap_settings(row.method, row.train, trial.num_classes, localize, train.aggregator)
+                    mapped.append(row.method)
+                else:
+                    try_method(row.method, row.train, trial.num_classes)
+            if outlined and lesion_baseline(settings) not in mapped:
+                what = f"compare.baseline {settings.compare.baseline!r} has no heatmaps"
+                why = "heatmaps are compared by the annotated lesions"
                 raise ConfigError(what, why, "Name another baseline, or add --until localize")
             if settings.compare.supervised != "none":
                 check_supervised(trial.class_names, cohort)

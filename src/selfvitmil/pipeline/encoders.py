@@ -86,7 +86,9 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
     origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
     result = train(source, out, settings.pretrain, origin, report=show)
     if first:
-        artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in source.names))
+        # The encoder whose weights it started from may have seen others.
+        seen = {*source.names, *slides_of(Path(settings.pretrain.init) / SLIDES_FILE)}
+        artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in sorted(seen)))
         artefact.write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
     lines = [f"note: {warning}" for warning in result.warnings]
     loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""

@@ -39,7 +39,7 @@ SHOWN = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "
 """Figures that `evaluate` prints; metrics.json has them all."""
 COMPARISON_FILES = ("table.csv", "table.md", "auc.svg")
 """What only comparisons have among their results."""
-OPTIMISTIC_LINE = "OPTIMISTIC: epochs and thresholds are chosen on the test slides, so the figures flatter"
+OPTIMISTIC_LINE = "OPTIMISTIC: epochs, thresholds and kinds of evidence are chosen on the test slides"
 MEAN_COLOR, UNTRAINED = "mean_color", "untrained_"
 """Names of encoders that are there for comparison."""
 
@@ -92,6 +92,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
         (run.split, str(run.seed), str(run.epoch), _validation_auc(run, trial), f"{run.seconds:.0f}", run.note)
         for run in fitted.runs
     ]
+    lines += _evidence_lines(name, fitted)
     lines += [f"note: {warning}" for warning in (*trial.warnings, *_run_warnings(fitted))]
     lines.append(f"{len(fitted.runs)} models in {below(study, features.models / name)}; judge them with `evaluate`")
     return Summary(tuple(lines), cases.failures, tuple(table))
@@ -123,6 +124,7 @@ def evaluate(
         histories = _histories(features.models / method, result)
         undrawn = write_figures(folder, result, settings.evaluate, histories)
         artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
+    lines += _evidence_lines(method, fitted)
     lines += [f"note: {warning}" for warning in (*result.warnings, *undrawn)]
     lines.append(f"predictions.csv, metrics.json and figures in {below(study, folder)}")
     return Summary(tuple(lines), cases.failures, _score_table(scores.to_json(), settings.evaluate.confidence))
@@ -186,6 +188,14 @@ def _fit(
     asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
     notes = make_models(asked, engine, store, report)
     return fit_method(name, trial, train, folder=folder, store=store, report=report, notes=notes, score_test=score_test)
+
+
+def _evidence_lines(name: str, fitted: Fitted) -> list[str]:
+    """Which kinds of evidence the splits chose, and why."""
+    from selfvitmil.aggregate.evidence import evidence_words
+
+    choices = {run.split: run.evidence for run in fitted.runs if run.evidence is not None}
+    return [f"{name} looks for {text}" for text in evidence_words(list(choices.values()))]
 
 
 def _say_first(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
@@ -435,7 +445,9 @@ def _rows(
         own = find_features(study, FeatureChoice(encoder), settings)
         rows.append(row(title, own, on(own), main))
     if compare.supervised != "none":
-        trial = seal(cases, splits, settings.evaluate)
+        # A network of its own learns from pixels: it has nothing of the encoder, nor of what that has seen.
+        own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
+        trial = seal(own_cases, splits, settings.evaluate)
         rows.append(
             Row(
                 compare.supervised, trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)

@@ -16,7 +16,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
 from selfvitmil.pipeline.localizing import Mapper, choose_slides
-from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, options_for
+from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, heatmap_settings, lesion_baseline, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
 
@@ -63,8 +63,9 @@ def compare_lesions(
 
     rows = compared_methods(settings, two_scales=False)
     methods = [row.method for row in rows if row.method != TWO_SCALES and row.is_main_recipe]
-    if settings.compare.baseline not in methods:
-        raise ConfigError(f"compare.baseline {settings.compare.baseline!r} is not among the methods that have maps")
+    baseline = lesion_baseline(settings)
+    if baseline not in methods:
+        raise ConfigError(f"compare.baseline {baseline!r} is not among the methods that have heatmaps")
     with open_study(study, "compare"):
         judged, _, failures, lines = _judged(study, source, choice, settings, methods, "compare")
         folder = study / "results" / results_name(name or "compare", settings)
@@ -74,7 +75,7 @@ def compare_lesions(
             method: judge_lesions(common[method], judged[method]["val"], settings.localize, settings.evaluate)
             for method in common
         }
-        table = side_by_side(scores, settings.compare.baseline)
+        table = side_by_side(scores, baseline)
         undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
     lines += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
     lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {below(study, folder)}")
@@ -101,7 +102,9 @@ def _judged(
     failures: list[Failure] = [*cases.failures]
     maps: dict[str, list[Path]] = {}
     for method in methods:
-        own = settings.model_copy(update={"train": options_for(method, settings.train)})
+        train, num_classes = options_for(method, settings.train), trial.num_classes
+        localize = heatmap_settings(method, train, num_classes, settings.localize, settings.train.aggregator)
+        own = settings.model_copy(update={"train": train, "localize": localize})
         model = results_name(f"{features.encoder}_{method}", settings)
         mapper = Mapper(study, own, trial, cases.cohort, features, model)
         mapped, unmapped = mapper.map_all(wanted)

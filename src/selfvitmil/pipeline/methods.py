@@ -124,6 +124,28 @@ def check_supervised(class_names: Sequence[str], cohort: Cohort) -> None:
         )
 
 
+def heatmap_settings(
+    method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings, main: str
+) -> LocalizeSettings:
+    """How the heatmaps of a compared method are made: as asked, else by `auto` where it has no such score of tiles.
+
+    The study's own method `main` is taken at its word. ConfigError for what the method would refuse besides.
+    """
+    try:
+        try_method(method, train, num_classes, localize)
+    except ConfigError:
+        if method == main or localize.score == "auto":
+            raise
+        localize = localize.model_copy(update={"score": "auto"})
+        try_method(method, train, num_classes, localize)
+    return localize
+
+
+def lesion_baseline(settings: StudySettings) -> str:
+    """The row that heatmaps are compared with: that of the baseline's method, since published rows have none."""
+    return settings.compare.baseline.removesuffix(" (published)")
+
+
 def try_method(method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings | None = None) -> None:
     """Build a method as its training will, and let it map two tiles with `localize`: it refuses now what it would then.
 

@@ -276,6 +276,9 @@ def _about(
     name = settings.train.aggregator
     recipe = asdict(recipe_of(name, settings.train).for_dim(cases.dim))
     del recipe["keep_min_lr"]  # it says how to scale, which is done
+    chosen = next((run.evidence for run in fitted.runs if run.split == split.name and run.evidence), None)
+    if chosen is not None:
+        recipe["options"] = {**recipe["options"], "evidence": chosen.evidence}
     return {
         "name": f"{features.encoder}_{name}",
         "method": name,
