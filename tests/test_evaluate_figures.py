@@ -361,6 +361,7 @@ def test_smallest_words_are_ten_pixels_high_at_400_pixels_width():
         assert min(sizes) / 72 / figure.get_figwidth() * 400 > 9.8, name
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_bytes_whatever_the_users_style(svgs: dict[str, str], tmp_path: Path):
     assert figures.to_svg(figures.draw_auc(forest_rows())) == svgs["auc"]
     assert not any("<dc:date>" in svg for svg in svgs.values())

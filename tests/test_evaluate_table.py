@@ -318,7 +318,9 @@ def test_optimistic_is_written_on_the_table():
     rows = [row("dsmil", judged_on=replace(ON, protocol="optimistic"))]
     assert table_cells(rows)[0][0] == "method\nOPTIMISTIC"
     assert "| method OPTIMISTIC |" in table_markdown(rows)
-    assert table_notes(rows)[0].startswith("OPTIMISTIC: epoch and threshold were chosen on the slides that judge")
+    assert table_notes(rows)[0].startswith(
+        "OPTIMISTIC: epoch, threshold and kind of evidence were chosen on the slides that judge"
+    )
     assert next(csv.DictReader(io.StringIO(table_csv(rows))))["protocol"] == "optimistic"
     assert "OPTIMISTIC" not in table_markdown([row("dsmil")])
 

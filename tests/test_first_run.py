@@ -125,7 +125,7 @@ def new_user(place: Path, slides: int) -> tuple[Path, Path]:
     return folder, place / "labels.xlsx"
 
 
-@pytest.mark.parametrize("slides", [20, 10])
+@pytest.mark.parametrize("slides", [pytest.param(20, marks=pytest.mark.slow), 10])
 def test_a_folder_and_an_excel_sheet_end_with_a_report(tmp_path: Path, slides: int):
     folder, labels = new_user(tmp_path, slides)
     study = tmp_path / "study"

@@ -373,10 +373,10 @@ def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_
         ({"tile": {"parent_mpp": [2.0]}, "compare": {"methods": []}}, "dsmil-lc needs vectors of tiles at 2 um/px too"),
         ({"compare": {"methods": ["mean", "abmill"]}}, "unknown method 'abmill', did you mean 'abmil'"),
         ({"compare": {"baseline": "mena"}}, "compare.baseline 'mena' is not among the methods, did you mean 'mean'"),
-        ({"compare": {"baseline": "dsmil-lc", "methods": ["dsmil-lc"]}}, "compare.baseline 'dsmil-lc' has no maps"),
+        ({"compare": {"baseline": "dsmil-lc", "methods": ["dsmil-lc"]}}, "compare.baseline 'dsmil-lc' has no heatmaps"),
         ({"localize": {"of_class": "tumour"}}, "localize.of_class 'tumour', the classes are normal, tumor"),
         ({"localize": {"parts": []}}, "localize.parts"),
-        ({"localize": {"score": "attention"}}, "localize.score 'attention' with mean"),
+        ({"localize": {"score": "attention"}, "train": {"aggregator": "mean"}}, "localize.score 'attention' with mean"),
         ({"train": {"positive": "normal"}, "compare": {"supervised": "probe"}}, "no slide of normal has an annotation"),
     ],
 )

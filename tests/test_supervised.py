@@ -428,6 +428,7 @@ def tiles_of(slide: AnnotatedSlide) -> TrainSlide:
     return TrainSlide(slide.slide, slide.path, slide.table, slide.mpp)
 
 
+@pytest.mark.slow
 def test_a_network_finds_planted_lesions(made: list[AnnotatedSlide], tmp_path: Path):
     """Four slides to train on, two to choose the epoch, two that it has never seen."""
     options = SupervisedSettings(batch=16, epochs=3, steps_per_epoch=18, lr=2e-3, workers=0, device="cpu")
@@ -475,6 +476,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(made: list[AnnotatedSlide], tmp_path: Path):
     def stop(line: dict) -> None:
         raise Stopped

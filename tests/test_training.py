@@ -37,6 +37,7 @@ def weights_of(trainings: list[Training]) -> list[bytes]:
     return [(each.place / "model.safetensors").read_bytes() for each in trainings if each.place is not None]
 
 
+@pytest.mark.slow
 def test_other_processes_make_the_same_models(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pipeline_training, "WORTH_STARTING_S", 0.0)
     blocked = tmp_path / "elsewhere" / "fold0" / "seed1"

@@ -168,6 +168,7 @@ def patients_of_test(predictions: Path) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_with_folds_trains_embeds_and_learns_with_an_encoder_per_fold(per_split: tuple[Path, Done]):
     study, done = per_split
     assert done.returncode == 0, done.stdout + done.stderr
@@ -187,6 +188,7 @@ def test_a_run_with_folds_trains_embeds_and_learns_with_an_encoder_per_fold(per_
     assert list((study / "maps" / "dino_self-vit-mil").glob("*.h5"))
 
 
+@pytest.mark.slow
 def test_models_of_a_fold_learn_from_the_features_of_its_encoder(per_split: tuple[Path, Done]):
     """Cases of a split point to the feature files of the split's own encoder."""
     study, _ = per_split
@@ -200,6 +202,7 @@ def test_models_of_a_fold_learn_from_the_features_of_its_encoder(per_split: tupl
         assert {own.by_slide[slide].path.parent.name for slide in split.test} == {f"features_dino_{split.name}"}
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_the_encoders_and_a_package_takes_that_of_its_fold(per_split: tuple[Path, Done]):
     study, _ = per_split
     again = selfvitmil("run", study, "--until", "embed")
@@ -212,6 +215,7 @@ def test_a_second_run_keeps_the_encoders_and_a_package_takes_that_of_its_fold(pe
     assert about["evaluation"] is not None
 
 
+@pytest.mark.slow
 def test_other_folds_than_the_encoders_were_trained_for_stop_a_run_and_are_labelled_elsewhere(
     per_split: tuple[Path, Done],
 ):
