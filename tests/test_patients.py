@@ -133,3 +133,18 @@ def test_learning_without_a_patient_column_says_so_everywhere(tmp_path: Path, st
     selfvitmil("report", tmp_path / "study")
     page = (tmp_path / "study" / "report" / "index.html").read_text()
     assert ("each slide counts as its own patient" in page) is not stated
+
+
+def test_a_slide_that_is_added_joins_the_patient_that_its_name_tells(tmp_path: Path):
+    first, second, third = BARCODES
+    known = [
+        SlideRow(first, tmp_path, "a", patient=BARCODES[first]),
+        SlideRow(third, tmp_path, "b", patient=BARCODES[third]),
+    ]
+    cohort, guess = with_guessed_patients(Cohort((*known, SlideRow(second, tmp_path, "a"))))
+    assert guess is not None
+    assert [row.patient for row in cohort.rows] == [BARCODES[first], BARCODES[third], BARCODES[first]]
+    other = [SlideRow(first, tmp_path, "a", patient="P1"), SlideRow(second, tmp_path, "a")]
+    assert (
+        with_guessed_patients(Cohort(tuple(other)))[1] is None
+    )  # stated patients are named otherwise: nothing is told

@@ -58,12 +58,17 @@ def guess_patients(slides: Sequence[str]) -> PatientGuess | None:
 
 
 def with_guessed_patients(cohort: Cohort) -> tuple[Cohort, PatientGuess | None]:
-    """The cohort with guessed patients where no slide has a stated one and the names tell; and the guess.
+    """The cohort with guessed patients for slides that have no stated one, where the names tell; and the guess.
 
-    CohortError where slides of a guessed patient are in different splits.
+    Where some patients are stated, as after slides were added to a cohort, the names must tell these too. CohortError
+    where slides of a guessed patient are in different splits.
     """
-    guess = None if any(row.patient_stated for row in cohort.rows) else guess_patients(cohort.slides)
-    if guess is None:
+    if all(row.patient_stated for row in cohort.rows):
+        return cohort, None
+    guess = guess_patients(cohort.slides)
+    if guess is None or any(
+        row.patient_stated and row.patient != patient for row, patient in zip(cohort.rows, guess.patients, strict=True)
+    ):
         return cohort, None
     rows = [replace(row, patient=patient) for row, patient in zip(cohort.rows, guess.patients, strict=True)]
     if torn := _in_several_splits(rows):
