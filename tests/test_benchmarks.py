@@ -74,6 +74,7 @@ def test_the_budget_benchmark_keeps_patients_and_fields_apart(tissue: Path):
         assert len(set(tiles.patients[slide.rows])) == (1 if number % 2 else 2)
 
 
+@pytest.mark.slow
 def test_the_budget_benchmark_runs_and_takes_up_where_it_stopped(tissue: Path, tmp_path: Path, capsys):
     small = {"width": 16, "depth": 1, "heads": 2, "patch_px": 8, "batch": 8, "num_local": 1, "local_px": 16}
     small |= {"out_dim": 16, "head_width": 16, "bottleneck": 8, "koleo": 0.0, "global_px": 32}

@@ -280,6 +280,7 @@ class Crash:
         os._exit(1)
 
 
+@pytest.mark.slow
 def test_a_reading_process_that_dies_is_an_error(slides: list[TrainSlide], monkeypatch: pytest.MonkeyPatch):
     source = SlideTiles(slides, stain_method="none")
     monkeypatch.setattr(source, "reader", Crash())

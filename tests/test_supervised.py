@@ -527,6 +527,7 @@ def test_a_network_does_not_score_tiles_that_it_was_not_made_for(made: list[Anno
     assert started.network.encoder.config.provenance == {"method": "supervised", "init": "encoder"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["resnet18", "probe"])
 def test_rows_of_both_protocols_lie_apart_and_tell_the_time_of_their_training(
     method: str, made: list[AnnotatedSlide], tmp_path: Path
