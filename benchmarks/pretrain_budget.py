@@ -31,7 +31,6 @@ import json
 import statistics
 import tempfile
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from pretrain_quality import values_of
 from selfvitmil import metrics
 from selfvitmil.aggregate.train import LabelledBag, score, train
 from selfvitmil.bags import Bag
@@ -202,15 +202,7 @@ def assess_slides(
 def settings_from(arguments: argparse.Namespace, steps: int, seed: int) -> PretrainSettings:
     """Those of the preset, then of `--set`, then of this run."""
     values = resolve_settings(flags={"preset": arguments.preset}).pretrain.model_dump(exclude_unset=True)
-    for pair in arguments.set:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {pair}", "a setting and its value are expected", "Write --set lr=1e-3")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        values[key.removeprefix("pretrain.")] = value
+    values |= values_of(arguments.set)
     values |= {"workers": 0, "log_steps": 50, "checkpoint_minutes": 600.0, "steps": max(steps, 1), "seed": seed}
     return parse({"pretrain": values}, source="--set").pretrain
 

@@ -201,6 +201,21 @@ def train_for(
 # ---------------------------------------------------------------------------------------------------- all of it
 
 
+def values_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Settings of pretrain from `KEY=VALUE`; a value that is no TOML is a text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair}", "a setting and its value are expected", "Write --set lr=1e-3")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        values[key.removeprefix("pretrain.")] = value
+    return values
+
+
 def settings_from(arguments: argparse.Namespace, device: str, steps: int) -> PretrainSettings:
     """The settings of both runs: those of the preset, of the benchmark, of `--set`, and the number of steps."""
     values = resolve_settings(flags={"preset": arguments.preset}).pretrain.model_dump(exclude_unset=True)
@@ -212,15 +227,7 @@ def settings_from(arguments: argparse.Namespace, device: str, steps: int) -> Pre
         "checkpoint_minutes": 600.0,
         "compile": "on" if device == "cuda" else "off",
     }
-    for pair in arguments.set:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {pair}", "a setting and its value are expected", "Write --set lr=1e-3")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        values[key.removeprefix("pretrain.")] = value
+    values |= values_of(arguments.set)
     return parse({"pretrain": values | {"steps": steps}}, source="--set").pretrain
 
 

@@ -18,6 +18,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
+    if str(FOLDER) not in sys.path:  # as when a script is run: some take parts of others
+        sys.path.append(str(FOLDER))
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
     assert spec
     assert spec.loader

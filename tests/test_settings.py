@@ -123,3 +123,9 @@ def test_defaults_of_the_method_are_no_changed_settings_of_an_encoder(tmp_path: 
     ]
     simclr = changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"method": "simclr"}}))
     assert "pretrain.method dino -> simclr" in simclr
+
+
+@pytest.mark.parametrize("method", ["lejepa", "simdino", "simclr"])
+def test_an_output_width_that_would_do_nothing_is_refused(method: str):
+    with pytest.raises(ConfigError, match=r"out_dim is for dino.*bottleneck"):
+        resolve_settings(flags={"pretrain": {"method": method, "out_dim": 128}})

@@ -1,6 +1,6 @@
 """Patients from slide names, where no table names them and the names leave no doubt.
 
-Two patterns are known: TCGA barcodes (`TCGA-XX-XXXX` is the patient) and `<patient>_<block>_<stain>` as in
+Two patterns are known: TCGA barcodes (`TCGA-A1-A0SB` is the patient) and `<patient>_<block>_<stain>` as in
 `S21-0417_A2_HE`. A guess must hold for every slide of the cohort and put several slides with one patient, else there is
 none: a wrong patient is worse than a warning.
 """
