@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.head import DinoHead, WeightNormLinear
+from selfvitmil.pretrain.learner import settle_numbers
 from selfvitmil.pretrain.loss import (
     balanced_probabilities,
     collapse_reason,
@@ -32,6 +34,7 @@ from selfvitmil.pretrain.loss import (
 from selfvitmil.pretrain.objectives.simclr import SimclrHead, nt_xent_loss
 from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, parameter_groups, update_teacher
 from selfvitmil.pretrain.schedule import (
+    ConstantSchedule,
     CosineSchedule,
     TeacherTemperature,
     scaled_learning_rate,
@@ -40,6 +43,7 @@ from selfvitmil.pretrain.schedule import (
     suggested_out_dim,
     suggested_warmup_steps,
 )
+from selfvitmil.settings import PretrainSettings
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -399,6 +403,39 @@ def test_schedule_ends_and_stays_at_its_final_value():
     assert schedule.value_at(3) == 1.0
     assert schedule.value_at(10) == schedule.value_at(99) == pytest.approx(0.25)
     assert CosineSchedule(1.0, 0.0, 5, warmup_steps=1, warmup_start=0.1).value_at(0) == 0.1  # as numpy's linspace
+
+
+@given(
+    total=st.integers(1, 60),
+    warmup=st.integers(0, 20),
+    share=st.floats(0, 0.99),
+    base=st.floats(1e-4, 1.0),
+    ends=st.floats(0, 0.9),
+)
+def test_constant_schedule_equals_the_slow_formula(total, warmup, share, base, ends):
+    """Warm-up as numpy's linspace, then the same value, then a straight line whose end lies just behind the run."""
+    decay = round(share * total)
+    schedule = ConstantSchedule(base, total, warmup, ends * base, decay, 0.5 * base)
+    slow = np.full(total + 5, base)
+    for number in range(decay):
+        slow[total - decay + number] = base - 0.5 * base * number / decay
+    if decay:
+        slow[total:] = 0.5 * base
+    slow[:warmup] = np.linspace(ends * base, base, warmup)[: total + 5]
+    np.testing.assert_allclose([schedule.value_at(step) for step in range(total + 5)], slow, rtol=1e-12)
+
+
+@given(steps=st.integers(300, 5000), factor=st.integers(1, 8), batch=st.sampled_from([48, 256, 1024]))
+def test_no_number_of_a_constant_run_depends_on_its_length(steps, factor, batch):
+    numbers = [
+        settle_numbers(PretrainSettings(schedule="constant", batch=batch, steps=length), 10_000, 39)
+        for length in (steps, factor * steps)
+    ]
+    short, long = (asdict(each) | {"total_steps": 0} for each in numbers)
+    assert short == long
+    asked = PretrainSettings(schedule="constant", batch=batch)
+    for step in (0, 7, 149, 150, steps - 1):
+        assert numbers[0].schedules(asked).at(step) == numbers[1].schedules(asked).at(step)
 
 
 def test_teacher_temperature_equals_the_reference_and_steps_on_request():

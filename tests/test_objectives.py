@@ -244,6 +244,19 @@ def test_the_loss_falls(images: Path, tmp_path: Path, method: str, by: float):
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - by
 
 
+def test_a_longer_constant_run_passes_through_the_end_of_a_shorter_one(images: Path, tmp_path: Path):
+    """With the same weights to the bit: one run serves all budgets, and more steps go on from there."""
+    own: dict[str, Any] = TINY | {"warmup_steps": 3, "momentum": None, "lr": 1e-2}
+    short, long = (PretrainSettings.model_validate(own | {"steps": steps, "method": "lejepa"}) for steps in (6, 12))
+    pretrain(ImageTiles(images), tmp_path / "short", short, Origin("x"), device="cpu")
+    pretrain(ImageTiles(images), tmp_path / "long", long, Origin("x"), device="cpu", snapshots={6: tmp_path / "half"})
+    weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("short", "half", "long")}
+    assert weights["short"] == weights["half"] != weights["long"]
+    rates = [[line["lr"] for line in read_metrics(tmp_path / name)] for name in ("short", "long")]
+    assert rates[0] == rates[1][:6]
+    assert rates[1][2:] == [1e-2 * 16 / 256] * 10
+
+
 def test_lejepa_keeps_an_average_that_no_view_passes(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def never(*given: Any) -> Any:
         raise AssertionError("lejepa has no teacher")

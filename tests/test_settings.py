@@ -125,6 +125,30 @@ def test_defaults_of_the_method_are_no_changed_settings_of_an_encoder(tmp_path: 
     assert "pretrain.method dino -> simclr" in simclr
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"schedule": "constant", "weight_decay_end": 0.4}, "weight_decay_end is for the cosine"),
+        ({"schedule": "constant", "min_lr": 1e-5}, "min_lr is never reached"),
+        ({"method": "dino", "decay_share": 0.2}, "decay_share is for the constant"),
+        ({"warmup_steps": 10, "warmup_epochs": 1}, "give one"),
+    ],
+)
+def test_a_number_that_the_schedule_does_not_know_is_refused(given: dict[str, object], why: str):
+    with pytest.raises(ConfigError, match=why):
+        resolve_settings(flags={"pretrain": given})
+
+
+def test_each_method_has_its_schedule_and_a_late_decay_is_allowed():
+    chosen = {
+        method: resolve_settings(flags={"pretrain": {"method": method}}).pretrain.chosen("schedule")
+        for method in ("dino", "simdino", "simclr", "lejepa")
+    }
+    assert chosen == {"dino": "cosine", "simdino": "cosine", "simclr": "cosine", "lejepa": "constant"}
+    late = {"schedule": "constant", "decay_share": 0.2, "min_lr": 1e-5}
+    assert resolve_settings(flags={"pretrain": late}).pretrain.decay_share == 0.2
+
+
 @pytest.mark.parametrize("method", ["lejepa", "simdino", "simclr"])
 def test_an_output_width_that_would_do_nothing_is_refused(method: str):
     with pytest.raises(ConfigError, match=r"out_dim is for dino.*bottleneck"):

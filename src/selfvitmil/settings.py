@@ -171,6 +171,7 @@ def tiling_name(tile: TileSettings, mpp: float | None = None) -> str:
 
 
 _DINO: dict[str, Any] = {
+    "schedule": "cosine",
     "optimizer": "adamw",
     "lr": 5e-4,
     "scale_lr": True,
@@ -190,6 +191,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
     "dino": _DINO,
     "simdino": _DINO,
     "lejepa": {
+        "schedule": "constant",
         "optimizer": "adamw",
         "lr": 5e-4,
         "scale_lr": True,
@@ -206,6 +208,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "hue": 0.1,
     },
     "simclr": {
+        "schedule": "cosine",
         "optimizer": "adam",
         "lr": 1e-5,
         "scale_lr": False,
@@ -268,6 +271,13 @@ class PretrainSettings(Settings):
     resample: bool = True
     """Draw those tiles anew in every epoch; off means the same ones in all epochs (authors)."""
 
+    schedule: Literal["cosine", "constant"] | None = None
+    """Course of learning rate, weight decay and momentum: `cosine` lays them out over the length of the run (DINO);
+    `constant` keeps them after the warm-up, so that a longer run passes through the states of a shorter one. None means
+    cosine, with `lejepa` constant."""
+    decay_share: float = Field(default=0.0, ge=0, lt=1)
+    """With the `constant` schedule, share of the run at its end over which the learning rate falls linearly to
+    `min_lr`; 0 keeps it, since the average of the weights that becomes the encoder is steady without."""
     optimizer: Literal["adamw", "adam"] | None = None
     """AdamW, or Adam, whose weight decay is part of the gradient; none means adamw, with `simclr` adam."""
     lr: float | None = Field(default=None, gt=0)
@@ -275,23 +285,27 @@ class PretrainSettings(Settings):
     scale_lr: bool | None = None
     """Take `lr` for a batch of 256 and scale it in proportion to the batch; none means true, with `simclr` false."""
     min_lr: float | None = Field(default=None, ge=0)
-    """Learning rate at the end of the run (not scaled to the batch); none means 1e-6, with `simclr` 2.4e-7."""
+    """Learning rate at the end of the `cosine` schedule and of `decay_share` (not scaled to the batch); none means
+    1e-6, with `simclr` 2.4e-7."""
     warmup_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the first step (not scaled to the batch); none means 1e-6, with `simclr` 1e-5."""
     warmup_epochs: int | None = Field(default=None, ge=0)
-    """Epochs of learning-rate warm-up; none means a tenth of the run."""
+    """Epochs of learning-rate warm-up; none means a tenth of the run, with the `constant` schedule 150 steps."""
+    warmup_steps: int | None = Field(default=None, gt=0)
+    """Steps of learning-rate warm-up, instead of `warmup_epochs`."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay at the first step; biases and norms have none. None means 0.04, with `simclr` 1e-5, with
     `lejepa` 0.05."""
     weight_decay_end: float | None = Field(default=None, ge=0)
-    """Weight decay at the end, reached along half a cosine; none means 0.4, with `simclr` 1e-5, with `lejepa` 0.05."""
+    """Weight decay at the end of the `cosine` schedule; none means 0.4, with `simclr` 1e-5, with `lejepa` 0.05."""
     clip_grad: float | None = Field(default=None, ge=0)
     """Clip each parameter's gradient norm to this value, 0 disables clipping; none means 3, with `simclr` 0."""
     drop_path: float = Field(default=0.1, ge=0, lt=1)
     """Chance that the student's last block is left out for a view; earlier blocks have less, the teacher has none."""
 
     momentum: float | None = Field(default=None, ge=0, le=1)
-    """Share the teacher keeps of itself at the first step (1 at the end); none means one that fits batch and run."""
+    """Share that the teacher, or the average of the weights, keeps of itself at the first step; with the `cosine`
+    schedule 1 at the end. None means one that fits batch and run, with the `constant` schedule 0.99."""
     student_temp: float = Field(default=0.1, gt=0)
     """Temperature of the student's softmax."""
     teacher_temp: float = Field(default=0.04, gt=0)
@@ -301,7 +315,7 @@ class PretrainSettings(Settings):
     temp_ramp: Literal["linear", "step"] = "linear"
     """How the one becomes the other: climbing (authors' code), or at once when the warm-up is over (paper)."""
     warmup_temp_epochs: int | None = Field(default=None, ge=0)
-    """Epochs of that warm-up; none means a tenth of the run."""
+    """Epochs of that warm-up; none means as long as that of the learning rate."""
     centering: Literal["mean", "sinkhorn"] = "mean"
     """What keeps the teacher from giving one answer for all: DINO's moving centre, or balancing each batch (DINOv2)."""
     center_momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -326,7 +340,8 @@ class PretrainSettings(Settings):
     norm_last_layer: bool = True
     """Keep the rows of the last layer at length one, which steadies large networks."""
     freeze_last_layer_epochs: int | None = Field(default=None, ge=0)
-    """Epochs in which the last layer stays as it is; none means a hundredth of the run."""
+    """Epochs in which the last layer stays as it is; none means a hundredth of the run, with the `constant` schedule a
+    tenth of the warm-up."""
     temperature: float = Field(default=0.5, gt=0)
     """Temperature of the contrastive loss of `simclr`."""
     sigreg: float = Field(default=0.05, ge=0, le=1)
@@ -747,6 +762,15 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
         raise ValueError(
             f"pretrain.out_dim is for dino: with {pretrain.method} the output width is pretrain.bottleneck"
         )
+    if pretrain.warmup_steps is not None and pretrain.warmup_epochs is not None:
+        raise ValueError("pretrain.warmup_steps and pretrain.warmup_epochs both say how long the warm-up is: give one")
+    is_constant = pretrain.chosen("schedule") == "constant"
+    if is_constant and pretrain.weight_decay_end is not None:
+        raise ValueError("pretrain.weight_decay_end is for the cosine schedule: the constant one keeps weight_decay")
+    if is_constant and not pretrain.decay_share and pretrain.min_lr is not None:
+        raise ValueError("pretrain.min_lr is never reached: the constant schedule keeps lr, unless decay_share is set")
+    if pretrain.decay_share and not is_constant:
+        raise ValueError("pretrain.decay_share is for the constant schedule: the cosine falls over the whole run")
     if pretrain.batch % pretrain.accumulate:
         raise ValueError(f"pretrain.batch {pretrain.batch} does not divide into {pretrain.accumulate} equal parts")
     if pretrain.sampler == "one-slide" and (pretrain.tiles_per_slide or 1) % pretrain.batch:

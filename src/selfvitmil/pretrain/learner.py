@@ -25,7 +25,7 @@ from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.objectives.choose import make_objective
 from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
 from selfvitmil.pretrain.optim import update_teacher
-from selfvitmil.pretrain.schedule import CosineSchedule, TeacherTemperature
+from selfvitmil.pretrain.schedule import ConstantSchedule, CosineSchedule, TeacherTemperature
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
 from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
@@ -64,17 +64,26 @@ class Numbers:
         total = self.total_steps
         # Without a length in epochs, the temperature climbs from step to step.
         in_epochs = settings.warmup_temp_epochs is not None
+        teacher_temp = TeacherTemperature(
+            settings.warmup_teacher_temp,
+            settings.teacher_temp,
+            settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
+            self.steps_per_epoch if in_epochs else 1,
+            settings.temp_ramp,
+        )
+        if settings.chosen("schedule") == "constant":
+            decay_steps = round(settings.decay_share * total)
+            return Schedules(
+                lr=ConstantSchedule(self.lr, total, self.warmup_steps, self.warmup_lr, decay_steps, self.min_lr),
+                weight_decay=ConstantSchedule(self.weight_decay, total),
+                momentum=ConstantSchedule(self.momentum, total),
+                teacher_temp=teacher_temp,
+            )
         return Schedules(
             lr=CosineSchedule(self.lr, self.min_lr, total, self.warmup_steps, self.warmup_lr),
             weight_decay=CosineSchedule(self.weight_decay, self.weight_decay_end, total),
             momentum=CosineSchedule(self.momentum, 1.0, total),
-            teacher_temp=TeacherTemperature(
-                settings.warmup_teacher_temp,
-                settings.teacher_temp,
-                settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
-                self.steps_per_epoch if in_epochs else 1,
-                settings.temp_ramp,
-            ),
+            teacher_temp=teacher_temp,
         )
 
 
@@ -82,9 +91,9 @@ class Numbers:
 class Schedules:
     """The numbers that change from step to step."""
 
-    lr: CosineSchedule
-    weight_decay: CosineSchedule
-    momentum: CosineSchedule
+    lr: CosineSchedule | ConstantSchedule
+    weight_decay: CosineSchedule | ConstantSchedule
+    momentum: CosineSchedule | ConstantSchedule
     teacher_temp: TeacherTemperature
 
     def at(self, step: int) -> dict[str, float]:
@@ -99,16 +108,22 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
     def steps(epochs: int | None, suggested: int) -> int:
         return suggested if epochs is None else min(epochs * steps_per_epoch, total)
 
-    momentum, lr = settings.momentum, settings.chosen("lr")
+    if settings.chosen("schedule") == "constant":  # nothing of it may depend on the length of the run
+        warmup, momentum = schedule.suggested_constant_warmup_steps(total), schedule.CONSTANT_MOMENTUM
+        freeze = math.ceil(warmup / 10)
+    else:
+        warmup, momentum = schedule.suggested_warmup_steps(total), schedule.suggested_momentum(settings.batch, total)
+        freeze = schedule.suggested_freeze_steps(total)
+    lr = settings.chosen("lr")
     as_they_are = ("optimizer", "min_lr", "warmup_lr", "weight_decay", "weight_decay_end", "clip_grad")
     return Numbers(
         total_steps=total,
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=steps(settings.warmup_epochs, schedule.suggested_warmup_steps(total)),
-        freeze_steps=steps(settings.freeze_last_layer_epochs, schedule.suggested_freeze_steps(total)),
+        warmup_steps=settings.warmup_steps or steps(settings.warmup_epochs, warmup),
+        freeze_steps=steps(settings.freeze_last_layer_epochs, freeze),
         lr=schedule.scaled_learning_rate(lr, settings.batch) if settings.chosen("scale_lr") else lr,
         **{name: settings.chosen(name) for name in as_they_are},
-        momentum=schedule.suggested_momentum(settings.batch, total) if momentum is None else momentum,
+        momentum=momentum if settings.momentum is None else settings.momentum,
         out_dim=settings.out_dim or schedule.suggested_out_dim(num_tiles),
     )
 

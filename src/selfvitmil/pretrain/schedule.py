@@ -1,8 +1,9 @@
 """Which learning rate, weight decay, momentum and temperature hold at which step, and how they fit batch and data size.
 
 Schedules are functions of an integer step and remember nothing, so a resumed run needs no state of theirs. They are
-DINO's to the last digit: linear warm-up whose last step has the full value, then half a cosine. The rules below them
-propose numbers for a batch, a number of tiles and a number of steps; each says why. No torch here.
+DINO's to the last digit: linear warm-up whose last step has the full value, then half a cosine. `ConstantSchedule`
+stays at the full value instead, so that a longer run passes through the same states as a shorter one. The rules below
+them propose numbers for a batch, a number of tiles and a number of steps; each says why. No torch here.
 """
 
 from __future__ import annotations
@@ -34,6 +35,31 @@ class CosineSchedule:
 
 
 @dataclass(frozen=True)
+class ConstantSchedule:
+    """`base` throughout, after a linear warm-up from `warmup_start` whose last step already has it.
+
+    With `decay_steps`, the last ones of `total_steps` fall linearly towards `final`, which later steps have. No other
+    step depends on `total_steps`.
+    """
+
+    base: float
+    total_steps: int
+    warmup_steps: int = 0
+    warmup_start: float = 0.0
+    decay_steps: int = 0
+    final: float = 0.0
+
+    def value_at(self, step: int) -> float:
+        """Value for step 0, 1, 2, ..."""
+        if step < self.warmup_steps:
+            return self.warmup_start + (self.base - self.warmup_start) * step / max(self.warmup_steps - 1, 1)
+        decayed = step - (self.total_steps - self.decay_steps)
+        if self.decay_steps == 0 or decayed <= 0:
+            return self.base
+        return self.base + (self.final - self.base) * min(decayed / self.decay_steps, 1.0)
+
+
+@dataclass(frozen=True)
 class TeacherTemperature:
     """The teacher's softmax temperature: `warmup_temp` at first, `temp` from epoch `warmup_epochs` on.
 
@@ -58,6 +84,11 @@ class TeacherTemperature:
 
 
 # ---- numbers that fit batch and data -------------------------------------------------------------------------------
+
+CONSTANT_WARMUP_STEPS = 150
+"""Steps of warm-up of a constant schedule, whatever the length of the run."""
+CONSTANT_MOMENTUM = 0.99
+"""Momentum of the average under a constant schedule: a half-life of 69 steps, whatever the length of the run."""
 
 
 def scaled_learning_rate(base: float, batch: int) -> float:
@@ -92,6 +123,11 @@ def suggested_warmup_steps(total_steps: int) -> int:
     Never more than 12,500, DINO's ten epochs on ImageNet: a longer run does not need a slower start.
     """
     return min(round(total_steps / 10), 12_500)
+
+
+def suggested_constant_warmup_steps(total_steps: int) -> int:
+    """Steps of warm-up of a constant schedule: as many for every run, but at most half of a very short one."""
+    return min(CONSTANT_WARMUP_STEPS, total_steps // 2)
 
 
 def suggested_freeze_steps(total_steps: int) -> int:

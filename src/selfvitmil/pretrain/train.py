@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -115,11 +115,13 @@ def pretrain(
     *,
     device: str | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
+    snapshots: Mapping[int, Path] | None = None,
 ) -> PretrainResult:
     """Train an encoder and write its folder `out`, or go on with one that was begun there.
 
     `source` is `sources.SlideTiles(...)` or `sources.ImageTiles(...)`; `report` gets every line of metrics when it is
-    written. Under torchrun every process calls this with the same arguments; the first writes.
+    written. `snapshots` are folders by number of steps: after so many of them the encoder is written there too. Under
+    torchrun every process calls this with the same arguments; the first writes.
     """
     with ExitStack() as stack:
         place = stack.enter_context(processes(device))
@@ -132,10 +134,10 @@ def pretrain(
             lines = read_metrics(out)
             return run.result("current", True, lines[-1] if lines else {})
         note = run.prepare()
-        finished = run.train(report or (lambda line: None))
+        finished = run.train(report or (lambda line: None), snapshots or {})
         last = run.metrics.lines[-1] if run.metrics is not None and run.metrics.lines else {}
         if finished:
-            run.save_encoder()
+            run.save_encoder(out)
         else:
             note = f"stopped by a signal at step {run.step} of {run.numbers.total_steps}"
         if place.world > 1:
@@ -387,7 +389,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def train(self, report: Callable[[dict[str, Any]], None]) -> bool:
+    def train(self, report: Callable[[dict[str, Any]], None], snapshots: Mapping[int, Path]) -> bool:
         """All steps that are left; whether they were done. A checkpoint is written in either case."""
         place, total = self.place, self.numbers.total_steps
         if place.rank == 0:
@@ -433,6 +435,8 @@ class _Run:
                 # step: their clocks, and so their `due`, differ.
                 if ends or (due and (pending is None or _Checked(*pending.values()).is_sound)):
                     self._save()
+                if self.step in snapshots:
+                    self.save_encoder(snapshots[self.step])
                 if asked:
                     break
         if self.unfitted:
@@ -447,7 +451,10 @@ class _Run:
         alone_on_cpu = place.device.type == "cpu" and place.world == 1
         plain = not self.compiled and not self.scaler.is_enabled()
         # What depends on the order of the parts: random numbers, and means that batch norms keep.
-        norms = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in self.learner.modules())
+        norms = any(
+            isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.track_running_stats
+            for module in self.learner.modules()
+        )
         waits_in_vain = self.learner.joins and together < settings.accumulate
         if together == 1 or not alone_on_cpu or not plain or settings.drop_path or norms or waits_in_vain:
             yield None
@@ -773,8 +780,8 @@ class _Run:
         """Microns per pixel of the tiles that the encoder is for."""
         return None if self.source.mpp is None else self.source.mpp * self.source.size_px / self.made_for_px
 
-    def save_encoder(self) -> None:
-        """Write the encoder's folder: the weights worth keeping and what they were made from."""
+    def save_encoder(self, folder: Path) -> None:
+        """Write an encoder's folder: the weights worth keeping so far and what they were made from."""
         if self.place.rank != 0:
             return
         provenance = {
@@ -789,7 +796,7 @@ class _Run:
             **asdict(self.numbers),
             "made_from": self.made_from,
         }
-        save_encoder(self.out, Encoder(self.learner.result, self._config(provenance)))
+        save_encoder(folder, Encoder(self.learner.result, self._config(provenance)))
 
     def _config(self, provenance: dict[str, Any] | None = None) -> EncoderConfig:
         """What the encoder is made for, with the layout that it starts with."""

@@ -43,7 +43,8 @@ class Lejepa(Objective):
 
     def make_head(self, dim: int) -> nn.Module:
         widths = [dim, *[self.head_width] * (self.head_layers - 1), self.out_dim]
-        return make_mlp(widths, lambda width: [nn.BatchNorm1d(width), nn.ReLU()])
+        # Without running means, which nobody would use: parts of a batch can then run side by side.
+        return make_mlp(widths, lambda width: [nn.BatchNorm1d(width, track_running_stats=False), nn.ReLU()])
 
     def forward(self, seen: Seen) -> Outcome:
         outputs_VBK = at_least_float32(seen.student_VBK)
