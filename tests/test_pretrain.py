@@ -27,6 +27,7 @@ from selfvitmil.pretrain import train
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.feed import Feed, Order, count_repeats, measure_colours, requests_of
 from selfvitmil.pretrain.joint import JointBatch
+from selfvitmil.pretrain.recipes import made_for_px, recipes_of
 from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
 from selfvitmil.pretrain.surroundings import Place
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
@@ -814,7 +815,7 @@ def test_presets_hold_the_published_training(preset: str):
     halfway = schedules.at(5 * 1080)["teacher_temp"]
     assert halfway == pytest.approx(0.01 if preset == "paper" else 0.01 + 0.03 * 5 / 9)
     assert schedules.at(10_800)["teacher_temp"] == 0.04
-    recipes = learning.recipes_of(settings, 224, 16)
+    recipes = recipes_of(settings, 224, 16)
     assert [recipe.size_px for recipe in recipes] == [224] * 2 + [96] * 8
     assert [recipe.blur for recipe in recipes] == [1.0, 0.1] + [0.5] * 8
     assert [recipe.solarize for recipe in recipes] == [0.0, 0.2] + [0.0] * 8
@@ -833,7 +834,7 @@ def test_the_simclr_preset_holds_the_published_training():
     rates = [numbers.schedules(own).at(step)["lr"] for step in (0, 50_000, 100_000, 999_999)]
     # Held for 10 epochs. Its cosine over 100 epochs has run for 90 at the end.
     assert rates == pytest.approx([1e-5, 1e-5, 1e-5, 1e-5 * (1 + np.cos(0.9 * np.pi)) / 2], rel=0.02)
-    views = learning.recipes_of(own, 224, None)
+    views = recipes_of(own, 224, None)
     wanted = ViewRecipe(
         size_px=224, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation="bilinear", hflip=0.5, vflip=0.0,
         right_angles=False, stain=0.0, jitter=0.8, brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, grey=0.2,
@@ -897,7 +898,7 @@ def test_a_published_preset_is_for_its_own_method():
 
 
 def test_views_are_those_of_dino_by_default_and_alike_for_simclr():
-    first, second, *local = learning.recipes_of(PretrainSettings(), 224, 16)
+    first, second, *local = recipes_of(PretrainSettings(), 224, 16)
     assert (first.blur, first.solarize, second.blur, second.solarize) == (1.0, 0.0, 0.1, 0.2)
     assert (first.size_px, first.scale) == (second.size_px, second.scale) == (224, (0.4, 1.0))
     assert {(v.size_px, v.scale, v.blur, v.solarize) for v in local} == {(96, (0.05, 0.4), 0.5, 0.0)}
@@ -905,20 +906,20 @@ def test_views_are_those_of_dino_by_default_and_alike_for_simclr():
     for view in (first, second, *local):
         assert (view.jitter, view.brightness, view.contrast, view.saturation, view.hue) == (0.8, 0.4, 0.4, 0.2, 0.1)
         assert (view.grey, view.hflip, view.blur_sigma) == (0.2, 0.5, (0.1, 2.0))
-    one, other = learning.recipes_of(PretrainSettings(method="simclr", blur=(1.0, 0.1, 0.3)), 224, None)
+    one, other = recipes_of(PretrainSettings(method="simclr", blur=(1.0, 0.1, 0.3)), 224, None)
     assert one == other
     assert (one.blur, one.solarize) == (0.3, 0.0)
     assert (one.scale, one.brightness, one.contrast, one.saturation, one.hue) == ((0.08, 1.0), 0.8, 0.8, 0.8, 0.2)
-    chosen = learning.recipes_of(PretrainSettings(method="simclr", hue=0.0, global_scale=(0.5, 1.0)), 224, None)[0]
+    chosen = recipes_of(PretrainSettings(method="simclr", hue=0.0, global_scale=(0.5, 1.0)), 224, None)[0]
     assert (chosen.scale, chosen.hue, chosen.contrast) == ((0.5, 1.0), 0.0, 0.8)
 
 
 def test_the_quick_preset_leaves_tiles_at_their_scale():
     """So that its encoder is for the tiles of the study, and not for smaller ones."""
     settings = resolve_settings(flags={"preset": "quick"}).pretrain
-    recipes = learning.recipes_of(settings, 224, 16)
+    recipes = recipes_of(settings, 224, 16)
     assert [recipe.size_px for recipe in recipes] == [112] * 2 + [48] * 4
-    assert learning.made_for_px(recipes[0], 224) == 224
+    assert made_for_px(recipes[0], 224) == 224
     for recipe in recipes:
         shown_px = 224 * sum(edge**0.5 for edge in recipe.scale) / 2
         assert shown_px == pytest.approx(recipe.size_px, rel=0.1)
@@ -978,13 +979,13 @@ def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]):
 
 def test_views_must_divide_into_patches():
     with pytest.raises(ConfigError, match=r"pretrain\.local_px 90 is no multiple of 16.*Use 96"):
-        learning.recipes_of(PretrainSettings(local_px=90), 224, 16)
+        recipes_of(PretrainSettings(local_px=90), 224, 16)
 
 
 def test_cost_of_a_tile_is_the_published_one():
     settings = PretrainSettings(architecture="vit_base_patch16_224")
     encoder = learning.start_encoder(settings, 224, 0)
-    gflop = learning.gflop_per_tile(encoder, settings, learning.recipes_of(settings, 224, 16), 65536)
+    gflop = learning.gflop_per_tile(encoder, settings, recipes_of(settings, 224, 16), 65536)
     assert gflop == pytest.approx(434, rel=0.01)
 
 
@@ -1009,4 +1010,4 @@ def test_metrics_are_json_lines(images: Path, tmp_path: Path):
 def test_views_at_the_tiles_own_scale_leave_the_encoder_its_resolution(
     tile_px: int, view_px: int, scale: tuple[float, float], made_for: int
 ):
-    assert learning.made_for_px(ViewRecipe(size_px=view_px, scale=scale), tile_px) == made_for
+    assert made_for_px(ViewRecipe(size_px=view_px, scale=scale), tile_px) == made_for

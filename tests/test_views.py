@@ -21,7 +21,7 @@ from torchvision.transforms.functional import InterpolationMode
 
 from selfvitmil import stain
 from selfvitmil.pretrain import views
-from selfvitmil.pretrain.learner import recipes_of
+from selfvitmil.pretrain.recipes import recipes_of
 from selfvitmil.pretrain.views import (
     NUM_UNIFORMS,
     Draws,

@@ -221,7 +221,8 @@ class _Reckoning:
     def _one_encoder(self, run: EncoderRun) -> Estimate:
         from selfvitmil.pretrain.checkpoint import read_metrics
         from selfvitmil.pretrain.feed import Order
-        from selfvitmil.pretrain.learner import patch_px_of, recipes_of, settle_numbers
+        from selfvitmil.pretrain.learner import patch_px_of, settle_numbers
+        from selfvitmil.pretrain.recipes import recipes_of
 
         own, encoder, gpu = self.settings.pretrain, self.measures.encoder, self.measures.gpu
         counts = tuple(count for row in run.rows if (count := self._tiles([row.slide])))

@@ -38,6 +38,7 @@ from selfvitmil.engine import num_cores
 from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
 from selfvitmil.pretrain.sources import Indices, Pixels, TileReader, TileSource
 from selfvitmil.readers import RUN
+from selfvitmil.settings import PretrainSettings
 
 REPEAT_ID = 0x1E3779B97F4A7C15
 """Added to the id of a tile for each time that it came before in the same step; any large odd number does."""
@@ -93,6 +94,20 @@ class Order:
             batches = [np.sort(part) for part in places.reshape(-1, self.batch)][skip : skip + last_step - step]
             yield Pool(step, tiles, batches)
             step += len(batches)
+
+
+def order_of(source: TileSource, settings: PretrainSettings) -> Order:
+    """The order in which a training run with these settings goes through the tiles of this source."""
+    return Order(
+        source.counts,
+        settings.batch,
+        settings.seed,
+        settings.sampler,
+        settings.tiles_per_slide,
+        settings.resample,
+        run=source.run,
+        pool=settings.shuffle_tiles,
+    )
 
 
 class Pool(NamedTuple):

@@ -6,10 +6,9 @@ centre). It knows nothing of tiles, files or processes. `Numbers` are the settin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
 from selfvitmil.encoder.network import has_class_token
-from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain import schedule
 from selfvitmil.pretrain.joint import JointBatch
@@ -33,8 +32,6 @@ from selfvitmil.settings import PretrainSettings
 DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_patch16_224") | {
     "simclr": "resnet18_instancenorm"
 }
-OWN_SCALE = 0.15
-"""By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -126,54 +123,6 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
         momentum=momentum if settings.momentum is None else settings.momentum,
         out_dim=settings.out_dim or schedule.suggested_out_dim(num_tiles),
     )
-
-
-# ---------------------------------------------------------------------------------------------------- views
-
-
-def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
-    """How the views of a tile are made: two large ones and, but for SimCLR, small ones besides."""
-    large = settings.global_px or tile_px
-    base = ViewRecipe(
-        size_px=large,
-        scale=settings.chosen("global_scale"),
-        hflip=settings.hflip,
-        vflip=settings.vflip,
-        right_angles=settings.right_angles,
-        stain=settings.stain_jitter,
-        stain_scale=settings.stain_scale,
-        stain_shift=settings.stain_shift,
-        jitter=settings.jitter,
-        grey=settings.grey,
-        **{name: settings.chosen(name) for name in ("brightness", "contrast", "saturation", "hue")},
-    )
-    if settings.method == "simclr":  # resampled as torchvision does where nothing is said, and DSMIL with it
-        return (replace(base, blur=settings.blur[2], interpolation="bilinear"),) * 2
-    unit = patch_px or 1
-    small = settings.local_px or max(round(large * 3 / 7 / unit), 1) * unit
-    for name, size in (("global_px", large), ("local_px", small)):
-        if size % unit:
-            raise ConfigError(
-                f"pretrain.{name} {size} is no multiple of {unit}",
-                f"the ViT cuts its views into patches of {unit} px",
-                f"Use {max(round(size / unit), 1) * unit}",
-            )
-    first, second, third = settings.blur
-    return (
-        replace(base, blur=first),
-        replace(base, blur=second, solarize=settings.solarize),
-        *[replace(base, size_px=small, scale=settings.local_scale, blur=third)] * settings.num_local,
-    )
-
-
-def made_for_px(recipe: ViewRecipe, tile_px: int) -> int:
-    """Edge of the tiles that an encoder of these large views is for.
-
-    Views that show the whole tile smaller make an encoder for tiles of their own size, at a coarser resolution. Views
-    that are cut out of the tile at about its own scale (by the middle of their range) leave it as it is.
-    """
-    zoom = tile_px * math.sqrt(sum(recipe.scale) / 2) / recipe.size_px
-    return tile_px if abs(zoom - 1) < OWN_SCALE else recipe.size_px
 
 
 # ---------------------------------------------------------------------------------------------------- networks

@@ -32,12 +32,13 @@ from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encode
 from selfvitmil.errors import ConfigError, EncoderError, EngineError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
-from selfvitmil.pretrain.feed import Batch, Feed, Order, default_workers, measure_colours
+from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.learner import Learner, Numbers
 from selfvitmil.pretrain.objectives.contract import Outcome, Part
 from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, parameter_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
+from selfvitmil.pretrain.recipes import made_for_px, recipes_of
 from selfvitmil.pretrain.sources import TileSource
 from selfvitmil.pretrain.surroundings import (
     Later,
@@ -194,16 +195,7 @@ class _Run:
         self.warnings: list[str] = []
         self.metrics: Metrics | None = None
         self.threads: ThreadPoolExecutor | None = None
-        self.order = Order(
-            source.counts,
-            settings.batch,
-            settings.seed,
-            settings.sampler,
-            settings.tiles_per_slide,
-            settings.resample,
-            run=source.run,
-            pool=settings.shuffle_tiles,
-        )
+        self.order = order_of(source, settings)
         self._check_size()
         self.numbers: Numbers = learning.settle_numbers(settings, sum(source.counts), self.order.steps_per_epoch)
         self.workers = default_workers() if settings.workers is None else settings.workers
@@ -280,8 +272,8 @@ class _Run:
                 "Choose another name, or remove its folder to start again",
             )
         patch_px = learning.patch_px_of(self.encoder.backbone)
-        self.recipes = learning.recipes_of(settings, self.source.size_px, patch_px)
-        self.made_for_px = learning.made_for_px(self.recipes[0], self.source.size_px)
+        self.recipes = recipes_of(settings, self.source.size_px, patch_px)
+        self.made_for_px = made_for_px(self.recipes[0], self.source.size_px)
         if self.made_for_px != self.source.size_px and self.source.mpp is not None:
             self.warnings.append(
                 f"large views have {self.made_for_px} px and tiles {self.source.size_px}: the encoder is for "
