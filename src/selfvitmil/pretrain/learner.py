@@ -6,6 +6,7 @@ centre). It knows nothing of tiles, files or processes. `Numbers` are the settin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
