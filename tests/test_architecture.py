@@ -11,7 +11,8 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "artefact", "untrusted", "annotations", "metrics", "words", "engine"]
+BELOW = ["errors", "geometry", "settings", "store", "artefact", "untrusted", "annotations", "metrics", "words"]
+BELOW += ["engine"]
 STAGES = [
     "cohort",
     "names",

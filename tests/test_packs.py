@@ -19,13 +19,14 @@ from PIL import Image
 
 from selfvitmil import packs
 from selfvitmil.errors import ArtefactError, ConfigError, SlideError
-from selfvitmil.packs import PackJob, open_pack, pack_path, pack_slide, runs
+from selfvitmil.packs import PackJob, open_pack, pack_slide, runs
 from selfvitmil.pretrain.feed import Batch, Feed, Order, measure_colours
 from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.contract import Slide
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 SETTINGS = StudySettings.model_validate({"tile": {"size_px": 64}, "stain": {"sample_tiles": 8}})
@@ -64,7 +65,7 @@ def pixels(study: Path, slide: str = "s0") -> list[np.ndarray]:
 def test_png_keeps_every_pixel_and_is_an_ordinary_zip(study: Path):
     result = pack_slide(job(study, encoding="png"))
     wanted = pixels(study)
-    path = pack_path(study / TABLES / "s0.h5")
+    path = pack_of(study / TABLES / "s0.h5")
     assert (result.num_tiles, result.note, result.num_bytes) == (len(wanted), "made", path.stat().st_size)
     with open_pack(path) as pack:
         assert len(pack) == len(wanted)
@@ -84,7 +85,7 @@ def test_png_keeps_every_pixel_and_is_an_ordinary_zip(study: Path):
 def test_jpeg_decodes_to_what_another_decoder_sees_and_stays_near_the_slide(study: Path):
     result = pack_slide(job(study))
     wanted = np.stack(pixels(study)).astype(int)
-    path = pack_path(study / TABLES / "s0.h5")
+    path = pack_of(study / TABLES / "s0.h5")
     with open_pack(path) as pack, ZipFile(path) as archive:
         decoded = np.stack(pack.read_many(range(len(pack))))
         names = archive.namelist()[: len(pack)]
@@ -100,7 +101,7 @@ def test_jpeg_decodes_to_what_another_decoder_sees_and_stays_near_the_slide(stud
 
 def test_packs_are_left_alone_while_they_are_current(study: Path):
     assert pack_slide(job(study)).note == "made"
-    path = pack_path(study / TABLES / "s0.h5")
+    path = pack_of(study / TABLES / "s0.h5")
     before = path.read_bytes()
     (study / "s0.svs").rename(study / "away.svs")
     assert pack_slide(job(study)).note == "current"  # and the slide is not asked for
@@ -155,7 +156,7 @@ def test_neighbours_are_read_at_once(study: Path, monkeypatch: pytest.MonkeyPatc
     pack_slide(job(study))
     reads: list[int] = []
     monkeypatch.setattr(packs.os, "pread", lambda *where: reads.append(where[1]) or os_pread(*where))
-    with open_pack(pack_path(study / TABLES / "s0.h5")) as pack:
+    with open_pack(pack_of(study / TABLES / "s0.h5")) as pack:
         pack.read_many([3, 4, 5, 6, 20, 21, 19])
         assert len(reads) == 3
         assert reads[0] == pack.spans[6].sum() - pack.spans[3, 0]
@@ -171,14 +172,14 @@ def test_short_reads_of_a_network_drive_are_completed(study: Path, monkeypatch: 
     pack_slide(job(study, encoding="png"))
     wanted = pixels(study)[1:3]
     monkeypatch.setattr(packs.os, "pread", lambda file, length, start: os_pread(file, min(length, 1000), start))
-    with open_pack(pack_path(study / TABLES / "s0.h5")) as pack:
+    with open_pack(pack_of(study / TABLES / "s0.h5")) as pack:
         np.testing.assert_array_equal(pack.read_many([1, 2]), wanted)
 
 
 def test_damaged_packs_are_named(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for encoding in ("jpeg", "png"):
         pack_slide(job(study, encoding=encoding))
-        path = pack_path(study / TABLES / "s0.h5")
+        path = pack_of(study / TABLES / "s0.h5")
         content = bytearray(path.read_bytes())
         with open_pack(path) as pack:
             start, length = pack.spans[2]
@@ -269,7 +270,7 @@ def test_few_files_are_open_at_once(study: Path, monkeypatch: pytest.MonkeyPatch
     reader: Any = source.reader
     for group in (0, 1, 2, 0, 0):
         tiles = reader.read(group, source.request(group, np.arange(2))).tiles_B3HW
-        with open_pack(pack_path(train_slides(study)[group].table)) as pack:
+        with open_pack(pack_of(train_slides(study)[group].table)) as pack:
             np.testing.assert_array_equal(tiles.permute(0, 2, 3, 1).numpy(), pack.read_many([0, 1]))
         assert [file._descriptor is not None for file in reader.files] == [k == group for k in range(3)]
 
@@ -288,6 +289,6 @@ def test_packs_that_do_not_belong_to_the_tables(study: Path):
     with pytest.raises(ConfigError, match="2 of 3 slides have no pack: s0, s2, and nothing else was to be read"):
         PackTiles(train_slides(study), stain_method="none")
     pack_all(study)
-    shutil.copy(pack_path(study / TABLES / "s1.h5"), pack_path(study / TABLES / "s2.h5"))
+    shutil.copy(pack_of(study / TABLES / "s1.h5"), pack_of(study / TABLES / "s2.h5"))
     with pytest.raises(ArtefactError, match=r"s2\.zip: .* not made from .* differ in slide and tiles"):
         PackTiles(train_slides(study), stain_method="none")

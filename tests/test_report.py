@@ -44,6 +44,7 @@ from selfvitmil.report import contents, curves, judged, markup, slides, write_re
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.store.layout import StudyLayout
 
 NASTY, GONE, TRAIN, WRONG = "Meier <b>H&E", "B-2044", "B-2045", "B-2046"
 PATIENTS = {NASTY: "Petra Meier", GONE: "P-77", TRAIN: "P-78", WRONG: "P-79"}
@@ -385,9 +386,9 @@ def test_maps_of_further_models_are_small_and_show_no_name(study: Path, tmp_path
 
 def test_pseudonyms_are_kept_and_new_names_get_new_ones(tmp_path: Path):
     first = names.give_pseudonyms(tmp_path, ["a1", "b2", "c3"], ["p"])
-    before = (tmp_path / names.PSEUDONYMS).read_bytes()
+    before = StudyLayout(tmp_path).pseudonyms.read_bytes()
     assert names.give_pseudonyms(tmp_path, ["b2", "a1"], ["p"]) == first
-    assert (tmp_path / names.PSEUDONYMS).read_bytes() == before
+    assert StudyLayout(tmp_path).pseudonyms.read_bytes() == before
     later = names.give_pseudonyms(tmp_path, ["a1", "0new"], ["q"])
     assert {**later["slide"], **first["slide"]} == later["slide"]
     assert sorted(later["slide"].values()) == [f"slide-{number:03d}" for number in range(1, 5)]
@@ -401,7 +402,7 @@ def test_pseudonyms_look_like_no_name(tmp_path: Path):
 
 
 def test_damaged_key_is_an_error(tmp_path: Path):
-    (tmp_path / names.PSEUDONYMS).write_text("kind,name\nslide,a\n")
+    StudyLayout(tmp_path).pseudonyms.write_text("kind,name\nslide,a\n")
     with pytest.raises(ArtefactError, match="not a readable table of pseudonyms"):
         names.give_pseudonyms(tmp_path, ["a"], [])
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.errors import ArtefactError, LockError, SelfVitMilError
+from selfvitmil.store.layout import StudyLayout
 
 # ---------------------------------------------------------------------------------------------------- whole files
 
@@ -163,7 +164,7 @@ def study_lock(study: Path, command: str) -> Iterator[None]:
     file and removes at its end. A run that was killed leaves it; nobody can tell it from one that still runs, so the
     study stays closed until its user removes the file.
     """
-    path = study / ".lock"
+    path = StudyLayout(study).lock
     try:
         study.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -201,7 +202,7 @@ def _flock(file: io.TextIOBase, study: Path) -> bool:
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise _explained(study / ".lock", error) from error
+            raise _explained(StudyLayout(study).lock, error) from error
         return False
     return True
 
@@ -337,7 +338,7 @@ def read_failures(study: Path) -> list[Failure]:
 
     A spreadsheet may have saved it again: with semicolons or tabs, blank rows, empty cells at the end.
     """
-    path = study / "failures.csv"
+    path = StudyLayout(study).failures
     if not path.exists():
         return []
     try:
@@ -369,7 +370,7 @@ def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Ite
     now, and nothing of it may be lost.
     """
     tried = set(tried)
-    path = study / "failures.csv"
+    path = StudyLayout(study).failures
     try:
         before = read_failures(study)
     except ArtefactError as error:

@@ -24,9 +24,8 @@ from pathlib import Path
 from selfvitmil import artefact
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.layout import StudyLayout
 
-PSEUDONYMS = "pseudonyms.csv"
-"""The key to a study's pseudonyms, beside its cohort.csv."""
 HEADER = ["kind", "name", "pseudonym"]
 
 
@@ -153,7 +152,7 @@ def names_of(
 
 def give_pseudonyms(study: Path, slides: Iterable[str], patients: Iterable[str]) -> dict[str, dict[str, str]]:
     """Pseudonyms by kind (`slide`, `patient`) and name: those of the study's key, and new ones, which it then holds."""
-    path = study / PSEUDONYMS
+    path = StudyLayout(study).pseudonyms
     known = _read_key(path)
     before = {kind: dict(own) for kind, own in known.items()}
     both = {"slide": sorted(set(slides)), "patient": sorted(set(patients))}

@@ -34,6 +34,7 @@ from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.slides import Slide, open_slide
 from selfvitmil.slides.contract import read_at
+from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 SCHEMA = "selfvitmil.pack"
@@ -82,11 +83,6 @@ class PackResult:
     num_bytes: int
 
 
-def pack_path(table: Path) -> Path:
-    """Where the pack of a tile table lies."""
-    return table.parent / "packs" / f"{table.stem}.zip"
-
-
 def pack_slide(job: PackJob) -> PackResult:
     """Pack one slide, unless its pack is current. Raises SelfVitMilError where it cannot."""
     if job.encoding not in SUFFIXES or not 1 <= job.quality <= 100:
@@ -95,7 +91,7 @@ def pack_slide(job: PackJob) -> PackResult:
             how="Choose jpeg with a quality of 1 to 100, or png",
         )
     table = read_tiles(job.table)
-    target = pack_path(job.table)
+    target = pack_of(job.table)
     made_from = {
         **_identity(table),
         "reader": job.reader,
@@ -314,7 +310,7 @@ def _index(file: BinaryIO) -> tuple[dict[str, Any], Spans]:
 
 def open_pack_of(table: Path) -> Pack:
     """The pack of a tile table; raises ArtefactError as well when it holds other tiles than the table."""
-    pack = open_pack(pack_path(table))
+    pack = open_pack(pack_of(table))
     identity = _identity(read_tiles(table))
     differing = [key for key in identity if pack.made_from.get(key) != identity[key]]
     if differing:

@@ -35,6 +35,7 @@ from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, S
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
 from selfvitmil.slides import Slide, fingerprint, open_slide
+from selfvitmil.store.layout import thumbnail_of
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 from selfvitmil.untrusted import open_hdf5
 
@@ -227,7 +228,7 @@ def tile_slide(job: TileJob) -> TileResult:
     for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
         write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, made_from)
     fine = tables[0]
-    artefact.write_bytes(target.with_suffix(".jpg"), picture)
+    artefact.write_bytes(thumbnail_of(target), picture)
     outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
     annotations.write_annotations(target.with_suffix(".geojson"), outline)
     write_tiles(target, fine, made_from)

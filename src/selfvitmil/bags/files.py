@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from selfvitmil import artefact
 from selfvitmil.errors import BagError
+from selfvitmil.store.layout import patches_of
 from selfvitmil.tiles import TileTable, trident_attributes
 from selfvitmil.untrusted import load_torch, open_hdf5
 
@@ -68,7 +69,7 @@ def write_bag(path: Path, features_ND: Features, table: TileTable, encoder: str,
     """
     if features_ND.shape[0] != len(table):
         raise BagError(f"{path.name}: {features_ND.shape[0]} vectors for {len(table)} tiles", "each tile needs its own")
-    _write(path.parents[1] / "patches" / f"{table.slide}_patches.h5", table, None, "", {})
+    _write(patches_of(path, table.slide), table, None, "", {})
     _write(path, table, features_ND.astype(np.float16), encoder, made_from)
 
 

@@ -25,6 +25,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.cases import Case
 from selfvitmil.evaluate.trial import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
+from selfvitmil.store.layout import model_folder
 
 VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""
@@ -135,7 +136,7 @@ def _training(
         "trained_on": [case.slide for case in split.train],
         "chosen_on": [case.slide for case in chosen_on],
     }
-    place = None if folder is None else folder / model_name(split.name, trial.optimistic) / f"seed{seed}"
+    place = None if folder is None else model_folder(folder, model_name(split.name, trial.optimistic), seed)
     return Training(name, split.name, seed, trial.num_classes, train, split.train, chosen_on, place, about)
 
 

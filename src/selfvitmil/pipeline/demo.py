@@ -13,6 +13,7 @@ from selfvitmil.pipeline.running import run
 from selfvitmil.pipeline.slides import synth
 from selfvitmil.pipeline.study import CohortSource, Summary
 from selfvitmil.settings import StudySettings, SynthSettings
+from selfvitmil.store.layout import StudyLayout
 
 SLIDES = SynthSettings(slides=64, size_px=2560)
 """A third of them is for testing."""
@@ -20,15 +21,15 @@ SLIDES = SynthSettings(slides=64, size_px=2560)
 
 def start_demo(study: Path) -> None:
     """Give a new study the demo's settings; one that has settings keeps them."""
-    if not (study / "study.toml").exists():
+    if not StudyLayout(study).settings.exists():
         artefact.write_bytes(
-            study / "study.toml", (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes()
+            StudyLayout(study).settings, (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes()
         )
 
 
 def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
     """The whole way on made slides, from making them to the report: yields a summary after each step."""
-    slides = study / "slides"
-    if not (slides / "cohort.csv").exists():
+    slides = StudyLayout(study).synthetic_slides
+    if not (StudyLayout(slides).cohort).exists():
         yield synth(slides, SLIDES, engine)
-    yield from run(study, Request(CohortSource(cohort=slides / "cohort.csv"), name="demo"), settings, engine)
+    yield from run(study, Request(CohortSource(cohort=StudyLayout(slides).cohort), name="demo"), settings, engine)

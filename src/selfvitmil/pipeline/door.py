@@ -29,6 +29,7 @@ from selfvitmil.pipeline.methods import (
 from selfvitmil.pipeline.pretraining import split_encoders
 from selfvitmil.pipeline.study import CohortSource
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, StudySettings, read_toml
+from selfvitmil.store.layout import CONFIG_FILE, StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import EncoderConfig
@@ -39,7 +40,7 @@ def check_study(study: Path, source: CohortSource) -> None:
     """ConfigError where the folder is not one to work in."""
     if study.exists() and not study.is_dir():
         raise ConfigError(f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old")
-    if source.cohort is not None or (study / "cohort.csv").exists():
+    if source.cohort is not None or StudyLayout(study).cohort.exists():
         return
     inside = sorted(path.name for path in study.iterdir() if not path.name.startswith(".")) if study.exists() else []
     what = "is empty" if study.exists() else "does not exist yet"
@@ -59,18 +60,19 @@ def check_formats(study: Path) -> None:
     from selfvitmil.encoder import files as encoders
     from selfvitmil.localize import maps
 
+    layout = StudyLayout(study)
     known = (
-        ("tiles/*/*.h5", tiles.FORMAT_VERSION),
-        ("bags/*/features_*/*.h5", bags.FORMAT_VERSION),
-        ("maps/*/*.h5", maps.FORMAT_VERSION),
-        ("encoders/*/config.json", encoders.FORMAT_VERSION),
+        (layout.tiles_folder, "*/*.h5", tiles.FORMAT_VERSION),
+        (layout.bags_folder, "*/features_*/*.h5", bags.FORMAT_VERSION),
+        (layout.heatmaps_folder, "*/*.h5", maps.FORMAT_VERSION),
+        (layout.encoders_folder, f"*/{CONFIG_FILE}", encoders.FORMAT_VERSION),
     )
-    for pattern, ours in known:
-        for path in sorted(study.glob(pattern)):
+    for folder, pattern, ours in known:
+        for path in sorted(folder.glob(pattern)):
             version = _format_of(path)
             if version is not None and version > ours:
                 raise ArtefactError(
-                    f"{path.relative_to(study).as_posix()} has format version {version}",
+                    f"{layout.name(path)} has format version {version}",
                     f"a newer selfvitmil wrote it, and this one, which knows version {ours}, would undo its work",
                     "Update selfvitmil, or start a new study; nothing was done",
                 )
@@ -115,7 +117,7 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
 def check_files(study: Path, cohort: Cohort) -> None:
     """CohortError where not one slide is there, which is a wrong path; single ones fail later, alone."""
     there = any(row.path.exists() for row in cohort.rows)
-    if not there and not any((study / "tiles").glob("*/*.h5")):
+    if not there and not any(StudyLayout(study).tiles_folder.glob("*/*.h5")):
         raise_problems([_nothing_done(each, each.how) for each in cohort.missing_problems], "the cohort")
 
 
@@ -178,7 +180,7 @@ def check_scales(config: EncoderConfig | None, settings: StudySettings, stages: 
 
 def check_untrained(study: Path, encoder: str, settings: StudySettings, stages: Collection[str]) -> None:
     """ConfigError where the row of an untrained encoder is asked for and there is none in the study to make it like."""
-    there = (study / "encoders" / encoder / "config.json").exists() or bool(split_encoders(study, encoder))
+    there = StudyLayout(study).encoder_config(encoder).exists() or bool(split_encoders(study, encoder))
     if "compare" in stages and settings.compare.random_encoder and not there:
         raise ConfigError(
             f"compare.random_encoder, and {encoder} is not among the study's encoders",

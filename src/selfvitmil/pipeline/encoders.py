@@ -20,8 +20,6 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pipeline.pretraining import (
-    ENCODER_SLIDES_FILE,
-    SLIDES_FILE,
     EncoderRun,
     encoder_runs,
     settle_scope,
@@ -41,6 +39,7 @@ from selfvitmil.pipeline.study import (
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
@@ -82,7 +81,7 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
     from selfvitmil.pretrain.train import pretrain as train
 
     first = os.environ.get("RANK", "0") == "0"
-    out = study / "encoders" / name
+    out = StudyLayout(study).encoder(name)
     origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
     result = train(source, out, settings.pretrain, origin, report=show)
     if first:
@@ -100,7 +99,7 @@ def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tup
     """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
     from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
 
-    tables = {row.slide: study / "tiles" / tiling_name(settings.tile) / f"{row.slide}.h5" for row in run.rows}
+    tables = {row.slide: StudyLayout(study).tile_table(tiling_name(settings.tile), row.slide) for row in run.rows}
     found = [row for row in run.rows if tables[row.slide].exists()]
     slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
     missing = [row.slide for row in run.rows if row not in found]
@@ -162,7 +161,7 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
             done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
             artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
-            folder = study / "bags" / tiling / f"features_{name}"
+            folder = StudyLayout(study).features(tiling, name)
             if done:
                 artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
                 _keep_encoder_slides(folder, Path(sources[name]))
@@ -236,14 +235,14 @@ def split_features_name(name: str) -> tuple[str, str | None]:
 
 def encoder_source(study: Path, source: str) -> str:
     """An encoder of the study by its name, else `source` as it is."""
-    own = study / "encoders" / source
+    own = StudyLayout(study).encoder(source)
     return str(own) if own.is_dir() else source
 
 
 def encoder_sources(study: Path, source: str) -> dict[str, str]:
     """Name -> where its weights are; several where the study has an encoder of that name for every split."""
-    if not (study / "encoders" / source).is_dir() and (own := split_encoders(study, source)):
-        return {name: str(study / "encoders" / name) for name in own.values()}
+    if not StudyLayout(study).encoder(source).is_dir() and (own := split_encoders(study, source)):
+        return {name: str(StudyLayout(study).encoder(name)) for name in own.values()}
     return {encoder_name(source): encoder_source(study, source)}
 
 
@@ -261,8 +260,8 @@ def embed_jobs(
     jobs: dict[str, Any] = {}
     missing: list[Failure] = []
     for row in cohort.rows:
-        table = study / "tiles" / tiling / f"{row.slide}.h5"
-        bag = study / "bags" / tiling / f"features_{name}" / f"{row.slide}.h5"
+        table = StudyLayout(study).tile_table(tiling, row.slide)
+        bag = StudyLayout(study).feature_file(tiling, name, row.slide)
         if table.exists():
             jobs[row.slide] = EmbedJob(
                 row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
@@ -291,7 +290,7 @@ def export(
     name, tiling = encoder_name(encoder), tiling_name(settings.tile)
     if split_features_name(name)[1] is None:
         name = features_name(name, settings.embed.layout)
-    folder = study / "bags" / tiling / f"features_{name}"
+    folder = StudyLayout(study).features(tiling, name)
     if not folder.is_dir():
         what = f"{study.name}: there are no vectors of encoder {encoder!r} for tiles {tiling}"
         raise ConfigError(what, how="Run `selfvitmil embed` first, or name another encoder")

@@ -22,10 +22,11 @@ from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
 from selfvitmil.pipeline.encoders import embed, embed_stage, encoder_name, features_name, split_features_name
 from selfvitmil.pipeline.methods import TWO_SCALES, check_supervised, coarse_mpp, compared_methods, options_for
-from selfvitmil.pipeline.pretraining import ENCODER_SLIDES_FILE, SLIDES_FILE, base_name, slides_of, split_encoders
+from selfvitmil.pipeline.pretraining import base_name, slides_of, split_encoders
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.pipeline.training import make_models
 from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout, model_folder
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
@@ -117,7 +118,7 @@ def evaluate(
         fitted = _fit(method, cases, trial, settings.train, features.models / method, engine)
         trial.labels.open(FINAL_SCORING)
         result = judge_method(fitted, trial)
-        folder = study / "results" / results_name(name or f"{features.encoder}_{method}", settings)
+        folder = StudyLayout(study).results(results_name(name or f"{features.encoder}_{method}", settings))
         scores = score_method(result, settings.evaluate)
         lines += _remove_earlier(folder, [result])
         write_results(folder, [result], [scores], settings.evaluate)
@@ -158,7 +159,7 @@ def compare(
             row.trial.labels.open(FINAL_SCORING)
         results = [judge_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
-        folder = study / "results" / results_name(name or "compare", settings)
+        folder = StudyLayout(study).results(results_name(name or "compare", settings))
         lines += _remove_earlier(folder, results)
         write_results(folder, results, scores, settings.evaluate)
         advice = [row.words for row in simple]
@@ -293,7 +294,7 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
     if choice.folder is not None:
         name = encoder_name(str(choice.folder.resolve()))
         files, slides = find_bags(choice.folder), slides_of(choice.folder / ENCODER_SLIDES_FILE)
-        return Features(name, "external", files, study / "models" / "external" / name, encoder_slides=slides)
+        return Features(name, "external", files, StudyLayout(study).models_on("external", name), encoder_slides=slides)
     tiling = tiling_name(settings.tile)
     name = _only_encoder(study, tiling, choice.encoder, settings)
     own = _split_features(study, tiling, name)
@@ -303,19 +304,20 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
         return replace(first, encoder=name, models=first.models.with_name(name), by_split=found)
     fine = Features(name, tiling, _embedded(study, tiling, name), Path(), None, _encoder_slides(study, tiling, name))
     if not choice.two_scales:
-        return replace(fine, models=study / "models" / tiling / name)
+        return replace(fine, models=StudyLayout(study).models_on(tiling, name))
     return _on_two_scales(study, choice, settings, fine)
 
 
 def _encoder_slides(study: Path, tiling: str, name: str) -> frozenset[str]:
     """The slides that an encoder was trained on; studies of earlier versions have them in its own folder alone."""
-    beside = study / "bags" / tiling / f"features_{name}" / ENCODER_SLIDES_FILE
-    return slides_of(beside if beside.exists() else study / "encoders" / split_features_name(name)[0] / SLIDES_FILE)
+    layout = StudyLayout(study)
+    beside = layout.features_encoder_slides(tiling, name)
+    return slides_of(beside if beside.exists() else layout.encoder_slides(split_features_name(name)[0]))
 
 
 def _split_features(study: Path, tiling: str, name: str) -> dict[str, str]:
     """Split -> name of its features, where `name` stands for encoders of all splits; else empty."""
-    if (study / "bags" / tiling / f"features_{name}").is_dir():
+    if StudyLayout(study).features(tiling, name).is_dir():
         return {}
     encoder, layout = split_features_name(name)
     return {split: features_name(each, layout) for split, each in split_encoders(study, encoder).items()}
@@ -333,15 +335,14 @@ def _embedded(study: Path, tiling: str, name: str) -> dict[str, Path]:
 
     stage = embed_stage(name, tiling)
     failed = {failure.slide for failure in artefact.read_failures(study) if failure.stage == stage}
-    found = find_bags(study / "bags" / tiling / f"features_{name}")
+    found = find_bags(StudyLayout(study).features(tiling, name))
     return {slide: path for slide, path in found.items() if slide not in failed}
 
 
 def _only_encoder(study: Path, tiling: str, wanted: str | None, settings: StudySettings) -> str:
     """Name of the features folder: of the encoder that is wanted, or the only one, with the layout that is set."""
     layout = settings.embed.layout
-    places = sorted((study / "bags" / tiling).glob("features_*"))
-    all_names = [place.name.removeprefix("features_") for place in places]
+    all_names = StudyLayout(study).features_of_tiling(tiling)
     names = list(dict.fromkeys(_of_all_splits(study, name) for name in all_names))
     listed = f"there are vectors of {', '.join(names)}" if names else "no slide was embedded yet"
     if wanted is not None:
@@ -373,11 +374,11 @@ def _on_two_scales(study: Path, choice: FeatureChoice, settings: StudySettings, 
     scale = CoarseScale(
         tiling,
         _embedded(study, tiling, coarse),
-        {slide: study / "tiles" / fine.tiling / f"{slide}.h5" for slide in fine.files},
-        study / "bags" / both / f"features_{name}",
+        {slide: StudyLayout(study).tile_table(fine.tiling, slide) for slide in fine.files},
+        StudyLayout(study).features(both, name),
     )
     seen = fine.encoder_slides | _encoder_slides(study, tiling, coarse)
-    return Features(name, both, fine.files, study / "models" / both / name, scale, seen)
+    return Features(name, both, fine.files, StudyLayout(study).models_on(both, name), scale, seen)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -520,7 +521,7 @@ def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -
     """
     from selfvitmil.encoder import load_encoder, save_encoder
 
-    folder, encoder = study / "encoders" / name, _baseline(study, name, like, settings)
+    folder, encoder = StudyLayout(study).encoder(name), _baseline(study, name, like, settings)
     if not (folder / "config.json").exists():
         save_encoder(folder, encoder)
         return []
@@ -550,7 +551,7 @@ def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Enc
     if name == MEAN_COLOR:
         told = {"mpp": settings.tile.mpp, "stain": settings.stain.method}
         return build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **told)
-    config = load_encoder(study / "encoders" / like).config
+    config = load_encoder(StudyLayout(study).encoder(like)).config
     kept = config.model_dump(include={"layout", "mean", "std", "mpp", "stain"})
     with seeded(0):
         return build_encoder(config.architecture, img_size=config.size_px, model_args=config.model_args, **kept)
@@ -611,7 +612,7 @@ def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list
 
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in result.runs:
-        place = folder / model_name(run.split, result.protocol == "optimistic") / f"seed{run.seed}"
+        place = model_folder(folder, model_name(run.split, result.protocol == "optimistic"), run.seed)
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found[run.split, run.seed] = [json.loads(line) for line in lines]
     return found

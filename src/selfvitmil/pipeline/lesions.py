@@ -19,6 +19,7 @@ from selfvitmil.pipeline.localizing import Mapper, choose_slides
 from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, heatmap_settings, lesion_baseline, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import Cohort
@@ -41,7 +42,7 @@ def evaluate_lesions(
             study, source, choice, settings, [settings.train.aggregator], "evaluate"
         )
         (own,) = judged.values()
-        folder = study / "results" / results_name(name or f"{encoder}_{settings.train.aggregator}", settings)
+        folder = StudyLayout(study).results(results_name(name or f"{encoder}_{settings.train.aggregator}", settings))
         _remove_earlier(folder)
         scores = judge_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
@@ -68,7 +69,7 @@ def compare_lesions(
         raise ConfigError(f"compare.baseline {baseline!r} is not among the methods that have heatmaps")
     with open_study(study, "compare"):
         judged, _, failures, lines = _judged(study, source, choice, settings, methods, "compare")
-        folder = study / "results" / results_name(name or "compare", settings)
+        folder = StudyLayout(study).results(results_name(name or "compare", settings))
         _remove_earlier(folder)
         common, warned = common_cases({method: own["test"] for method, own in judged.items()})
         scores = {

@@ -28,6 +28,7 @@ from selfvitmil.pipeline.learning import FeatureChoice, Features, below, prepare
 from selfvitmil.pipeline.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
 from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
@@ -191,7 +192,7 @@ class Mapper:
 
     @property
     def folder(self) -> Path:
-        return self.study / "maps" / self.model
+        return StudyLayout(self.study).heatmaps(self.model)
 
     @property
     def method(self) -> str:
@@ -274,7 +275,7 @@ class Mapper:
         return Prepared(wanted, bag, table, places, made_from, note)
 
     def _table_file(self, slide: str) -> Path:
-        return self.study / "tiles" / tiling_name(self.settings.tile) / f"{slide}.h5"
+        return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
 
     def _placed(self, case: BagFile) -> tuple[Bag, TileTable | None, Places]:
         """The slide's bag, its tile table where the study has one, and where the tiles lie."""

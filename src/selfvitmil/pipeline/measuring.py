@@ -17,6 +17,7 @@ import numpy as np
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import SelfVitMilError, StainError
 from selfvitmil.settings import SlideSettings, StudySettings, tiling_name
+from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.slides import Slide
@@ -51,7 +52,7 @@ class SlideMeasures:
 
 def measure_slides(study: Path, cohort: Cohort, settings: StudySettings) -> SlideMeasures:
     """Tiles of every slide: counted where there is a table, else by size and the share of tissue of a few slides."""
-    tables = study / "tiles" / tiling_name(settings.tile)
+    tables = StudyLayout(study).tiling(tiling_name(settings.tile))
     known = {row.slide: count for row in cohort.rows if (count := count_tiles(tables / f"{row.slide}.h5")) is not None}
     open_rows = [row for row in cohort.rows if row.slide not in known]
     places, broken = _candidates(open_rows, settings)

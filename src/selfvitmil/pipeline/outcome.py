@@ -12,6 +12,7 @@ from pathlib import Path
 
 from selfvitmil.pipeline.learning import results_name
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 Row = Mapping[str, str]
 BINARY = {"sensitivity": "sens.", "specificity": "spec."}
@@ -46,7 +47,7 @@ def outcome_lines(study: Path, settings: StudySettings) -> list[str]:
 
 def _folder(study: Path, settings: StudySettings) -> Path:
     """Where `compare` wrote under the protocol of these settings."""
-    return study / "results" / results_name("compare", settings)
+    return StudyLayout(study).results(results_name("compare", settings))
 
 
 def _read(path: Path) -> list[dict[str, str]]:

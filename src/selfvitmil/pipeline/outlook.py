@@ -26,6 +26,7 @@ from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.store.layout import StudyLayout
 
 STAGES = ("check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report")
 """All stages of a run, in their order."""
@@ -185,7 +186,7 @@ class _Ahead:
     def sources(self) -> dict[str, str]:
         """Encoder -> where its weights are; several where every split has its own."""
         if self.request.trains_encoder:
-            return {run.name: str(self.study / "encoders" / run.name) for run in self.runs}
+            return {run.name: str(StudyLayout(self.study).encoder(run.name)) for run in self.runs}
         return encoder_sources(self.study, str(self.request.encoder))
 
     @cached_property
@@ -208,10 +209,10 @@ class _Ahead:
         lines: list[str] = []
         tile, cohort = self.settings.tile, self.cohort
         mine = {self.tiling, *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)}
-        others = sorted(path.name for path in (self.study / "tiles").glob("*") if path.is_dir())
+        others = sorted(path.name for path in StudyLayout(self.study).all_tilings())
         if left := [name for name in others if name not in mine]:
             lines.append(f"found tiles of another size or resolution, which stay as they are: {listing(left)}")
-        tables = sorted(path.stem for path in (self.study / "tiles" / self.tiling).glob("*.h5"))
+        tables = sorted(path.stem for path in StudyLayout(self.study).tiling(self.tiling).glob("*.h5"))
         if removed := [slide for slide in tables if slide not in cohort]:
             lines.append(
                 f"found {len(removed)} slides that cohort.csv no longer names: {listing(removed)}; their files stay, "
@@ -229,8 +230,8 @@ class _Ahead:
     @property
     def check(self) -> StageOutlook:
         told = {failure.slide for failure in artefact.read_failures(self.study) if failure.stage == "check"}
-        if (self.study / "check.csv").exists():
-            with (self.study / "check.csv").open(newline="", encoding="utf-8") as file:
+        if StudyLayout(self.study).check_table.exists():
+            with StudyLayout(self.study).check_table.open(newline="", encoding="utf-8") as file:
                 told |= {row["slide"] for row in csv.DictReader(file)}
         todo = {slide: "not looked at yet" for slide in self.cohort.slides if slide not in told}
         return StageOutlook("check", todo, len(self.cohort) - len(todo))
@@ -265,7 +266,7 @@ class _Ahead:
         return StageOutlook("pretrain", todo, words="; ".join(part.words for part in parts))
 
     def _pretrain(self, run: EncoderRun) -> StageOutlook:
-        name, folder = run.name, self.study / "encoders" / run.name
+        name, folder = run.name, StudyLayout(self.study).encoder(run.name)
         if not (folder / "config.json").exists():
             return self._unfinished(folder, run)
         door.check_encoder(folder, self.seen.get(name, ()), self.settings)
@@ -303,7 +304,7 @@ class _Ahead:
 
         source, _, trained_on = training_tiles(self.study, run, self.settings)
         origin = Origin(trained_on, self.settings.preset)
-        return identity_of(source, self.study / "encoders" / run.name, self.settings.pretrain, origin)
+        return identity_of(source, StudyLayout(self.study).encoder(run.name), self.settings.pretrain, origin)
 
     def _training_tiles_change(self, run: EncoderRun) -> bool:
         return any(row.slide in self.tile.changing for row in run.rows)
@@ -373,7 +374,7 @@ class _Ahead:
         return self._judge("evaluate", self.settings.train.aggregator)
 
     def _judge(self, stage: str, what: str) -> StageOutlook:
-        there = sum(1 for _ in (self.study / "models" / self.tiling / self.features).rglob("config.json"))
+        there = sum(1 for _ in StudyLayout(self.study).models_on(self.tiling, self.features).rglob("config.json"))
         fate = (
             "the vectors change, so they are trained again" if self.embed.changing else "those that fit are used again"
         )
@@ -383,7 +384,7 @@ class _Ahead:
     @property
     def localize(self) -> StageOutlook:
         method, optimistic = self.settings.train.aggregator, self.settings.evaluate.protocol == "optimistic"
-        folder = self.study / "maps" / f"{self.features}_{method}{'_optimistic' * optimistic}"
+        folder = StudyLayout(self.study).heatmaps(f"{self.features}_{method}{'_optimistic' * optimistic}")
         there = sum(1 for _ in folder.glob("*.h5"))
         words = f"map the slides of the split {', '.join(self.settings.localize.parts)} with {method}"
         return StageOutlook("localize", words=words + (f"; {there} maps are there" if there else ""))
@@ -398,7 +399,7 @@ class _Ahead:
 
     @property
     def report(self) -> StageOutlook:
-        again = " again" if (self.study / "report" / "index.html").exists() else ""
+        again = " again" if StudyLayout(self.study).report.exists() else ""
         return StageOutlook("report", words=f"write report/index.html{again}")
 
 

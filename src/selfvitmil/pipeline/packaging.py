@@ -22,6 +22,7 @@ from selfvitmil.pipeline.learning import FeatureChoice, Features, prepare, resul
 from selfvitmil.pipeline.localizing import Mapper, with_staging
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml
+from selfvitmil.store.layout import StudyLayout, model_folder
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
@@ -77,7 +78,7 @@ def package(
             to_toml(carried, SETTINGS),
             expected,
             {scale.folder: scale.encoder for scale in scales},
-            {run.seed: models / chosen.name / f"seed{run.seed}" for run in fitted.runs},
+            {run.seed: model_folder(models, chosen.name, run.seed) for run in fitted.runs},
         )
         write_package(out, contents)
     if about["evaluation"] is None:
@@ -137,7 +138,7 @@ def _tables(study: Path, features: Features, trial: Trial, settings: StudySettin
     from selfvitmil.bags import read_bag
     from selfvitmil.tiles import read_tiles
 
-    folder = study / "tiles" / tiling_name(settings.tile)
+    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
     tables: dict[str, TileTable] = {}
     for case in _known(trial):
         path = folder / f"{case.slide}.h5"
@@ -161,7 +162,7 @@ def _carried_settings(
     study: Path, features: Features, tables: Mapping[str, TileTable], settings: StudySettings
 ) -> StudySettings:
     """The settings that cut, coloured and embedded these slides, without what holds for this study's machine alone."""
-    told = {slide: _made_with(study / "tiles" / tiling_name(settings.tile) / f"{slide}.h5") for slide in tables}
+    told = {slide: _made_with(StudyLayout(study).tile_table(tiling_name(settings.tile), slide)) for slide in tables}
     first = next(iter(told.values()))
     others = [slide for slide, each in told.items() if each != first]
     if others:
@@ -321,7 +322,7 @@ def _evaluation(
     from selfvitmil.evaluate import read_predictions
     from selfvitmil.package import FIGURES
 
-    folder = study / "results" / results_name(results or about["name"], settings)
+    folder = StudyLayout(study).results(results_name(results or about["name"], settings))
     if results is not None and not folder.is_dir():
         raise ConfigError(f"--results {results}: there is no such folder of results", how="See results/ in the study")
     try:

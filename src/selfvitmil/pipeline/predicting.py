@@ -30,6 +30,7 @@ from selfvitmil.pipeline.localizing import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.pipeline.products import ProductJob, Record, make_products
 from selfvitmil.pipeline.study import Summary, map_slides, num_tiles, open_study
 from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
+from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.package import Answer, Package, Predictions
@@ -177,7 +178,7 @@ def _tile(
 ) -> list[SlideRow]:
     from selfvitmil.tiles import TileJob, tile_slide
 
-    jobs = {row.slide: TileJob(row.slide, row.path, out / "work" / "tiles", settings) for row in rows}
+    jobs = {row.slide: TileJob(row.slide, row.path, StudyLayout(out).work.tiles_folder, settings) for row in rows}
     done, failed = map_slides(engine, out, _stage("tile", package), tile_slide, jobs, unit="tiles", count=num_tiles)
     failures += failed
     return [row for row in rows if row.slide in done]
@@ -260,7 +261,7 @@ def _localize(
     """Maps, pictures and exports as files; the answers with the names of these."""
     from selfvitmil.localize.maps import write_map
 
-    paths, folder = {row.slide: row.path for row in rows}, out / "maps" / package.tag
+    paths, folder = {row.slide: row.path for row in rows}, StudyLayout(out).heatmaps(package.tag)
     jobs: dict[str, ProductJob] = {}
     for each in answers:
         file = folder / f"{each.slide}.h5"
@@ -289,11 +290,11 @@ def _files(folder: Path, slide: str) -> tuple[str, ...]:
 
 
 def _table(out: Path, tiling: str, slide: str) -> Path:
-    return out / "work" / "tiles" / tiling / f"{slide}.h5"
+    return StudyLayout(out).work.tile_table(tiling, slide)
 
 
 def _bag(out: Path, tiling: str, encoder: str, slide: str) -> Path:
-    return out / "work" / "bags" / tiling / f"features_{encoder}" / f"{slide}.h5"
+    return StudyLayout(out).work.feature_file(tiling, encoder, slide)
 
 
 # ---------------------------------------------------------------------------------------------------- words

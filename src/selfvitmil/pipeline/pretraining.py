@@ -16,11 +16,8 @@ from pathlib import Path
 from selfvitmil.cohort import Cohort, SlideRow, Split
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.settings import StudySettings, read_toml
+from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
 
-SLIDES_FILE = "slides.txt"
-"""In an encoder's folder: the slides it has seen, a name a line, so that none of them is tested on later unnoticed."""
-ENCODER_SLIDES_FILE = "encoder_slides.txt"
-"""The same beside the features that it made, whichever folder it came from."""
 _SPLIT_NAME = re.compile(r"given|fold\d+|repeat\d+")
 
 
@@ -69,7 +66,7 @@ def settle_scope(study: Path, name: str, cohort: Cohort, settings: StudySettings
     """
     own = settings.pretrain
     rows = cohort.select(split="train").rows
-    if own.transductive or own.per_split or (study / "encoders" / name / "config.json").exists():
+    if own.transductive or own.per_split or StudyLayout(study).encoder_config(name).exists():
         return settings, []
     splits = tested_splits(cohort, settings)
     seen = any(_seen(split, [row.slide for row in rows], cohort) for split in splits)
@@ -112,7 +109,7 @@ def split_encoders(study: Path, name: str) -> dict[str, str]:
     """Split -> finished encoder, where the encoders called `name` were trained one for every split; else empty."""
     found: dict[str, str] = {}
     prefix = f"{name}_"
-    for folder in sorted((study / "encoders").glob("*"), key=lambda path: (len(path.name), path.name)):
+    for folder in sorted(StudyLayout(study).all_encoders(), key=lambda path: (len(path.name), path.name)):
         split = folder.name.removeprefix(prefix)
         if folder.name.startswith(prefix) and _SPLIT_NAME.fullmatch(split) and is_per_split(folder):
             found[split] = folder.name
@@ -129,7 +126,7 @@ def is_per_split(folder: Path) -> bool:
 def base_name(study: Path, encoder: str) -> str:
     """What the encoders of all splits are called together; the name itself of any other encoder."""
     base, _, split = encoder.rpartition("_")
-    per_split = base and _SPLIT_NAME.fullmatch(split) and is_per_split(study / "encoders" / encoder)
+    per_split = base and _SPLIT_NAME.fullmatch(split) and is_per_split(StudyLayout(study).encoder(encoder))
     return base if per_split else encoder
 
 

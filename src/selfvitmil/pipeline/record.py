@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil import __version__, artefact
-
-FILE = "run.json"
+from selfvitmil.store.layout import StudyLayout
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ def new_record(stages: tuple[str, ...], encoder: str | None, name: str | None, d
 
 
 def write_record(study: Path, record: RunRecord) -> None:
-    artefact.write_text(study / FILE, json.dumps(asdict(record), indent=1) + "\n")
+    artefact.write_text(StudyLayout(study).run_record, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def read_record(study: Path) -> RunRecord | None:
     """None when there is none, or none that can be read: it is only a log."""
     try:
-        told: dict[str, Any] = json.loads((study / FILE).read_text(encoding="utf-8"))
+        told: dict[str, Any] = json.loads(StudyLayout(study).run_record.read_text(encoding="utf-8"))
         known = {key: value for key, value in told.items() if key in RunRecord.__dataclass_fields__}
         return RunRecord(**{**known, "stages": tuple(known["stages"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

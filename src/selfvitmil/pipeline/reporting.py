@@ -8,6 +8,7 @@ from pathlib import Path
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 
 def report(
@@ -20,7 +21,6 @@ def report(
     slides: int | None = None,
 ) -> Summary:
     """Write `report/index.html`, or `out`. The study is only read, so this takes no lock and may run beside others."""
-    from selfvitmil.names import PSEUDONYMS
     from selfvitmil.report import write_report
     from selfvitmil.report.page import MAX_SLIDES
 
@@ -32,7 +32,9 @@ def report(
     if made.num_mapped > made.num_sections:
         lines.append(f"{made.num_sections} of {made.num_mapped} slides with maps have a section (--slides {most})")
     if pseudonyms:
-        lines.append(f"{PSEUDONYMS} in the study is the key to the pseudonyms: keep it to yourself")
+        lines.append(
+            f"{StudyLayout(study).pseudonyms.name} in the study is the key to the pseudonyms: keep it to yourself"
+        )
     where = made.path.relative_to(study).as_posix() if made.path.is_relative_to(study) else made.path.name
     lines.append(f"{where}: one page of {made.size_bytes / 1e6:.1f} MB, for any browser")
     return Summary(tuple(lines))

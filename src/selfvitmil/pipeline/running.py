@@ -29,6 +29,7 @@ from selfvitmil.pipeline.record import RunRecord, new_record, read_record, write
 from selfvitmil.pipeline.slides import check, tile
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, store_cohort
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.words import duration
 
 PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
@@ -139,8 +140,8 @@ class _Course:
         if "compare" in self.did:
             table = outcome_table(self.study, self.settings)
             lines += outcome_lines(self.study, self.settings)
-        if "report" in self.did and (self.study / "report" / "index.html").exists():
-            lines += [f"report: {self.study / 'report' / 'index.html'}", f"viewer: selfvitmil view {self.study}"]
+        if "report" in self.did and StudyLayout(self.study).report.exists():
+            lines += [f"report: {StudyLayout(self.study).report}", f"viewer: selfvitmil view {self.study}"]
         return Summary(tuple(lines), table=table)
 
 
@@ -241,11 +242,11 @@ def _store_cohort(study: Path, cohort: Cohort) -> None:
 def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
     """Flags of a study without a study.toml become one, so that later commands mean the same."""
     kept = {key: value for key, value in typed.items() if key != "engine"}
-    if not kept or (study / "study.toml").exists():
+    if not kept or StudyLayout(study).settings.exists():
         return
     head = "# The settings that the first `selfvitmil run` of this study was given.\n"
     settings = StudySettings.model_validate(_absolute(kept))
-    artefact.write_text(study / "study.toml", head + to_toml(settings, typed_only=True))
+    artefact.write_text(StudyLayout(study).settings, head + to_toml(settings, typed_only=True))
     yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
 
 
@@ -337,7 +338,7 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
 def _tile_counts(study: Path, cohort: Cohort, settings: StudySettings) -> list[int]:
     from selfvitmil.untrusted import open_hdf5
 
-    folder = study / "tiles" / tiling_name(settings.tile)
+    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
     counts: list[int] = []
     for slide in cohort.slides:
         try:

@@ -26,6 +26,7 @@ from selfvitmil.pipeline.study import (
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, SynthSettings, tiling_name, to_toml
+from selfvitmil.store.layout import StudyLayout
 
 
 def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
@@ -81,7 +82,7 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
         rows = _with_twins(list(done.values()))
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
         cells = [[cell(asdict(row)[name]) for name in header] for row in rows]
-        artefact.write_csv(study / "check.csv", [header, *cells])
+        artefact.write_csv(StudyLayout(study).check_table, [header, *cells])
     lines += few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
     lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
     shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
@@ -105,7 +106,7 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
     from selfvitmil.tiles import SECTIONS, tile_slide, without_places
 
     name = tiling_name(settings.tile)
-    folder = study / "tiles"
+    folder = StudyLayout(study).tiles_folder
     with open_study(study, "tile"):
         cohort, lines = study_cohort(study, source)
         jobs = tile_jobs(study, cohort, settings)
@@ -126,7 +127,7 @@ def tile_jobs(study: Path, cohort: Cohort, settings: StudySettings) -> dict[str,
     """What there is to cut, slide by slide."""
     from selfvitmil.tiles import TileJob
 
-    folder = study / "tiles"
+    folder = StudyLayout(study).tiles_folder
     return {row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows}
 
 
@@ -139,7 +140,7 @@ def _pack(
     tile, slide, name = settings.tile, settings.slide, tiling_name(settings.tile)
     jobs = {
         row.slide: PackJob(
-            row.slide, row.path, study / "tiles" / name / f"{row.slide}.h5", tile.pack_encoding, tile.pack_quality,
+            row.slide, row.path, StudyLayout(study).tile_table(name, row.slide), tile.pack_encoding, tile.pack_quality,
             slide.reader, row.mpp,
         )
         for row in rows

@@ -14,6 +14,7 @@ from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.pipeline.pretraining import split_encoders
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 TEST_FRACTION = 0.3
 MIN_PATIENTS = 10
@@ -33,11 +34,11 @@ def split(
                 "Add --overwrite to draw another one, or edit the column",
             )
         drawn = hold_out(cohort, test=test, seed=seed)
-        write_cohort(study / "cohort.csv", drawn)
+        write_cohort(StudyLayout(study).cohort, drawn)
     lines += [_words(drawn, test, seed), "the column split of cohort.csv holds it; edit it there as you like"]
     if cohort.patient_warning:
         lines.append(f"warning: {cohort.patient_warning}")
-    if any((study / "encoders").glob("*/config.json")):
+    if any(StudyLayout(study).encoders_folder.glob("*/config.json")):
         lines.append(
             "note: encoders that are there may have seen slides of this test set; `run` and `compare` check it"
         )
@@ -53,7 +54,7 @@ def propose_split(
     """
     own = settings.pretrain
     asked = own.transductive or own.per_split or settings.train.split != "auto"
-    there = (study / "encoders" / name / "config.json").exists() or bool(split_encoders(study, name))
+    there = StudyLayout(study).encoder_config(name).exists() or bool(split_encoders(study, name))
     if asked or there or len(cohort.classes) < 2 or any(row.split for row in cohort.rows):
         return cohort, [], ()
     patients = patients_by_class(cohort)

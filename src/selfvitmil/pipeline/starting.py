@@ -13,6 +13,7 @@ from selfvitmil import artefact
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import STUDY_ENGINE, EngineSettings, StudySettings, resolve_settings
+from selfvitmil.store.layout import StudyLayout
 
 HEAD = """\
 # Settings of this study. Lines that begin with # and a name show what holds: take the # away to change it.
@@ -22,14 +23,14 @@ HEAD = """\
 
 def init(study: Path, preset: str = "default") -> Summary:
     """Write `study.toml` with comments; refuses to overwrite one."""
-    path = study / "study.toml"
+    path = StudyLayout(study).settings
     if path.exists():
         raise ConfigError(
             f"{study.name}: there is a study.toml already", "it is not overwritten", "Edit it, or remove it first"
         )
     artefact.write_text(path, commented_settings(preset))
     lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
-    if not (study / "cohort.csv").exists():
+    if not StudyLayout(study).cohort.exists():
         lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
     return Summary(tuple(lines))
 

@@ -14,6 +14,7 @@ from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, with_guessed_p
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import StudySettings, check_study_engine, read_toml, resolve_settings, with_user_engine
+from selfvitmil.store.layout import StudyLayout
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def open_study(study: Path, command: str) -> Iterator[None]:
 
 def study_settings(study: Path, flags: Mapping[str, Any]) -> StudySettings:
     """Settings of a study: its `study.toml` if there is one, the user's own engine settings and `flags` on top."""
-    toml_file = study / "study.toml"
+    toml_file = StudyLayout(study).settings
     if not toml_file.exists():
         return resolve_settings(None, with_user_engine(flags))
     told = read_toml(toml_file)
@@ -69,7 +70,7 @@ def study_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
 
 def store_cohort(study: Path, cohort: Cohort) -> None:
     """Write the study's cohort.csv, unless it says the same already."""
-    own = study / "cohort.csv"
+    own = StudyLayout(study).cohort
     if not own.exists() or read_cohort(own).rows != cohort.rows:
         write_cohort(own, cohort)
 
@@ -82,7 +83,7 @@ def find_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
 
 
 def _read_cohort(study: Path, source: CohortSource) -> tuple[Cohort, list[str]]:
-    own = study / "cohort.csv"
+    own = StudyLayout(study).cohort
     table = own if source.cohort is None else source.cohort
     is_own = table.resolve() == own.resolve()
     if is_own and not own.exists():

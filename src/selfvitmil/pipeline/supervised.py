@@ -23,6 +23,7 @@ from selfvitmil.evaluate.models import model_name
 from selfvitmil.evaluate.trial import TrialSplit
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.store.layout import StudyLayout, model_folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +111,14 @@ class SupervisedRow:
 
     def _place(self, folder: Path, split: TrialSplit, seed: int) -> Path:
         """Folder of a model: the protocols do not overwrite each other's."""
-        return folder / model_name(split.name, self.trial.optimistic) / f"seed{seed}"
+        return model_folder(folder, model_name(split.name, self.trial.optimistic), seed)
 
     def _judged(self, split: TrialSplit) -> list[BagFile]:
         """The slides whose scores are wanted, each once."""
         return list({case.slide: case for case in (*self.trial.chosen_on(split), *split.test)}.values())
 
     def _table(self, slide: str) -> Path:
-        return self.study / "tiles" / tiling_name(self.settings.tile) / f"{slide}.h5"
+        return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
 
     def _annotated(self, case: Case) -> AnnotatedSlide:
         table = self._table(case.slide)

@@ -13,6 +13,7 @@ from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
     from selfvitmil.view.study import ViewedStudy
@@ -59,11 +60,11 @@ def _viewed(study: Path, settings: StudySettings, pseudonyms: bool) -> ViewedStu
     from selfvitmil.names import names_of
     from selfvitmil.view.study import ViewedStudy
 
-    if not (study / "cohort.csv").is_file():
+    if not StudyLayout(study).cohort.is_file():
         raise ConfigError(
             f"{study.name}: there is no study here", "it has no cohort.csv", "Name a study; `selfvitmil demo` makes one"
         )
-    cohort = read_cohort(study / "cohort.csv")
+    cohort = read_cohort(StudyLayout(study).cohort)
     return ViewedStudy(study, cohort, settings, names_of(study, cohort, pseudonyms=pseudonyms))
 
 

@@ -21,6 +21,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.record import RunRecord, process_exists, read_record
 from selfvitmil.pipeline.study import CohortSource, Summary, find_cohort
+from selfvitmil.store.layout import StudyLayout, feature_name
 from selfvitmil.words import duration
 
 
@@ -104,41 +105,40 @@ def _slides(study: Path) -> tuple[frozenset[str] | None, str]:
 
 
 def _stages(study: Path, slides: frozenset[str] | None, failures: Iterable[Failure]) -> Iterable[Progress]:
-    failed = Counter(failure.stage for failure in failures)
+    layout, failed = StudyLayout(study), Counter(failure.stage for failure in failures)
 
     def files(stage: str, folder: Path, failed_as: str) -> Progress:
         found = [path for path in folder.glob("*.h5") if slides is None or path.stem in slides]
         asked = None if slides is None else len(slides)
-        return Progress(stage, _place(study, folder), len(found), asked, failed[failed_as], _newest(found))
+        return Progress(stage, layout.name(folder), len(found), asked, failed[failed_as], _newest(found))
 
-    if (study / "check.csv").exists():
-        done = max(0, len((study / "check.csv").read_text(encoding="utf-8").splitlines()) - 1)
+    if (table := layout.check_table).exists():
+        done = max(0, len(table.read_text(encoding="utf-8").splitlines()) - 1)
         asked = None if slides is None else len(slides)
-        yield Progress("check", "check.csv", done, asked, failed["check"], _newest([study / "check.csv"]))
-    for folder in _folders(study, "tiles/*"):
+        yield Progress("check", table.name, done, asked, failed["check"], _newest([table]))
+    for folder in layout.all_tilings():
         yield files("tile", folder, "tile")
-    for folder in _folders(study, "encoders/*"):
-        yield _pretraining(study, folder)
-    for folder in _folders(study, "bags/*/features_*"):
-        name = folder.name.removeprefix("features_")
-        yield files("embed", folder, f"embed {name} {folder.parent.name}")
-    for folder in _folders(study, "models/*/*"):
+    for folder in layout.all_encoders():
+        yield _pretraining(layout, folder)
+    for folder in layout.all_features():
+        yield files("embed", folder, f"embed {feature_name(folder)} {folder.parent.name}")
+    for folder in layout.all_models():
         models = list(folder.rglob("config.json"))
-        yield Progress("train", _place(study, folder), len(models), None, failed["train"], _newest(models))
-    for folder in _folders(study, "results/*"):
+        yield Progress("train", layout.name(folder), len(models), None, failed["train"], _newest(models))
+    for folder in layout.all_results():
         files_ = [path for path in (folder / "metrics.json", folder / "table.csv") if path.exists()]
         stage = "compare" if (folder / "table.csv").exists() else "evaluate"
-        yield Progress(stage, _place(study, folder), int(bool(files_)), 1, failed[stage], _newest(files_), _auc(folder))
+        yield Progress(stage, layout.name(folder), int(bool(files_)), 1, failed[stage], _newest(files_), _auc(folder))
         if (judged := folder / "lesions.json").exists():
-            yield Progress("lesions", _place(study, folder), 1, 1, failed["lesions"], _newest([judged]))
-    for folder in _folders(study, "maps/*"):
+            yield Progress("lesions", layout.name(folder), 1, 1, failed["lesions"], _newest([judged]))
+    for folder in layout.all_heatmaps():
         maps = list(folder.glob("*.h5"))
-        yield Progress("localize", _place(study, folder), len(maps), None, failed["localize"], _newest(maps))
-    if (page := study / "report" / "index.html").exists():
-        yield Progress("report", "report/index.html", 1, 1, 0, _newest([page]))
+        yield Progress("localize", layout.name(folder), len(maps), None, failed["localize"], _newest(maps))
+    if (page := layout.report).exists():
+        yield Progress("report", layout.name(page), 1, 1, 0, _newest([page]))
 
 
-def _pretraining(study: Path, folder: Path) -> Progress:
+def _pretraining(layout: StudyLayout, folder: Path) -> Progress:
     """An encoder: finished, or how far its training is by the last line of its metrics."""
     metrics = folder / "metrics.jsonl"
     last: dict[str, Any] = {}
@@ -154,10 +154,10 @@ def _pretraining(study: Path, folder: Path) -> Progress:
     told += ["COLLAPSE ALARM"] if "alarm" in last else []
     newest = _newest([path for path in (metrics, folder / "config.json", folder / "state.pt") if path.exists()])
     if (folder / "config.json").exists():
-        return Progress("pretrain", _place(study, folder), 1, 1, 0, newest, ", ".join(["finished", *told]))
+        return Progress("pretrain", layout.name(folder), 1, 1, 0, newest, ", ".join(["finished", *told]))
     kept = "with a checkpoint" if (folder / "state.pt").exists() else "no checkpoint yet"
     words = ", ".join([f"not finished, step {step}", *told, kept])
-    return Progress("pretrain", _place(study, folder), 0, 1, 0, newest, words)
+    return Progress("pretrain", layout.name(folder), 0, 1, 0, newest, words)
 
 
 def _auc(folder: Path) -> str:
@@ -190,7 +190,7 @@ def _running(study: Path, record: RunRecord | None) -> str:
 
 def _holder(study: Path) -> tuple[str, int, str] | None:
     try:
-        text = (study / ".lock").read_text(encoding="utf-8")
+        text = StudyLayout(study).lock.read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.match(r"host (.*), pid (\d+), selfvitmil (.*)", text)
@@ -224,14 +224,6 @@ def _left(record: RunRecord | None) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------- words
-
-
-def _folders(study: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in study.glob(pattern) if path.is_dir())
-
-
-def _place(study: Path, folder: Path) -> str:
-    return folder.relative_to(study).as_posix()
 
 
 def _newest(paths: Iterable[Path]) -> float | None:

@@ -22,9 +22,10 @@ from PIL import Image
 
 from selfvitmil import artefact, stain
 from selfvitmil.errors import ConfigError, SlideError
-from selfvitmil.packs import PackFile, open_pack_of, pack_path
+from selfvitmil.packs import PackFile, open_pack_of
 from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
+from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import check_mpp, read_tiles
 
 MAX_OPEN_PACKS = 64
@@ -205,7 +206,7 @@ class PackTiles(SlideTiles):
 
     def __init__(self, slides: Sequence[TrainSlide], *, stain_method: Literal["slide", "tile", "none"]):
         super().__init__(slides, stain_method=stain_method)
-        if missing := [slide.slide for slide in slides if not pack_path(slide.table).exists()]:
+        if missing := [slide.slide for slide in slides if not pack_of(slide.table).exists()]:
             raise ConfigError(
                 f"{len(missing)} of {len(slides)} slides have no pack: {', '.join(missing[:5])}"
                 f"{' ...' if len(missing) > 5 else ''}",

@@ -16,11 +16,10 @@ from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
 from selfvitmil.pretrain.checkpoint import read_metrics
+from selfvitmil.store.layout import SETTINGS_FILE, StudyLayout, feature_name
 
 T = TypeVar("T")
 Record = dict[str, str]
-PARTS = ("study.toml", "cohort.csv", "check.csv", "tiles", "encoders", "bags", "models", "results", "maps")
-"""By one of these a folder is known as a study."""
 
 
 @dataclass(frozen=True)
@@ -243,37 +242,32 @@ def read_contents(study: Path, only: Sequence[str] = ()) -> Contents:
 
     ConfigError where the folder is no study, or has no such results.
     """
-    if not any((study / part).exists() for part in PARTS):
+    if not StudyLayout(study).has_any_artefact():
         why = "it holds none of the things that commands write" if study.is_dir() else "there is no such folder"
         raise ConfigError(f"{study.name}: not a study", why, "Name the folder that other commands were given")
-    reader = _Reader(study)
-    results = [_results(reader, folder) for folder in _folders(study / "results")]
+    reader, layout = _Reader(study), StudyLayout(study)
+    results = [_results(reader, folder) for folder in layout.all_results()]
     unknown = [name for name in only if name not in {one.name for one in results}]
     if unknown:
         there = ", ".join(one.name for one in results) or "none"
         raise ConfigError(f"{study.name}: no results called {unknown[0]!r}", f"there are {there}", "Name one of these")
     return Contents(
         study=study,
-        cohort=reader.attempt(study / "cohort.csv", read_cohort, None),
-        checked=reader.by_slide(study / "check.csv"),
-        tilings=[_tiling(reader, folder) for folder in _folders(study / "tiles")],
-        encoders=[_encoder(reader, folder) for folder in _folders(study / "encoders")],
+        cohort=reader.attempt(layout.cohort, read_cohort, None),
+        checked=reader.by_slide(layout.check_table),
+        tilings=[_tiling(reader, folder) for folder in layout.all_tilings()],
+        encoders=[_encoder(reader, folder) for folder in layout.all_encoders()],
         bags=_count_bags(study),
-        models=sum(1 for _ in study.glob("models/**/model.safetensors")),
+        models=sum(1 for _ in layout.models_folder.rglob("model.safetensors")),
         results=[one for one in results if not only or one.name in only],
         maps=sorted(
-            (_maps(reader, folder) for folder in _folders(study / "maps")), key=lambda maps: main_first(maps.model)
+            (_maps(reader, folder) for folder in layout.all_heatmaps()),
+            key=lambda maps: main_first(maps.model),
         ),
-        failures=reader.attempt(study / "failures.csv", lambda path: read_failures(path.parent), []),
+        failures=reader.attempt(layout.failures, lambda path: read_failures(path.parent), []),
         settings={where: reader.attempt(path, _toml, {}) for where, path in _settings_files(study)},
         problems=list(dict.fromkeys(reader.problems)),
     )
-
-
-def _folders(parent: Path) -> list[Path]:
-    if not parent.is_dir():
-        return []
-    return sorted(folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
 def _tiling(reader: _Reader, folder: Path) -> Tiling:
@@ -322,18 +316,18 @@ def _maps(reader: _Reader, folder: Path) -> Maps:
 
 def _count_bags(study: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for folder in sorted(study.glob("bags/*/features_*")):
-        number = sum(1 for _ in folder.glob("*.h5"))
-        counts[f"{folder.parent.name}/{folder.name.removeprefix('features_')}"] = number
+    for folder in StudyLayout(study).all_features():
+        counts[f"{folder.parent.name}/{feature_name(folder)}"] = sum(1 for _ in folder.glob("*.h5"))
     return counts
 
 
 def _settings_files(study: Path) -> Iterator[tuple[str, Path]]:
     """The resolved settings beside everything that was made, in the order of the data."""
-    yield "study.toml", study / "study.toml"
-    for stage in ("tiles", "encoders", "bags", "models", "results", "maps"):
-        for path in sorted((study / stage).rglob("settings.toml")):
-            yield path.parent.relative_to(study).as_posix(), path
+    layout = StudyLayout(study)
+    yield layout.settings.name, layout.settings
+    for folder in layout.artefact_folders:
+        for path in sorted(folder.rglob(SETTINGS_FILE)):
+            yield layout.name(path.parent), path
 
 
 def _records(path: Path) -> list[Record]:

@@ -18,6 +18,7 @@ from selfvitmil.report import judged, sections, slides
 from selfvitmil.report.contents import Contents, read_contents
 from selfvitmil.report.markup import Markup, join, map_text, tag
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 
 MAX_SLIDES = 40
 """Slides with a section of their own, unless more are asked for: about 20 MB."""
@@ -62,7 +63,7 @@ def write_report(
 
 def _target(study: Path, out: Path | None) -> Path:
     if out is None:
-        return study / "report" / "index.html"
+        return StudyLayout(study).report
     return out if out.suffix.lower() in (".html", ".htm") else out / "index.html"
 
 

@@ -22,6 +22,7 @@ from selfvitmil.artefact import Failure
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
 from selfvitmil.settings import LocalizeSettings, resolve_settings
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.untrusted import open_hdf5
 
 REFRESH_S = 2.0
@@ -89,7 +90,7 @@ class MapIndex:
             return self._found
 
     def _folders(self) -> Iterator[Path]:
-        folder = self.study / "maps"
+        folder = StudyLayout(self.study).heatmaps_folder
         if folder.is_dir():
             yield from (path for path in folder.iterdir() if path.is_dir() and self._is_inside(path))
 

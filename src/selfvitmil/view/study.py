@@ -24,6 +24,7 @@ from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
 from selfvitmil.names import Names, names_of
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.view.index import MapEntry, MapIndex, Model, opaque_id, verdict_data
 from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, OpenedSlide, Source
 
@@ -98,7 +99,7 @@ class ViewedStudy:
         }
 
     def _recorded_failures(self) -> list[Failure]:
-        path = self.folder / "failures.csv"
+        path = StudyLayout(self.folder).failures
         if not path.resolve().is_relative_to(self.folder):
             return []
         try:

@@ -1,0 +1,280 @@
+"""Where everything lies in a study's folder. Every path of a study is spelled here and nowhere else.
+
+    layout = StudyLayout(study)
+    layout.tile_table("0.5mpp_224px_0px", "slide_7")     # STUDY/tiles/0.5mpp_224px_0px/slide_7.h5
+
+Names in the methods: `tiling` is what `settings.tiling_name` returns; `encoder` is a folder below encoders/; `features`
+is an encoder's name, with the token layout appended where one was asked for; `model` names a folder of heatmaps.
+The methods only build paths: they neither create folders nor check that files exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SETTINGS_FILE = "settings.toml"
+"""Resolved settings, written beside every artefact."""
+CONFIG_FILE = "config.json"
+"""Description of an encoder or a trained aggregator; written last, so a folder with one is complete."""
+SLIDES_FILE = "slides.txt"
+"""In an encoder's folder: the slides that it was trained on, one name per line."""
+ENCODER_SLIDES_FILE = "encoder_slides.txt"
+"""The same beside the features that an encoder gave, whichever folder the encoder came from."""
+_FEATURES = "features_"
+
+
+@dataclass(frozen=True)
+class StudyLayout:
+    """The paths of one study."""
+
+    root: Path
+    """Folder of the study."""
+
+    # ------------------------------------------------------------------------------------------------ top level
+
+    @property
+    def settings(self) -> Path:
+        """Return the settings that the user asked for (study.toml)."""
+        return self.root / "study.toml"
+
+    @property
+    def cohort(self) -> Path:
+        """Return the table of slides (cohort.csv)."""
+        return self.root / "cohort.csv"
+
+    @property
+    def check_table(self) -> Path:
+        """Return the table that `check` writes (check.csv)."""
+        return self.root / "check.csv"
+
+    @property
+    def failures(self) -> Path:
+        """Return the table of slides that failed (failures.csv)."""
+        return self.root / "failures.csv"
+
+    @property
+    def lock(self) -> Path:
+        """Return the file that a working process locks (.lock)."""
+        return self.root / ".lock"
+
+    @property
+    def run_record(self) -> Path:
+        """Return the log of the last `run` (run.json)."""
+        return self.root / "run.json"
+
+    @property
+    def pseudonyms(self) -> Path:
+        """Return the key from pseudonyms to names (pseudonyms.csv), which stays in the study."""
+        return self.root / "pseudonyms.csv"
+
+    @property
+    def synthetic_slides(self) -> Path:
+        """Return the folder of the demo's synthetic slides (slides/)."""
+        return self.root / "slides"
+
+    # ------------------------------------------------------------------------------------------------ tiles
+
+    @property
+    def tiles_folder(self) -> Path:
+        """Return the folder of all tilings (tiles/)."""
+        return self.root / "tiles"
+
+    def tiling(self, tiling: str) -> Path:
+        """Return the folder of the tile tables of one tiling."""
+        return self.tiles_folder / tiling
+
+    def tile_table(self, tiling: str, slide: str) -> Path:
+        """Return the tile table of a slide."""
+        return self.tiling(tiling) / f"{slide}.h5"
+
+    def tile_thumbnail(self, tiling: str, slide: str) -> Path:
+        """Return the thumbnail of a slide with tissue outline and tiles."""
+        return thumbnail_of(self.tile_table(tiling, slide))
+
+    def tiling_summary(self, tiling: str) -> Path:
+        """Return the table of tile counts and warnings, one row per slide (tiles.csv)."""
+        return self.tiling(tiling) / "tiles.csv"
+
+    def packs(self, tiling: str) -> Path:
+        """Return the folder of packed tile images of one tiling."""
+        return self.tiling(tiling) / "packs"
+
+    def pack(self, tiling: str, slide: str) -> Path:
+        """Return the packed tile images of a slide."""
+        return pack_of(self.tile_table(tiling, slide))
+
+    def all_tilings(self) -> list[Path]:
+        """Return the folders of the tilings that exist, sorted."""
+        return _folders(self.tiles_folder, "*")
+
+    # ------------------------------------------------------------------------------------------------ encoders
+
+    @property
+    def encoders_folder(self) -> Path:
+        """Return the folder of all encoders (encoders/)."""
+        return self.root / "encoders"
+
+    def encoder(self, encoder: str) -> Path:
+        """Return the folder of an encoder: weights, config, checkpoint, metrics."""
+        return self.encoders_folder / encoder
+
+    def encoder_config(self, encoder: str) -> Path:
+        """Return the config of an encoder, which exists once its training is complete."""
+        return self.encoder(encoder) / CONFIG_FILE
+
+    def encoder_slides(self, encoder: str) -> Path:
+        """Return the list of slides that an encoder was trained on (slides.txt)."""
+        return self.encoder(encoder) / SLIDES_FILE
+
+    def all_encoders(self) -> list[Path]:
+        """Return the folders of the encoders that exist, sorted."""
+        return _folders(self.encoders_folder, "*")
+
+    # ------------------------------------------------------------------------------------------------ features
+
+    @property
+    def bags_folder(self) -> Path:
+        """Return the folder of all feature files (bags/)."""
+        return self.root / "bags"
+
+    def features(self, tiling: str, features: str) -> Path:
+        """Return the folder of the feature files of one encoder at one tiling."""
+        return self.bags_folder / tiling / f"{_FEATURES}{features}"
+
+    def features_encoder_slides(self, tiling: str, features: str) -> Path:
+        """Return the list of slides that the encoder of these features was trained on (encoder_slides.txt)."""
+        return self.features(tiling, features) / ENCODER_SLIDES_FILE
+
+    def feature_file(self, tiling: str, features: str, slide: str) -> Path:
+        """Return the feature file of a slide."""
+        return self.features(tiling, features) / f"{slide}.h5"
+
+    def patches_file(self, tiling: str, slide: str) -> Path:
+        """Return the coordinates of a slide's tiles as TRIDENT stores them, shared by all encoders of a tiling."""
+        return self.bags_folder / tiling / "patches" / f"{slide}_patches.h5"
+
+    def features_of_tiling(self, tiling: str) -> list[str]:
+        """Return the names of the features that a tiling has, sorted."""
+        return [feature_name(folder) for folder in _folders(self.bags_folder / tiling, f"{_FEATURES}*")]
+
+    def all_features(self) -> list[Path]:
+        """Return the folders of feature files that exist, sorted."""
+        return _folders(self.bags_folder, f"*/{_FEATURES}*")
+
+    # ------------------------------------------------------------------------------------------------ models, results
+
+    @property
+    def models_folder(self) -> Path:
+        """Return the folder of all trained aggregators (models/)."""
+        return self.root / "models"
+
+    def models_on(self, tiling: str, features: str) -> Path:
+        """Return the folder of the aggregators trained on one kind of features."""
+        return self.models_folder / tiling / features
+
+    def model(self, tiling: str, features: str, aggregator: str, split: str, seed: int) -> Path:
+        """Return the folder of one trained aggregator."""
+        return model_folder(self.models_on(tiling, features) / aggregator, split, seed)
+
+    def all_models(self) -> list[Path]:
+        """Return the folders of trained aggregators that exist, one per tiling and features, sorted."""
+        return _folders(self.models_folder, "*/*")
+
+    @property
+    def results_folder(self) -> Path:
+        """Return the folder of all results (results/)."""
+        return self.root / "results"
+
+    def results(self, name: str) -> Path:
+        """Return the folder of one evaluation or comparison."""
+        return self.results_folder / name
+
+    def all_results(self) -> list[Path]:
+        """Return the folders of results that exist, sorted."""
+        return _folders(self.results_folder, "*")
+
+    # ------------------------------------------------------------------------------------------------ heatmaps, report
+
+    @property
+    def heatmaps_folder(self) -> Path:
+        """Return the folder of all heatmaps (maps/)."""
+        return self.root / "maps"
+
+    def heatmaps(self, model: str) -> Path:
+        """Return the folder of the heatmaps of one model."""
+        return self.heatmaps_folder / model
+
+    def heatmap(self, model: str, slide: str) -> Path:
+        """Return the heatmap of a slide."""
+        return self.heatmaps(model) / f"{slide}.h5"
+
+    def all_heatmaps(self) -> list[Path]:
+        """Return the folders of heatmaps that exist, one per model, sorted."""
+        return _folders(self.heatmaps_folder, "*")
+
+    @property
+    def report(self) -> Path:
+        """Return the page that `report` writes (report/index.html)."""
+        return self.root / "report" / "index.html"
+
+    # ------------------------------------------------------------------------------------------------ inference
+
+    @property
+    def work(self) -> StudyLayout:
+        """Return the layout of the working files of `predict`: tiles/ and bags/ below work/."""
+        return StudyLayout(self.root / "work")
+
+    # ------------------------------------------------------------------------------------------------ all of it
+
+    @property
+    def artefact_folders(self) -> tuple[Path, ...]:
+        """Return the folders that stages write, in the order of the data."""
+        return (
+            self.tiles_folder,
+            self.encoders_folder,
+            self.bags_folder,
+            self.models_folder,
+            self.results_folder,
+            self.heatmaps_folder,
+        )
+
+    def has_any_artefact(self) -> bool:
+        """Return whether the folder holds something that identifies it as a study."""
+        return any(path.exists() for path in (self.settings, self.cohort, self.check_table, *self.artefact_folders))
+
+    def name(self, path: Path) -> str:
+        """Return a path of the study as users read it: relative to the study, with forward slashes."""
+        return path.relative_to(self.root).as_posix()
+
+
+# ---------------------------------------------------------------------------------------------------- beside a file
+
+
+def thumbnail_of(tile_table: Path) -> Path:
+    """Return the thumbnail beside a tile table."""
+    return tile_table.with_suffix(".jpg")
+
+
+def pack_of(tile_table: Path) -> Path:
+    """Return the packed tile images that belong to a tile table."""
+    return tile_table.parent / "packs" / f"{tile_table.stem}.zip"
+
+
+def patches_of(feature_file: Path, slide: str) -> Path:
+    """Return the coordinate file that belongs to a feature file in the layout of TRIDENT."""
+    return feature_file.parents[1] / "patches" / f"{slide}_patches.h5"
+
+
+def feature_name(folder: Path) -> str:
+    """Return the name of the features in a folder of feature files."""
+    return folder.name.removeprefix(_FEATURES)
+
+
+def model_folder(aggregator: Path, split: str, seed: int) -> Path:
+    """Return the folder of one trained model below the folder of its aggregator."""
+    return aggregator / split / f"seed{seed}"
+
+
+def _folders(root: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in root.glob(pattern) if path.is_dir() and not path.name.startswith("."))
