@@ -11,12 +11,12 @@ import pytest
 
 from made_maps import VERDICT, made_map
 from selfvitmil.annotations import Annotation, write_annotations
-from selfvitmil.artefact import Failure, record_failures
 from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.maps import write_map
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.view.app import make_app
 from selfvitmil.view.files import StaticFile, static_files
 from selfvitmil.view.guard import names_for

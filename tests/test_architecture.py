@@ -11,7 +11,7 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "store", "artefact", "untrusted", "annotations", "metrics", "words"]
+BELOW = ["errors", "geometry", "settings", "store", "untrusted", "annotations", "metrics", "words"]
 BELOW += ["engine"]
 STAGES = [
     "cohort",

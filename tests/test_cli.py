@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from selfvitmil.artefact import Failure
 from selfvitmil.bags import read_bag
 from selfvitmil.cli import _show, main
 from selfvitmil.pipeline import Summary
 from selfvitmil.slides import synthetic
+from selfvitmil.store.failures import Failure
 from selfvitmil.tiles import read_tiles
 
 TILING = "0.5mpp_224px_0px"

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import planted
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import EncoderConfig, build_encoder, load_encoder, save_encoder
@@ -21,6 +19,7 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.learning import FeatureChoice, _make_baseline, find_features
 from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
+from selfvitmil.store.failures import Failure, record_failures
 from test_cli import Done, rows_of, selfvitmil
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 12, "--evaluate.bootstrap", 100)
@@ -299,9 +298,9 @@ def test_vectors_that_could_not_be_made_anew_are_not_learned_from(embedded: Path
     found = find_features(tmp_path, FeatureChoice("tiny"), settings).files
     failed, *others = sorted(found)
     failure = Failure(failed, "embed tiny 1mpp_64px_0px", "its slide is gone", "")
-    artefact.record_failures(tmp_path, failure.stage, [failed], [failure])
+    record_failures(tmp_path, failure.stage, [failed], [failure])
     assert sorted(find_features(tmp_path, FeatureChoice("tiny"), settings).files) == others
-    artefact.record_failures(tmp_path, failure.stage, [failed], [])
+    record_failures(tmp_path, failure.stage, [failed], [])
     assert find_features(tmp_path, FeatureChoice("tiny"), settings).files == found
 
 

@@ -23,7 +23,6 @@ import psutil
 import pytest
 from distributed import KilledWorker
 
-from selfvitmil.artefact import Failure, atomic_path
 from selfvitmil.engine import Engine, Outcome, batch, foreign, may_pass, run, work
 from selfvitmil.engine.engine import _open_workers
 from selfvitmil.engine.progress import Progress
@@ -31,6 +30,8 @@ from selfvitmil.engine.run import Run
 from selfvitmil.engine.workers import Workers
 from selfvitmil.errors import ConfigError, EngineError, SlideError
 from selfvitmil.settings import ClusterSettings, EngineSettings
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import atomic_path
 
 # ------------------------------------------------------------------------------- what the workers are asked to do
 

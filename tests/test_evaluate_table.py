@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfvitmil import artefact, metrics
+from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.table import (
@@ -33,6 +33,7 @@ from selfvitmil.evaluate.table import (
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
 from selfvitmil.settings import EvaluateSettings, StudySettings
+from selfvitmil.store.files import write_text
 
 YOUDEN = "Youden's point of the validation slides"
 ON = JudgedOn("demo", "given test split", (("normal", 80), ("tumor", 49)))
@@ -411,8 +412,8 @@ def test_rows_judged_otherwise_do_not_stand_in_one_table():
 def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: str, tmp_path: Path):
     for place, auc in (("results/compare", 0.7), ("results/compare_optimistic", 0.9)):
         made = row("self-vit-mil", auc, judged_on=replace(ON, protocol=place.partition("_")[2] or "honest"))
-        artefact.write_text(tmp_path / place / "table.csv", table_csv([made]))
-        artefact.write_text(tmp_path / place / "lesions.csv", f"maps_of,hit_rate\nself-vit-mil,{auc}\n")
+        write_text(tmp_path / place / "table.csv", table_csv([made]))
+        write_text(tmp_path / place / "lesions.csv", f"maps_of,hit_rate\nself-vit-mil,{auc}\n")
     settings = StudySettings(evaluate=EvaluateSettings(protocol=protocol))
     header, line = outcome_table(tmp_path, settings)
     expected = 0.9 if protocol == "optimistic" else 0.7
@@ -429,7 +430,7 @@ def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: st
 def test_a_run_on_three_classes_ends_with_the_macro_auc(tmp_path: Path):
     on = replace(ON, counts=(("a", 3), ("b", 4), ("c", 5)))
     made = row("self-vit-mil", 0.876, judged_on=on, sensitivity=None, specificity=None)
-    artefact.write_text(tmp_path / "results" / "compare" / "table.csv", table_csv([made]))
+    write_text(tmp_path / "results" / "compare" / "table.csv", table_csv([made]))
     header, line = outcome_table(tmp_path, StudySettings())
     shown = dict(zip(header, line, strict=True))
     assert shown["macro AUC [95 %]"] == "0.876 [0.776, 0.926]"

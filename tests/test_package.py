@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from selfvitmil import artefact
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
@@ -28,6 +27,7 @@ from selfvitmil.package.expected import Measures
 from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.slides.synthetic.pyramid import encode_pyramid, write_pyramid
 from selfvitmil.stain import StainFit
+from selfvitmil.store.files import file_fingerprint, hash_of
 from test_cli import Done, rows_of, selfvitmil
 
 SIZE = (1536, 1536)
@@ -344,7 +344,7 @@ def test_microns_per_pixel_can_be_given(model: Path, tmp_path: Path):
 def test_the_folder_names_no_slide_no_patient_and_no_place(study: Path, model: Path):
     rows = rows_of(study / "cohort.csv")
     words = {row["slide"] for row in rows} | {row["patient"] for row in rows} | {Path(row["path"]).name for row in rows}
-    words |= {artefact.fingerprint(path) for path in slides_of(study, "train")} | {str(study.parent), str(Path.home())}
+    words |= {file_fingerprint(path) for path in slides_of(study, "train")} | {str(study.parent), str(Path.home())}
     for path in model.rglob("*"):
         if path.is_file():
             assert not [word for word in words if word.encode() in path.read_bytes()], path.name
@@ -388,7 +388,7 @@ def altered_weights(folder: Path) -> None:
 def rewrite(folder: Path, **changes: Any) -> None:
     """Change package.json and make its checksum fit."""
     told = json.loads((folder / "package.json").read_text()) | changes
-    told["identity"] = artefact.hash_of({key: value for key, value in told.items() if key != "identity"})
+    told["identity"] = hash_of({key: value for key, value in told.items() if key != "identity"})
     (folder / "package.json").write_text(json.dumps(told))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from selfvitmil.artefact import study_lock
 from selfvitmil.errors import ConfigError
 from selfvitmil.package import Predictions, open_package
 from selfvitmil.pipeline.predicting import find_new_slides, predict
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import synthetic
+from selfvitmil.store.lock import study_lock
 from test_cli import Done, rows_of, selfvitmil
 from tiny_package import make_package
 

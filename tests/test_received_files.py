@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 
-from selfvitmil import artefact
 from selfvitmil.aggregate.train import load_model
 from selfvitmil.annotations import read_annotations
 from selfvitmil.bags import read_bag
@@ -32,6 +31,7 @@ from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortEr
 from selfvitmil.package import SETTINGS, open_package
 from selfvitmil.settings import StudySettings, all_keys, read_toml
 from selfvitmil.slides import synthetic
+from selfvitmil.store.files import hash_of, sha256
 from selfvitmil.tiles import _relevant, read_tiles
 from selfvitmil.untrusted import file_problem, open_hdf5, read_json
 from test_cli import selfvitmil
@@ -59,10 +59,10 @@ def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seal(folder: Path, **changes: Any) -> None:
     """Make all checksums fit, as an attacker does."""
     told = json.loads((folder / "package.json").read_text()) | changes
-    told["files"] = {name: artefact.sha256(folder / name) for name in told["files"] if (folder / name).is_file()} | {
+    told["files"] = {name: sha256(folder / name) for name in told["files"] if (folder / name).is_file()} | {
         name: "0" for name in told["files"] if not (folder / name).is_file()
     }
-    told["identity"] = artefact.hash_of({key: value for key, value in told.items() if key != "identity"})
+    told["identity"] = hash_of({key: value for key, value in told.items() if key != "identity"})
     (folder / "package.json").write_text(json.dumps(told))
 
 
@@ -414,7 +414,7 @@ def test_pickles_that_run_code_are_refused(tmp_path: Path):
 )
 def test_safetensors_with_false_headers_are_refused(encoder: Path, header: bytes):
     (encoder / "model.safetensors").write_bytes(header)
-    config_of(encoder, selfvitmil={"weights_sha256": artefact.sha256(encoder / "model.safetensors")})
+    config_of(encoder, selfvitmil={"weights_sha256": sha256(encoder / "model.safetensors")})
     with pytest.raises(EncoderError, match="cannot be read as weights"):
         load_encoder(encoder)
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import made_maps
-from selfvitmil import artefact, cli, names, pipeline
+from selfvitmil import cli, names, pipeline
 from selfvitmil.annotations import Annotation
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.evaluate.figures import roc_figure
@@ -44,6 +43,8 @@ from selfvitmil.report import contents, curves, judged, markup, slides, write_re
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 
 NASTY, GONE, TRAIN, WRONG = "Meier <b>H&E", "B-2044", "B-2045", "B-2046"
@@ -115,7 +116,7 @@ def plant(study: Path) -> Path:
     plant_maps(study)
     write_lesion_scores(study / "results" / MODEL, lesion_scores())
     reason = f"{WRONG}_patches.h5: cannot be read at /home/jane doe/{WRONG}.svs, for Petra Meier"
-    artefact.record_failures(study, "tile", [WRONG], [Failure(WRONG, "tile", reason, f"Look into '{study}/x y/z.log'")])
+    record_failures(study, "tile", [WRONG], [Failure(WRONG, "tile", reason, f"Look into '{study}/x y/z.log'")])
     return study
 
 
@@ -130,11 +131,11 @@ def plant_results(folder: Path) -> None:
     scored = score_method(one, EVALUATE)
     write_results(folder / MODEL, [one], [scored], EVALUATE)
     labels, scores = [1, 0, 1, 0], [0.9, 0.2, 0.3, 0.1]
-    artefact.write_text(folder / MODEL / "roc.svg", roc_figure(labels, scores, f"ROC of {GONE}", resamples=100))
+    write_text(folder / MODEL / "roc.svg", roc_figure(labels, scores, f"ROC of {GONE}", resamples=100))
     row = comparison_row(one, scored, judged_on(one, "made"), published=PUBLISHED["self-vit-mil"])
     write_results(folder / "compare", [one], [scored], EVALUATE)
-    artefact.write_text(folder / "compare" / "table.csv", table_csv([row]))
-    artefact.write_text(folder / "compare" / "table.md", table_markdown([row]))
+    write_text(folder / "compare" / "table.csv", table_csv([row]))
+    write_text(folder / "compare" / "table.md", table_markdown([row]))
 
 
 def made_map(slide: str, probability: float, lesion: tuple[int, int, int, int] | None = (1, 2, 1, 1)) -> SlideMap:
@@ -625,7 +626,7 @@ def test_slides_and_trainings_of_all_splits_are_told(overlap: bool, words: str, 
     scored, folder = score_method(one, EVALUATE), tmp_path / "results"
     write_results(folder / "alone", [one], [scored], EVALUATE)
     write_results(folder / "compare", [one], [scored], EVALUATE)
-    artefact.write_text(folder / "compare" / "table.csv", table_csv([comparison_row(one, scored, judged_on(one, "c"))]))
+    write_text(folder / "compare" / "table.csv", table_csv([comparison_row(one, scored, judged_on(one, "c"))]))
     text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
     assert f"test slides {words}" in text
     assert "compare: self-vit-mil, 10 trainings 10 min" in text

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
-from selfvitmil import artefact, pipeline
+from selfvitmil import pipeline
 from selfvitmil.cohort import read_cohort
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
@@ -36,6 +36,8 @@ from selfvitmil.settings import (
     resolve_settings,
 )
 from selfvitmil.slides import synthetic
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.lock import study_lock
 from test_cli import Done, rows_of, selfvitmil
 
 TILING = "1mpp_32px_0px"
@@ -679,7 +681,7 @@ def test_status_of_a_finished_study(study: Path):
 
 
 def test_status_beside_a_process_that_works_on_the_study(study: Path):
-    with artefact.study_lock(study, "embed"):
+    with study_lock(study, "embed"):
         done = selfvitmil("status", study)
         assert f"`embed` works on it, process {os.getpid()}" in said(done)
         assert "wait" in said(done)
@@ -699,8 +701,8 @@ def test_status_tells_failures_and_unfinished_training(study: Path):
     (encoder / "config.json").unlink()
     with (encoder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.25, "tiles_per_s": 3')  # a line that is being written
-    failure = artefact.Failure("s1", "tile", "s1.svs: no tissue found", "Look at the slide")
-    artefact.record_failures(study, "tile", ["s1"], [failure])
+    failure = Failure("s1", "tile", "s1.svs: no tissue found", "Look at the slide")
+    record_failures(study, "tile", ["s1"], [failure])
     told = said(selfvitmil("status", study))
     assert "not finished, step 2" in told
     assert "failed in tile: 1, for instance s1.svs: no tissue found. Look at the slide" in told

@@ -22,10 +22,10 @@ from urllib.parse import unquote
 import pytest
 
 from made_view import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
-from selfvitmil.artefact import Failure, record_failures
 from selfvitmil.cohort import read_cohort
 from selfvitmil.names import names_of
 from selfvitmil.slides.synthetic import make_hostile
+from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.view import app as app_module
 from selfvitmil.view import export, guard, index, server, tiles
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from selfvitmil import artefact, stain
+from selfvitmil import stain
 from selfvitmil.bags import FORMAT_VERSION, read_bag, write_bag
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.encoder.files import WEIGHT_FILES
@@ -33,6 +33,7 @@ from selfvitmil.pretrain.surroundings import PRECISIONS, choose_precision
 from selfvitmil.pretrain.tokens import patch_product
 from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.settings import EmbedSettings, EngineSettings
+from selfvitmil.store.files import file_fingerprint
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 TOLD_LATER = ("slide", "slide_mpp", "reader", "precision", "layout")
@@ -169,7 +170,7 @@ def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
     """The encoder on its device, loaded once per process, and again when its files have changed."""
     path = Path(source)
     files = [path, *(path / name for name in ("config.json", *WEIGHT_FILES))]
-    content = tuple(artefact.fingerprint(file) for file in files if file.is_file())
+    content = tuple(file_fingerprint(file) for file in files if file.is_file())
     return _load(source, content, settings)  # pyright: ignore[reportArgumentType]
 
 

@@ -21,10 +21,11 @@ from functools import cached_property
 from html import escape, unescape
 from pathlib import Path
 
-from selfvitmil import artefact
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.files import write_csv
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.redact import without_folders
 
 HEADER = ["kind", "name", "pseudonym"]
 
@@ -55,7 +56,7 @@ class Names:
 
     def text(self, text: str) -> str:
         """A text of whatever origin, fit to be mailed."""
-        text = artefact.without_folders(text, self.folders)
+        text = without_folders(text, self.folders)
         return text if self._pattern is None else self._renamed(unicodedata.normalize("NFC", text), self._pattern)
 
     def _renamed(self, text: str, pattern: re.Pattern[str]) -> str:
@@ -160,7 +161,7 @@ def give_pseudonyms(study: Path, slides: Iterable[str], patients: Iterable[str])
         _give(known[kind], names, kind, avoid=[*both["slide"], *both["patient"]])
     if known != before:
         rows = [[kind, *pair] for kind, own in known.items() for pair in sorted(own.items())]
-        artefact.write_csv(path, [HEADER, *rows])
+        write_csv(path, [HEADER, *rows])
     return known
 
 

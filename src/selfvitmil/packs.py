@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.slides import Slide, open_slide
 from selfvitmil.slides.contract import read_at
+from selfvitmil.store.files import atomic_path
 from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
@@ -167,7 +167,7 @@ def _write(path: Path, table: TileTable, images: Iterable[bytes], made_from: Map
     suffix = SUFFIXES[made_from["encoding"]]
     about = {"slide": table.slide, "made_from": made_from}
     spans = np.empty((len(table), 2), dtype="<i8")
-    with artefact.atomic_path(path) as temporary, temporary.open("wb") as file, ZipFile(file, "w") as archive:
+    with atomic_path(path) as temporary, temporary.open("wb") as file, ZipFile(file, "w") as archive:
         for row, ((x, y), image) in enumerate(zip(table.coords_l0, images, strict=True)):
             spans[row] = _add(file, archive, f"{row:06}_{x}_{y}{suffix}", image)
         table_of_spans = io.BytesIO()

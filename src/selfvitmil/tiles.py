@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from selfvitmil import annotations, artefact, stain
+from selfvitmil import annotations, stain
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.engine import may_pass
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
 from selfvitmil.slides import Slide, fingerprint, open_slide
+from selfvitmil.store.files import file_fingerprint, hash_of, write_bytes
 from selfvitmil.store.layout import thumbnail_of
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 from selfvitmil.untrusted import open_hdf5
@@ -228,7 +229,7 @@ def tile_slide(job: TileJob) -> TileResult:
     for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
         write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, made_from)
     fine = tables[0]
-    artefact.write_bytes(thumbnail_of(target), picture)
+    write_bytes(thumbnail_of(target), picture)
     outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
     annotations.write_annotations(target.with_suffix(".geojson"), outline)
     write_tiles(target, fine, made_from)
@@ -387,8 +388,8 @@ def _inputs(job: TileJob) -> dict[str, str | float | None]:
     return {
         "slide": _fingerprint(job.path),
         "mpp": job.mpp,
-        "annotation": artefact.fingerprint(job.annotation) if job.annotation is not None else None,
-        "mask": artefact.hash_of(artefact.fingerprint(mask)) if mask is not None else None,
+        "annotation": file_fingerprint(job.annotation) if job.annotation is not None else None,
+        "mask": hash_of(file_fingerprint(mask)) if mask is not None else None,
     }
 
 
@@ -447,7 +448,7 @@ def write_tiles(path: Path, table: TileTable, made_from: Mapping[str, Any]) -> N
     with h5py.File(content, "w") as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["format_version"] = FORMAT_VERSION
-        file.attrs["made_from"] = artefact.hash_of(made_from, FORMAT_VERSION)
+        file.attrs["made_from"] = hash_of(made_from, FORMAT_VERSION)
         for key in ("settings", "inputs"):
             file.attrs[key] = json.dumps(made_from[key], sort_keys=True)
         file.attrs["attributes"] = json.dumps(table.attributes, sort_keys=True)
@@ -464,7 +465,7 @@ def write_tiles(path: Path, table: TileTable, made_from: Mapping[str, Any]) -> N
             )
         if table.stain is not None:
             file.create_group("stain").attrs["fit"] = json.dumps(table.stain.to_attributes(), sort_keys=True)
-    artefact.write_bytes(path, content.getvalue())
+    write_bytes(path, content.getvalue())
 
 
 def read_tiles(path: Path) -> TileTable:

@@ -30,7 +30,6 @@ import safetensors
 import safetensors.torch
 import torch
 
-from selfvitmil import artefact
 from selfvitmil.aggregate import monitor
 from selfvitmil.aggregate.contract import Aggregator, build
 from selfvitmil.aggregate.dsmil import AUTO
@@ -43,6 +42,7 @@ from selfvitmil.aggregate.steps import Floats, LabelledBag, Slots, Steps
 from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
+from selfvitmil.store.files import write_bytes, write_text
 from selfvitmil.untrusted import read_json
 
 __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save_model", "score", "train"]
@@ -369,12 +369,12 @@ def save_model(folder: Path, trained: Trained, told: Mapping[str, Any]) -> None:
     clash = sorted(set(known) & set(told))
     assert not clash, f"told overrules {clash}"
     lines = [json.dumps(line, sort_keys=True) for line in trained.history]
-    artefact.write_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+    write_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
     weights = {name: value.contiguous() for name, value in trained.module.state_dict().items()}
-    artefact.write_bytes(folder / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
+    write_bytes(folder / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
     # Last, so that a folder with a config is a whole one.
     config = json.dumps({**told, **known}, indent=2, sort_keys=True, ensure_ascii=False)
-    artefact.write_text(folder / "config.json", config + "\n")
+    write_text(folder / "config.json", config + "\n")
 
 
 def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:

@@ -18,8 +18,8 @@ from selfvitmil.annotations.annotation import Annotation, Malformed
 from selfvitmil.annotations.asap import parse_asap, write_asap
 from selfvitmil.annotations.geojson import parse_geojson, parse_ncrf, write_geojson
 from selfvitmil.annotations.regions import checked
-from selfvitmil.artefact import atomic_path
 from selfvitmil.errors import AnnotationError
+from selfvitmil.store.files import atomic_path
 
 _MAX_BYTES = 1 << 31  # of a file once unpacked: far above any real one, far below what a packed bomb grows to
 

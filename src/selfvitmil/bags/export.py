@@ -20,9 +20,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import artefact
 from selfvitmil.bags.files import Bag, Features, find_bags, read_bag
 from selfvitmil.errors import BagError, ConfigError
+from selfvitmil.store.files import atomic_path
 
 Tool = Literal["clam", "stamp", "anndata", "trident"]
 Dtype = Literal["float16", "float32"]
@@ -113,11 +113,11 @@ def export_clam(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
 
     _check_choice("clam", dtype)
     features_ND = _features(bag, dtype)
-    with artefact.atomic_path(folder / "h5_files" / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+    with atomic_path(folder / "h5_files" / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
         file.create_dataset("features", data=features_ND)
         if bag.coords is not None:
             file.create_dataset("coords", data=_corners_l0(bag).astype(np.int32))
-    with artefact.atomic_path(folder / "pt_files" / f"{bag.slide}.pt") as temporary:
+    with atomic_path(folder / "pt_files" / f"{bag.slide}.pt") as temporary:
         torch.save(torch.from_numpy(features_ND), temporary)
 
 
@@ -130,7 +130,7 @@ def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
             "the feature file does not say its microns per pixel",
             "Export from feature files that selfvitmil wrote",
         )
-    with artefact.atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+    with atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
         file.create_dataset("feats", data=_features(bag, dtype))
         file.create_dataset("coords", data=(np.asarray(bag.coords) * slide_mpp).astype(np.float32))
         file.attrs.update({"extractor": bag.encoder, "unit": "um", "feat_type": "tile"})
@@ -145,7 +145,7 @@ def export_trident(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
     encoder = re.sub(r"[^A-Za-z0-9._-]", "_", bag.encoder) or "unknown"
     places = {f"patches/{bag.slide}_patches.h5": None, f"features_{encoder}/{bag.slide}.h5": _features(bag, dtype)}
     for place, features_ND in places.items():
-        with artefact.atomic_path(folder / place) as temporary, h5py.File(temporary, "w") as file:
+        with atomic_path(folder / place) as temporary, h5py.File(temporary, "w") as file:
             if features_ND is not None:
                 features = file.create_dataset("features", data=features_ND)
                 features.attrs.update({"name": bag.slide, "savetodir": "", "encoder": bag.encoder})
@@ -180,7 +180,7 @@ def export_anndata(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
         uns={key: value for key, value in about.items() if value is not None},
     )
     table.obsm["spatial"] = _corners_l0(bag)
-    with artefact.atomic_path(folder / f"{bag.slide}.h5ad") as temporary:
+    with atomic_path(folder / f"{bag.slide}.h5ad") as temporary:
         table.write_h5ad(temporary)
 
 

@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import artefact
 from selfvitmil.errors import BagError
+from selfvitmil.store.files import atomic_path
 from selfvitmil.store.layout import patches_of
 from selfvitmil.tiles import TileTable, trident_attributes
 from selfvitmil.untrusted import load_torch, open_hdf5
@@ -76,7 +76,7 @@ def write_bag(path: Path, features_ND: Features, table: TileTable, encoder: str,
 def _write(
     path: Path, table: TileTable, features_ND: Features | None, encoder: str, made_from: Mapping[str, Any]
 ) -> None:
-    with artefact.atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         if features_ND is not None:
             file.attrs["schema"] = SCHEMA
             file.attrs["format_version"] = FORMAT_VERSION

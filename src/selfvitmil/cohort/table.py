@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.artefact import write_csv
 from selfvitmil.errors import CohortError, raise_problems
+from selfvitmil.store.files import write_csv
 
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
 """Columns of `cohort.csv`, in order. Only `slide` and `path` must be filled."""

@@ -28,7 +28,6 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from selfvitmil import artefact
 from selfvitmil.cohort.table import listing
 from selfvitmil.encoder.known import KnownEncoder, by_content, by_hub_name
 from selfvitmil.encoder.network import (
@@ -41,6 +40,7 @@ from selfvitmil.encoder.network import (
     network_explained,
 )
 from selfvitmil.errors import EncoderError
+from selfvitmil.store.files import sha256, write_bytes, write_text
 from selfvitmil.untrusted import UnsafeFile, load_torch, read_json
 
 FORMAT_VERSION = 1
@@ -57,7 +57,7 @@ def save_encoder(folder: str | Path, encoder: Encoder) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.backbone.state_dict().items()}
     # Not save_file, whose files only their owner may read.
     weights = safetensors.torch.save(tensors, metadata={"format": "pt"})
-    artefact.write_bytes(folder / WEIGHT_FILES[0], weights)
+    write_bytes(folder / WEIGHT_FILES[0], weights)
     ours = {"format_version": FORMAT_VERSION, "weights_sha256": hashlib.sha256(weights).hexdigest()}
     ours |= encoder.config.model_dump(mode="json")
     size_px = encoder.config.size_px
@@ -79,7 +79,7 @@ def save_encoder(folder: str | Path, encoder: Encoder) -> None:
         },
         "selfvitmil": ours,
     }
-    artefact.write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------- load
@@ -140,7 +140,7 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
             f"this version of selfvitmil reads version {FORMAT_VERSION}",
             "Use the version of selfvitmil that wrote the encoder, or a newer one",
         )
-    if artefact.sha256(weights) != digest:
+    if sha256(weights) != digest:
         raise EncoderError(
             f"{folder.name}: {weights.name} is damaged, or not the one that config.json describes",
             "its checksum differs",

@@ -26,9 +26,9 @@ from pydantic import Field, JsonValue, PositiveFloat, ValidationError
 from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
 
-from selfvitmil import artefact
 from selfvitmil.errors import EncoderError
 from selfvitmil.settings import Settings, TokenLayout
+from selfvitmil.store.files import hash_of
 
 LAYOUTS: tuple[TokenLayout, ...] = get_args(TokenLayout)
 """Embeddings made of tokens; the first is the default. `EmbedSettings.layout` says what they are."""
@@ -135,7 +135,7 @@ class Encoder(nn.Module):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         told = self.config.model_dump(mode="json", include={"architecture", "model_args", "layout", "mean", "std"})
-        return artefact.hash_of(digest.hexdigest(), told)
+        return hash_of(digest.hexdigest(), told)
 
 
 # ---------------------------------------------------------------------------------------------------- vectors

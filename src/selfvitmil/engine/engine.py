@@ -32,7 +32,7 @@ class Engine:
 
     Leaving the block stops the workers. Ctrl-C and SIGTERM arrive as KeyboardInterrupt in the calling thread; slides in
     work are then asked to stop, which lets them remove their temporary files, and their processes are killed a second
-    later. One stuck in native code may leave a `.part` file, which `artefact.remove_leftovers` clears in the next run.
+    later. One stuck in native code may leave a `.part` file, which `remove_leftovers` clears in the next run.
     """
 
     def __init__(self, settings: EngineSettings):

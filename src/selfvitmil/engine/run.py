@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from selfvitmil import __version__
-from selfvitmil.artefact import Failure
 from selfvitmil.engine.progress import Progress
 from selfvitmil.engine.work import Outcome
 from selfvitmil.engine.workers import CENSUS_S, Result, Workers, first_line, is_loss
 from selfvitmil.errors import EngineError
+from selfvitmil.store.failures import Failure
 
 if TYPE_CHECKING:
     from distributed import Future

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from selfvitmil import __version__
-from selfvitmil.artefact import Failure
 from selfvitmil.errors import EngineError
+from selfvitmil.store.failures import Failure
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.positive import ClassOrder, order_classes
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import file_fingerprint, hash_of
 from selfvitmil.tiles import TileTable, read_tiles
 
 
@@ -185,7 +185,7 @@ def find_cases(
             failures.append(Failure.of(row.slide, stage, error))
             continue
         label = classes.index(row.label or "")
-        cases.append(Case(row.slide, row.patient, path, artefact.fingerprint(path), label))
+        cases.append(Case(row.slide, row.patient, path, file_fingerprint(path), label))
         facts[row.slide] = _Facts.of(bag, path)
     _refuse_mixed(facts)
     if not cases:
@@ -299,9 +299,9 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
     """
     fine, coarse = read_bag(fine_file), read_bag(coarse_file)
     made_from = {
-        "encoder": artefact.hash_of(_weights(fine), _weights(coarse)),
-        "fine": artefact.fingerprint(fine_file),
-        "coarse": artefact.fingerprint(coarse_file),
+        "encoder": hash_of(_weights(fine), _weights(coarse)),
+        "fine": file_fingerprint(fine_file),
+        "coarse": file_fingerprint(coarse_file),
         "tiles": table.digest,
         "parents": table.parent_digests.get(coarse_tiling, ""),
     }

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import artefact
 from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.evidence import EvidenceChoice
 from selfvitmil.aggregate.recipes import recipe_of
@@ -25,6 +24,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.cases import Case
 from selfvitmil.evaluate.trial import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
+from selfvitmil.store.files import hash_of
 from selfvitmil.store.layout import model_folder
 
 VERSION = 2
@@ -149,7 +149,7 @@ def _made_from(
     without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
     recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
-    return artefact.hash_of(VERSION, name, recipe, seed, class_names, slides)
+    return hash_of(VERSION, name, recipe, seed, class_names, slides)
 
 
 def model_name(split: str, optimistic: bool) -> str:

@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from selfvitmil import artefact, metrics
+from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.evaluate.scores import Samples, are_disjoint, normalized, samples_of
 from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import write_text
 
 History = Sequence[Mapping[str, Any]]
 CURVES = ("roc", "pr", "calibration", "confusion")
@@ -59,7 +60,7 @@ def _write(path: Path, draw: Callable[[], str]) -> list[str]:
     except MetricError as error:
         path.unlink(missing_ok=True)  # one of an earlier run would pass for this run's
         return [f"{path.name} is not drawn: {error}"]
-    artefact.write_text(path, text)
+    write_text(path, text)
     return []
 
 

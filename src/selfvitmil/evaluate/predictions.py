@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.files import write_csv
 
 Values = tuple[float, ...]
 STREAMS = ("score", "max", "bag", "calibrated")
@@ -52,7 +52,7 @@ class Prediction:
 def write_predictions(path: Path, predictions: Iterable[Prediction], class_names: Sequence[str]) -> None:
     """Write the table atomically; equal predictions give equal bytes."""
     rows = (_cells(prediction, class_names) for prediction in predictions)
-    artefact.write_csv(path, [_header(class_names), *rows])
+    write_csv(path, [_header(class_names), *rows])
 
 
 def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:

@@ -29,7 +29,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import artefact
 from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.evidence import EvidenceChoice
 from selfvitmil.aggregate.recipes import RecipeNote, note_of
@@ -44,6 +43,7 @@ from selfvitmil.evaluate.models import Model, Report, Training, trainings_of
 from selfvitmil.evaluate.predictions import Prediction, Values
 from selfvitmil.evaluate.trial import Trial, seal
 from selfvitmil.settings import EvaluateSettings, TrainSettings
+from selfvitmil.store.files import hash_of
 
 Floats = NDArray[np.float64]
 
@@ -183,7 +183,7 @@ def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) ->
     made_from: dict[str, list[str]] = {}
     for training in _current_models(name, trial, train, folder):
         made_from.setdefault(training.split, []).append(training.about["made_from"])
-    return {split: artefact.hash_of(hashes) for split, hashes in made_from.items()}
+    return {split: hash_of(hashes) for split, hashes in made_from.items()}
 
 
 def stored_models(

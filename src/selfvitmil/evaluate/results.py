@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from selfvitmil import artefact
 from selfvitmil.aggregate.evidence import evidence_words
 from selfvitmil.evaluate.predictions import write_predictions
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.evaluate.scores import Samples, Scores, are_disjoint, estimator_of, read_interval, samples_of
 from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, PairedRow, Published, paired_rows
 from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import write_text
 
 FORMAT_VERSION = 2
 """2: of several splits AUC, average precision and p-values are within splits; 1 ranked the scores of all together."""
@@ -34,7 +34,7 @@ def write_results(
         "methods": [scored.to_json() for scored in scores],
     }
     text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
-    artefact.write_text(folder / "metrics.json", text + "\n")
+    write_text(folder / "metrics.json", text + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------- comparison

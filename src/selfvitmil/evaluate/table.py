@@ -16,7 +16,6 @@ from typing import Literal, TypedDict
 
 import numpy as np
 
-from selfvitmil.artefact import csv_text
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
@@ -29,6 +28,7 @@ from selfvitmil.metrics.intervals import (
     percentile_interval,
 )
 from selfvitmil.metrics.ranking import resampled_macro_auc
+from selfvitmil.store.files import csv_text
 from selfvitmil.words import (
     duration,
     markdown_list,

@@ -20,10 +20,10 @@ import numpy as np
 
 from selfvitmil.annotations import write_annotations
 from selfvitmil.annotations.geojson import feature_texts, write_features
-from selfvitmil.artefact import atomic_path
 from selfvitmil.errors import AnnotationError
 from selfvitmil.localize.lesions import Lesion
 from selfvitmil.localize.maps import COLUMNS, SlideMap
+from selfvitmil.store.files import atomic_path
 
 MEASUREMENTS = {"instance": "instance probability"}
 """What columns of a map are called in QuPath, where not by their own name."""

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from selfvitmil import artefact
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.figures import (
     BLUE,
@@ -30,6 +29,7 @@ from selfvitmil.evaluate.figures import (
 from selfvitmil.localize.lesion_scores import Floats, LesionScores, froc_curve
 from selfvitmil.localize.methods import LesionTable
 from selfvitmil.metrics import FPS, Froc
+from selfvitmil.store.files import write_text
 from selfvitmil.words import shorten
 
 COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
@@ -107,20 +107,20 @@ froc_figure = as_svg(draw_froc)
 def write_lesion_scores(folder: Path, scores: LesionScores, *, protocol: Protocol = "honest") -> list[str]:
     """Write `lesions.json`, `lesion_slides.csv` and `froc.svg` of one model; why the figure could not be drawn."""
     _write_json(folder / "lesions.json", scores.to_json() | {"protocol": protocol})
-    artefact.write_text(folder / "lesion_slides.csv", scores.csv())
+    write_text(folder / "lesion_slides.csv", scores.csv())
     return _write_figure(folder / "froc.svg", {str(scores.about["model"]): scores}, protocol)
 
 
 def write_lesion_table(folder: Path, table: LesionTable, *, protocol: Protocol = "honest") -> list[str]:
     """Write `lesions.json`, `lesions.csv`, `lesions.md` and `froc.svg` of several models."""
     _write_json(folder / "lesions.json", table.to_json() | {"protocol": protocol})
-    artefact.write_text(folder / "lesions.csv", table.csv())
-    artefact.write_text(folder / "lesions.md", table.markdown())
+    write_text(folder / "lesions.csv", table.csv())
+    write_text(folder / "lesions.md", table.markdown())
     return _write_figure(folder / "froc.svg", table.scores, protocol)
 
 
 def _write_json(path: Path, told: dict[str, Any]) -> None:
-    artefact.write_text(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _write_figure(path: Path, scores: Mapping[str, LesionScores], protocol: Protocol) -> list[str]:
@@ -129,5 +129,5 @@ def _write_figure(path: Path, scores: Mapping[str, LesionScores], protocol: Prot
     except MetricError as error:
         path.unlink(missing_ok=True)  # one of an earlier run would pass for this run's
         return [f"{path.name} is not drawn: {error}"]
-    artefact.write_text(path, text)
+    write_text(path, text)
     return []

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.artefact import csv_text
 from selfvitmil.evaluate.scores import interval_json
 from selfvitmil.metrics import FPS, CaseDetections, Froc, Interval, wilson
 from selfvitmil.metrics.intervals import bootstrap, check_groups, percentile_interval
 from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import csv_text
 
 SCORES = {
     "froc": "FROC score: mean sensitivity at 1/4, 1/2, 1, 2, 4 and 8 false positives per slide",

@@ -22,10 +22,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import artefact
 from selfvitmil.cohort.positive import is_negative_name
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.files import atomic_path
+from selfvitmil.store.redact import without_folders
 from selfvitmil.tiles import boxes_l0
 from selfvitmil.untrusted import open_hdf5
 
@@ -183,7 +184,7 @@ def write_map(path: Path, slide_map: SlideMap, made_from: str) -> None:
         "warnings": list(slide_map.warnings),
         "details": dict(slide_map.details),
     }
-    with artefact.atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["made_from"] = made_from
@@ -206,7 +207,7 @@ def read_map(path: Path) -> SlideMap:
         with open_hdf5(path) as file:
             slide_map = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        why = artefact.without_folders(str(error)).strip("'\"")
+        why = without_folders(str(error)).strip("'\"")
         raise ArtefactError(f"{path.name}: not a readable map", why, "Remove it and localize again") from None
     if not all(len(values) == len(slide_map) for values in (slide_map.score, slide_map.detection)):
         raise ArtefactError(f"{path.name}: not a readable map", "its parts differ in length", "Localize again")

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from selfvitmil import artefact
 from selfvitmil.annotations import Annotation
 from selfvitmil.errors import SlideError
 from selfvitmil.geometry import size_at_mpp
@@ -36,6 +35,7 @@ from selfvitmil.localize.maps import SlideMap
 from selfvitmil.localize.raster import NO_TILE, Colors, Pixels, Raster, paint_tiles, tint
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.slides import Slide
+from selfvitmil.store.files import atomic_path
 
 BoxL0 = tuple[float, float, float, float]
 """(x0, y0, x1, y1) in level-0 pixels."""
@@ -511,6 +511,6 @@ def _check_slide(slide_map: SlideMap, slide: Slide) -> None:
 
 
 def _save(page: Image.Image, path: Path) -> Path:
-    with artefact.atomic_path(path) as temporary:
+    with atomic_path(path) as temporary:
         page.save(temporary, "PNG", compress_level=3)  # tissue does not pack better at 6, which takes twice as long
     return path

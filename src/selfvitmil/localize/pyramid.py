@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import tifffile
 
-from selfvitmil import artefact
 from selfvitmil.localize.maps import SlideMap
 from selfvitmil.localize.raster import Colors, Pixels, Raster, color_table
+from selfvitmil.store.files import atomic_path
 
 TILE_PX = 256
 LEAST_PX = 16
@@ -35,7 +35,7 @@ def downsample_of(slide_map: SlideMap) -> int:
 def write_pyramid(path: Path, slide_map: SlideMap, colors: Colors = "inferno") -> None:
     """Write the map's scores in these colours."""
     downsample = downsample_of(slide_map)
-    with artefact.atomic_path(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:
+    with atomic_path(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:
         for k, size_px in enumerate(level_sizes(slide_map.frame.size_l0, downsample)):
             level_downsample = downsample * 2**k
             per_cm = 10_000 / (slide_map.frame.slide_mpp * level_downsample)

@@ -28,7 +28,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from selfvitmil import __version__, artefact
+from selfvitmil import __version__
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Platt, Temperature
 from selfvitmil.package.expected import Expected
@@ -41,6 +41,7 @@ from selfvitmil.settings import (
     parse,
     read_toml,
 )
+from selfvitmil.store.files import hash_of, sha256, write_bytes, write_text
 from selfvitmil.untrusted import check_size, file_problem, read_json
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
@@ -207,10 +208,10 @@ def write_package(folder: Path, contents: PackageParts) -> None:
             save_encoder(building / place, encoder)
         for seed, source in contents.models.items():
             _copy_model(source, building / "models" / f"seed{seed}")
-        artefact.write_text(building / "settings.toml", contents.settings)
+        write_text(building / "settings.toml", contents.settings)
         _write_expected(building, contents.expected)
-        artefact.write_text(building / "MODEL_CARD.md", contents.card)
-        artefact.write_text(building / "package.json", _package_json(building, contents.about))
+        write_text(building / "MODEL_CARD.md", contents.card)
+        write_text(building / "package.json", _package_json(building, contents.about))
         os.replace(building, folder)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -226,14 +227,14 @@ def _copy_model(source: Path, target: Path) -> None:
     """Weights as they are, of the config only what names no slide."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     told = {key: config[key] for key in TOLD_OF_MODELS}
-    artefact.write_bytes(target / "model.safetensors", (source / "model.safetensors").read_bytes())
-    artefact.write_text(target / "config.json", _json(told))
+    write_bytes(target / "model.safetensors", (source / "model.safetensors").read_bytes())
+    write_text(target / "config.json", _json(told))
 
 
 def _write_expected(folder: Path, expected: Expected) -> None:
-    artefact.write_text(folder / "expected.json", _json(expected.to_plain()))
+    write_text(folder / "expected.json", _json(expected.to_plain()))
     vectors = {"mean": np.ascontiguousarray(expected.mean_D), "std": np.ascontiguousarray(expected.std_D)}
-    artefact.write_bytes(folder / "expected.safetensors", safetensors.numpy.save(vectors))
+    write_bytes(folder / "expected.safetensors", safetensors.numpy.save(vectors))
 
 
 def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
@@ -245,9 +246,9 @@ def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
         **about,
         "research_only": RESEARCH_ONLY,
         "versions": {"selfvitmil": __version__, **versions},
-        "files": {path.relative_to(folder).as_posix(): artefact.sha256(path) for path in files},
+        "files": {path.relative_to(folder).as_posix(): sha256(path) for path in files},
     }
-    return _json({**told, "identity": artefact.hash_of(told)})
+    return _json({**told, "identity": hash_of(told)})
 
 
 def _json(value: Any) -> str:
@@ -356,7 +357,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
         why = f"its format is version {version}, this program reads {FORMAT_VERSION}"
         how = "Update selfvitmil" if version > FORMAT_VERSION else "Package the model again"
         raise ArtefactError(f"{folder.name}: a package of another version", why, how)
-    if identity != artefact.hash_of({key: value for key, value in about.items() if key != "identity"}):
+    if identity != hash_of({key: value for key, value in about.items() if key != "identity"}):
         why = "its package.json differs from what was written"
         raise ArtefactError(f"{folder.name}: this package was altered", why, COPY_AGAIN)
     return about
@@ -370,7 +371,7 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
     missing, altered = [], []
     for name, digest in files.items():
         try:
-            if artefact.sha256(folder / name) != digest:
+            if sha256(folder / name) != digest:
                 altered.append(name)
         except OSError:
             missing.append(name)

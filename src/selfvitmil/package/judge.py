@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selfvitmil import __version__
-from selfvitmil.artefact import Failure
 from selfvitmil.bags import Bag
 from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first
 from selfvitmil.localize.maps import SlideMap
@@ -25,6 +24,7 @@ from selfvitmil.package.expected import Measures, Outside
 from selfvitmil.package.files import RESEARCH_ONLY, Package
 from selfvitmil.package.predictions import Predictions
 from selfvitmil.settings import LocalizeSettings
+from selfvitmil.store.failures import Failure
 from selfvitmil.tiles import TileTable
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import artefact
 from selfvitmil.cohort.table import name_key
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.untrusted import read_json
 
 FORMAT_VERSION = 2
@@ -77,8 +77,8 @@ class Predictions:
     def write(self, folder: Path, head: Told) -> None:
         """Both files, each an atomic write; `head` begins predictions.json."""
         cells = [[row.get(column, "") for column in self.columns] for row in self.rows]
-        artefact.write_csv(folder / CSV, [self.columns, *cells])
-        artefact.write_text(folder / JSON, self.json_text(head))
+        write_csv(folder / CSV, [self.columns, *cells])
+        write_text(folder / JSON, self.json_text(head))
 
     def json_text(self, head: Told) -> str:
         told = {"format_version": FORMAT_VERSION, **head, "models": self.models}

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from selfvitmil import artefact
 from selfvitmil.engine import Engine
 from selfvitmil.pipeline.outlook import Request
 from selfvitmil.pipeline.running import run
 from selfvitmil.pipeline.slides import synth
 from selfvitmil.pipeline.study import CohortSource, Summary
 from selfvitmil.settings import StudySettings, SynthSettings
+from selfvitmil.store.files import write_bytes
 from selfvitmil.store.layout import StudyLayout
 
 SLIDES = SynthSettings(slides=64, size_px=2560)
@@ -22,9 +22,7 @@ SLIDES = SynthSettings(slides=64, size_px=2560)
 def start_demo(study: Path) -> None:
     """Give a new study the demo's settings; one that has settings keeps them."""
     if not StudyLayout(study).settings.exists():
-        artefact.write_bytes(
-            StudyLayout(study).settings, (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes()
-        )
+        write_bytes(StudyLayout(study).settings, (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes())
 
 
 def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:

@@ -14,8 +14,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
@@ -39,6 +37,8 @@ from selfvitmil.pipeline.study import (
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout
 
 
@@ -87,8 +87,8 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
     if first:
         # The encoder whose weights it started from may have seen others.
         seen = {*source.names, *slides_of(Path(settings.pretrain.init) / SLIDES_FILE)}
-        artefact.write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in sorted(seen)))
-        artefact.write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
+        write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in sorted(seen)))
+        write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
     lines = [f"note: {warning}" for warning in result.warnings]
     loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
     lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
@@ -159,11 +159,11 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
             stage = embed_stage(name, tiling)
             jobs, missing = embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
             done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
-            artefact.record_failures(study, stage, [failure.slide for failure in missing], missing)
+            record_failures(study, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
             folder = StudyLayout(study).features(tiling, name)
             if done:
-                artefact.write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+                write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
                 _keep_encoder_slides(folder, Path(sources[name]))
             lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
     return Summary(tuple(lines), tuple(failures))
@@ -173,7 +173,7 @@ def _keep_encoder_slides(folder: Path, encoder: Path) -> None:
     """Write beside features which slides their encoder was trained on, as far as its folder tells."""
     slides = sorted(slides_of(encoder / SLIDES_FILE))
     if slides:
-        artefact.write_text(folder / ENCODER_SLIDES_FILE, "".join(f"{slide}\n" for slide in slides))
+        write_text(folder / ENCODER_SLIDES_FILE, "".join(f"{slide}\n" for slide in slides))
     else:
         (folder / ENCODER_SLIDES_FILE).unlink(missing_ok=True)
 

@@ -20,10 +20,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from selfvitmil import __version__, artefact
+from selfvitmil import __version__
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.pipeline.study import Summary
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import write_text
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 LOW_DISK_GB, LOW_MEMORY_GB, LOW_GPU_GB = 20, 8, 8
@@ -60,7 +62,7 @@ def doctor(study: Path | None = None) -> list[Check]:
         try:
             checks += part()
         except Exception as error:  # a check that breaks is a finding like any other
-            failure = artefact.Failure.of("", "", error)
+            failure = Failure.of("", "", error)
             name = getattr(part, "__name__", "folder").strip("_")
             checks.append(Check(name, "FAIL", failure.reason, f"{failure.remedy}: this should not happen"))
     return checks
@@ -248,7 +250,7 @@ def _folder(study: Path) -> Iterator[Check]:
         return
     try:
         with tempfile.TemporaryDirectory(prefix=".selfvitmil-doctor-", dir=place) as folder:
-            artefact.write_text(Path(folder) / "whole.txt", "whole")
+            write_text(Path(folder) / "whole.txt", "whole")
             yield Check("writing", "PASS", "files are written, synced and renamed")
             yield _locking(Path(folder) / "lock")
     except (SelfVitMilError, OSError) as error:

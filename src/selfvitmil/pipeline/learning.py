@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil import artefact, words
+from selfvitmil import words
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
@@ -26,6 +26,8 @@ from selfvitmil.pipeline.pretraining import base_name, slides_of, split_encoders
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, study_cohort
 from selfvitmil.pipeline.training import make_models
 from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
+from selfvitmil.store.failures import read_failures, record_failures
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout, model_folder
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
         trial = seal(cases, splits, settings.evaluate)
         name = settings.train.aggregator
         fitted = _fit(name, cases, trial, settings.train, features.models / name, engine, score_test=False)
-        artefact.write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
+        write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
     table = [("split", "seed", "epoch", "validation AUC", "seconds", "")]
     table += [
         (run.split, str(run.seed), str(run.epoch), _validation_auc(run, trial), f"{run.seconds:.0f}", run.note)
@@ -124,7 +126,7 @@ def evaluate(
         write_results(folder, [result], [scores], settings.evaluate)
         histories = _histories(features.models / method, result)
         undrawn = write_figures(folder, result, settings.evaluate, histories)
-        artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
+        write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += _evidence_lines(method, fitted)
     lines += [f"note: {warning}" for warning in (*result.warnings, *undrawn)]
     lines.append(f"predictions.csv, metrics.json and figures in {below(study, folder)}")
@@ -164,7 +166,7 @@ def compare(
         write_results(folder, results, scores, settings.evaluate)
         advice = [row.words for row in simple]
         cells, notes = _write_table(study, folder, splits, results, scores, settings, advice)
-        artefact.write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
+        write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
     return Summary(tuple(lines), cases.failures, cells)
 
@@ -230,7 +232,7 @@ def prepare(
     cohort, lines = study_cohort(study, source)
     features = find_features(study, choice, settings)
     cases = _cases(cohort, features, stage, settings.train.positive)
-    artefact.record_failures(study, stage, [row.slide for row in cohort.rows], cases.failures)
+    record_failures(study, stage, [row.slide for row in cohort.rows], cases.failures)
     splits = make_splits(cases, settings.train, settings.evaluate)
     _check_split_encoders(features, splits)
     seen = transductive_words(features.encoder, find_transductive(cases, splits), splits)
@@ -334,7 +336,7 @@ def _embedded(study: Path, tiling: str, name: str) -> dict[str, Path]:
     from selfvitmil.bags import find_bags
 
     stage = embed_stage(name, tiling)
-    failed = {failure.slide for failure in artefact.read_failures(study) if failure.stage == stage}
+    failed = {failure.slide for failure in read_failures(study) if failure.stage == stage}
     found = find_bags(StudyLayout(study).features(tiling, name))
     return {slide: path for slide, path in found.items() if slide not in failed}
 
@@ -667,11 +669,11 @@ def _write_table(
         comparison_row(result, own, on, paired=paired, published=published.get(result.method))
         for result, own in zip(results, scores, strict=True)
     ]
-    artefact.write_text(folder / "table.csv", table_csv(rows))
-    artefact.write_text(folder / "table.md", table_markdown(rows, advice))
+    write_text(folder / "table.csv", table_csv(rows))
+    write_text(folder / "table.md", table_markdown(rows, advice))
     notes = [*(f"note: {text}" for text in advice), *table_notes(rows)]
     try:
-        artefact.write_text(folder / "auc.svg", auc_figure(rows))
+        write_text(folder / "auc.svg", auc_figure(rows))
     except MetricError as error:
         notes = [*notes, f"note: auc.svg is not drawn: {error}"]
     return tuple(tuple(row) for row in table_cells(rows)), notes

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfvitmil import artefact, words
-from selfvitmil.artefact import Failure
+from selfvitmil import words
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
 from selfvitmil.pipeline.localizing import Mapper, choose_slides
 from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, heatmap_settings, lesion_baseline, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _judged(
         judged[method], unjudged = _cases_of(paths, cases.cohort)
         failures += unjudged
     failures = list(dict.fromkeys(failures))
-    artefact.record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
+    record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
     return judged, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
 
 

@@ -17,8 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine
@@ -28,6 +26,8 @@ from selfvitmil.pipeline.learning import FeatureChoice, Features, below, prepare
 from selfvitmil.pipeline.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
 from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import file_fingerprint, hash_of, write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def localize(
         model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
         mapper = Mapper(study, settings, trial, cases.cohort, features, model)
         mapped, failures = mapper.map_all(wanted)
-        artefact.record_failures(study, "localize", wanted, failures)
+        record_failures(study, "localize", wanted, failures)
         jobs = {slide: mapper.product_job(slide) for slide in wanted if slide in mapped}
         made, unmade = map_slides(engine, study, "localize", make_products, jobs)
         failures += unmade + [result.failure for result in made.values() if result.failure is not None]
-        artefact.record_failures(study, "localize", wanted, failures)
+        record_failures(study, "localize", wanted, failures)
         write_tables(mapper.folder, made, wanted)
-        artefact.write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
+        write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
     lines += [
         *changes(mapped),
@@ -266,9 +266,9 @@ class Mapper:
             "models": models,
             "split": [wanted.split.name, wanted.part],
             "features": wanted.case.identity,
-            "frame": artefact.hash_of(asdict(places.frame)),
-            "tiles": None if table is None else artefact.fingerprint(self._table_file(row.slide)),
-            "annotation": None if row.annotation is None else artefact.fingerprint(row.annotation),
+            "frame": hash_of(asdict(places.frame)),
+            "tiles": None if table is None else file_fingerprint(self._table_file(row.slide)),
+            "annotation": None if row.annotation is None else file_fingerprint(row.annotation),
             "validation annotations": self._evidence_identity,
         }
         note = why_stale(self.folder / f"{row.slide}.h5", made_from)
@@ -314,7 +314,7 @@ class Mapper:
     @cached_property
     def _evidence_identity(self) -> list[list[str]]:
         files = {case: self.cohort[case.slide].annotation for case in self._evidence}
-        return [[case.slide, case.identity, artefact.fingerprint(file)] for case, file in files.items() if file]
+        return [[case.slide, case.identity, file_fingerprint(file)] for case, file in files.items() if file]
 
     def choose_source(self, modules: Sequence[Aggregator], store: BagStore) -> HeatmapSource | None:
         """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
@@ -431,7 +431,7 @@ def write_tables(folder: Path, made: Mapping[str, Products], tried: Collection[s
     for name, header, part in parts:
         rows = [[slide, *row] for slide, result in made.items() for row in getattr(result, part)]
         rows = sorted([*_kept(folder / name, header, tried), *rows], key=lambda row: row[0])
-        artefact.write_csv(folder / name, [header, *rows])
+        write_csv(folder / name, [header, *rows])
 
 
 def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable[Sequence[str]]:

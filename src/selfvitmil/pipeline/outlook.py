@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import artefact
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError, SelfVitMilError
@@ -26,6 +25,7 @@ from selfvitmil.pipeline.slides import tile_jobs
 from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.store.failures import read_failures
 from selfvitmil.store.layout import StudyLayout
 
 STAGES = ("check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report")
@@ -229,7 +229,7 @@ class _Ahead:
 
     @property
     def check(self) -> StageOutlook:
-        told = {failure.slide for failure in artefact.read_failures(self.study) if failure.stage == "check"}
+        told = {failure.slide for failure in read_failures(self.study) if failure.stage == "check"}
         if StudyLayout(self.study).check_table.exists():
             with StudyLayout(self.study).check_table.open(newline="", encoding="utf-8") as file:
                 told |= {row["slide"] for row in csv.DictReader(file)}
@@ -240,7 +240,7 @@ class _Ahead:
     def tile(self) -> StageOutlook:
         from selfvitmil.tiles import stale_reason
 
-        failed = {failure.slide for failure in artefact.read_failures(self.study) if failure.stage == "tile"}
+        failed = {failure.slide for failure in read_failures(self.study) if failure.stage == "tile"}
         todo: dict[str, str] = {}
         hopeless: set[str] = set()
         for slide, job in tile_jobs(self.study, self.cohort, self.settings).items():

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.cohort.folder import find_slides
 from selfvitmil.cohort.table import listing, make_cohort, name_key
@@ -30,6 +28,8 @@ from selfvitmil.pipeline.localizing import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.pipeline.products import ProductJob, Record, make_products
 from selfvitmil.pipeline.study import Summary, map_slides, num_tiles, open_study
 from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def predict(
         if maps:
             answers = _localize(engine, out, rows, answers, package, settings, failures)
         for stage in ("open", *(_stage(name, package) for name in STAGES)):
-            artefact.record_failures(out, stage, tried, [each for each in failures if each.stage == stage])
+            record_failures(out, stage, tried, [each for each in failures if each.stage == stage])
         # Read again: somebody may have written remarks into the table meanwhile.
         add_answers(Predictions.read(out), package, answers, failures, tried).write(out, JSON_HEAD)
     told = add_answers(Predictions(), package, answers, failures, tried).json_text(JSON_HEAD)
@@ -277,7 +277,7 @@ def _localize(
 
 def _map_made_from(out: Path, slide: str, package: Package, settings: StudySettings) -> str:
     """Identity of a map, by which pictures and exports know whether they are current."""
-    bag = artefact.fingerprint(_joined(out, slide, package, settings))
+    bag = file_fingerprint(_joined(out, slide, package, settings))
     how = settings.localize.model_dump(mode="json", include=MAP_SETTINGS)
     return json.dumps({"version": VERSION, "package": package.identity, "features": bag, "localize": how})
 

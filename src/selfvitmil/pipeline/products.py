@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import LocalizeSettings
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import file_fingerprint, hash_of, write_text
 
 if TYPE_CHECKING:
     from selfvitmil.localize.lesions import Lesion
@@ -88,7 +88,7 @@ class Record:
             return cls()  # then everything is made again
 
     def write(self, path: Path) -> None:
-        artefact.write_text(path, json.dumps({"map": self.map, "products": self.products}, indent=1, sort_keys=True))
+        write_text(path, json.dumps({"map": self.map, "products": self.products}, indent=1, sort_keys=True))
 
 
 def make_products(job: ProductJob) -> Products:
@@ -128,7 +128,7 @@ def _wanted(job: ProductJob, slide_map: SlideMap, lesions: Sequence[Lesion]) -> 
     warnings: list[str] = []
 
     def add(name: str, make: Callable[[], Sequence[Path]], *parts: Any) -> None:
-        products.append(Product(name, artefact.hash_of(VERSION, *parts), make))
+        products.append(Product(name, hash_of(VERSION, *parts), make))
 
     if settings.geojson != "none":
         file = folder / f"{slide}.geojson{'.gz' * (settings.geojson == 'gzip')}"
@@ -142,7 +142,7 @@ def _wanted(job: ProductJob, slide_map: SlideMap, lesions: Sequence[Lesion]) -> 
     elif settings.pictures and job.slide_file is not None:
         from selfvitmil.slides import fingerprint
 
-        annotation = None if job.annotation is None else artefact.fingerprint(job.annotation)
+        annotation = None if job.annotation is None else file_fingerprint(job.annotation)
         inputs = annotation, fingerprint(job.slide_file)
         draw = partial(_pictures, job, job.slide_file, slide_map, lesions)
         add("pictures", draw, on_lesions, settings.colors, settings.picture_px, inputs)
@@ -155,7 +155,7 @@ def _make(job: ProductJob, slide: str, products: Sequence[Product]) -> tuple[int
 
     folder, record_file = job.map_file.parent, job.map_file.with_suffix(".json")
     record, origin = Record.read(record_file), map_made_from(job.map_file) or ""
-    origin = artefact.hash_of(origin)
+    origin = hash_of(origin)
     if record.map != origin:  # what an earlier map gave and nobody makes anew would show what is no longer so
         _remove(folder, [name for product in record.products.values() for name in product.get("files", ())])
         record = Record(origin)

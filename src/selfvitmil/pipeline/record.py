@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import __version__, artefact
+from selfvitmil import __version__
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 
 
@@ -59,7 +60,7 @@ def new_record(stages: tuple[str, ...], encoder: str | None, name: str | None, d
 
 
 def write_record(study: Path, record: RunRecord) -> None:
-    artefact.write_text(StudyLayout(study).run_record, json.dumps(asdict(record), indent=1) + "\n")
+    write_text(StudyLayout(study).run_record, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def read_record(study: Path) -> RunRecord | None:

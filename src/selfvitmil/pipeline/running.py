@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import is_camelyon16_name
 from selfvitmil.engine import Engine
@@ -29,6 +27,8 @@ from selfvitmil.pipeline.record import RunRecord, new_record, read_record, write
 from selfvitmil.pipeline.slides import check, tile
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study, store_cohort
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.words import duration
 
@@ -246,7 +246,7 @@ def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
         return
     head = "# The settings that the first `selfvitmil run` of this study was given.\n"
     settings = StudySettings.model_validate(_absolute(kept))
-    artefact.write_text(StudyLayout(study).settings, head + to_toml(settings, typed_only=True))
+    write_text(StudyLayout(study).settings, head + to_toml(settings, typed_only=True))
     yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
@@ -26,6 +24,8 @@ from selfvitmil.pipeline.study import (
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, SynthSettings, tiling_name, to_toml
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
 
 
@@ -82,7 +82,7 @@ def check(study: Path, source: CohortSource, settings: StudySettings, engine: En
         rows = _with_twins(list(done.values()))
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
         cells = [[cell(asdict(row)[name]) for name in header] for row in rows]
-        artefact.write_csv(StudyLayout(study).check_table, [header, *cells])
+        write_csv(StudyLayout(study).check_table, [header, *cells])
     lines += few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
     lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
     shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
@@ -112,9 +112,9 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
         jobs = tile_jobs(study, cohort, settings)
         done, failures = map_slides(engine, study, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
         if done:
-            artefact.write_text(folder / name / "settings.toml", to_toml(without_places(settings), SECTIONS))
+            write_text(folder / name / "settings.toml", to_toml(without_places(settings), SECTIONS))
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
-            artefact.write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
+            write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)
         if settings.tile.pack:
             packed, unpacked = _pack(study, [cohort[slide] for slide in done], settings, engine)

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from selfvitmil import artefact
 from selfvitmil.errors import ConfigError
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import STUDY_ENGINE, EngineSettings, StudySettings, resolve_settings
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 
 HEAD = """\
@@ -28,7 +28,7 @@ def init(study: Path, preset: str = "default") -> Summary:
         raise ConfigError(
             f"{study.name}: there is a study.toml already", "it is not overwritten", "Edit it, or remove it first"
         )
-    artefact.write_text(path, commented_settings(preset))
+    write_text(path, commented_settings(preset))
     lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
     if not StudyLayout(study).cohort.exists():
         lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")

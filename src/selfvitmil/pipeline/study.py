@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import StudySettings, check_study_engine, read_toml, resolve_settings, with_user_engine
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import remove_leftovers
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.lock import study_lock
 
 T = TypeVar("T")
 
@@ -46,8 +47,8 @@ class CohortSource:
 @contextmanager
 def open_study(study: Path, command: str) -> Iterator[None]:
     """Hold the study's lock, with what a killed run left behind swept away."""
-    with artefact.study_lock(study, command):
-        artefact.remove_leftovers(study)
+    with study_lock(study, command):
+        remove_leftovers(study)
         yield
 
 
@@ -156,7 +157,7 @@ def map_slides(
             else:
                 done[outcome.name] = cast(T, outcome.value)
     finally:
-        artefact.record_failures(study, stage, [*done, *(failure.slide for failure in failures)], failures)
+        record_failures(study, stage, [*done, *(failure.slide for failure in failures)], failures)
     return {name: done[name] for name in jobs if name in done}, failures
 
 

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selfvitmil import artefact
-from selfvitmil.artefact import Failure
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.record import RunRecord, process_exists, read_record
 from selfvitmil.pipeline.study import CohortSource, Summary, find_cohort
+from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout, feature_name
 from selfvitmil.words import duration
 
@@ -84,7 +83,7 @@ def status(study: Path) -> StudyStatus:
         what = "this is a file, and a study is a folder" if study.exists() else "there is no such folder"
         raise ConfigError(f"{study.name}: {what}", how="Name the folder of a study")
     slides, trouble = _slides(study)
-    failures = artefact.read_failures(study)
+    failures = read_failures(study)
     record = read_record(study)
     stages = tuple(_stages(study, slides, failures))
     running = _running(study, record)

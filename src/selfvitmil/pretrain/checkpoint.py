@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.store.files import atomic_path, write_text
 from selfvitmil.untrusted import load_torch
 
 FORMAT_VERSION = 1
@@ -27,7 +27,7 @@ BOARD_FOLDER = "tensorboard"
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Replace `state.pt`: mappings and lists of tensors, numbers and strings."""
-    with artefact.atomic_path(folder / STATE_FILE) as temporary:
+    with atomic_path(folder / STATE_FILE) as temporary:
         torch.save({"format_version": FORMAT_VERSION, **state}, temporary)
 
 
@@ -61,7 +61,7 @@ class Metrics:
         self.path = folder / METRICS_FILE
         self.lines = [line for line in read_metrics(folder) if line["step"] < first_step]
         """All lines so far."""
-        artefact.write_text(self.path, "".join(_as_line(line) for line in self.lines))
+        write_text(self.path, "".join(_as_line(line) for line in self.lines))
         self._board: Any = None
         if tensorboard:
             self._board = board_writer()(str(folder / BOARD_FOLDER), purge_step=first_step)

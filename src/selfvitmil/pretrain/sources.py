@@ -20,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil import artefact, stain
+from selfvitmil import stain
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.packs import PackFile, open_pack_of
 from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
 from selfvitmil.store.layout import pack_of
+from selfvitmil.store.redact import without_folders
 from selfvitmil.tiles import check_mpp, read_tiles
 
 MAX_OPEN_PACKS = 64
@@ -333,7 +334,7 @@ def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
     except (OSError, SyntaxError, ValueError) as error:
         raise SlideError(
             f"{path.name}: cannot be read as an image",
-            artefact.without_folders(str(error), [path.parent]),
+            without_folders(str(error), [path.parent]),
             "Remove or replace it",
         ) from None
     if pixels.shape[:2] != shape_px:

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from selfvitmil import artefact
 from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError, EngineError
 from selfvitmil.pretrain import learner as learning
@@ -52,6 +51,7 @@ from selfvitmil.pretrain.surroundings import (
 )
 from selfvitmil.pretrain.views import make_views, render_view
 from selfvitmil.settings import PretrainSettings
+from selfvitmil.store.files import hash_of
 
 STAGE_VERSION = 2
 """Part of the hash of a run: raised when the same settings come to mean something else."""
@@ -237,7 +237,7 @@ class _Run:
         """Hash of all that the weights depend on."""
         told = self.settings.model_dump(mode="json", exclude=NOT_IN_HASH)
         data = [*self.source.identity(), list(self.source.shape_px), list(self.source.counts), self.source.stain_method]
-        return artefact.hash_of(told, self.encoder.identity(), data, asdict(self.origin), STAGE_VERSION)
+        return hash_of(told, self.encoder.identity(), data, asdict(self.origin), STAGE_VERSION)
 
     def is_finished(self) -> bool:
         """Whether the folder holds the encoder that this run would make. Raises when it holds another one."""

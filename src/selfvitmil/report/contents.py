@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selfvitmil.artefact import Failure, read_failures
 from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
 from selfvitmil.pretrain.checkpoint import read_metrics
+from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import SETTINGS_FILE, StudyLayout, feature_name
 
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from selfvitmil import artefact
 from selfvitmil.names import Names, names_of
 from selfvitmil.report import judged, sections, slides
 from selfvitmil.report.contents import Contents, read_contents
 from selfvitmil.report.markup import Markup, join, map_text, tag
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 
 MAX_SLIDES = 40
@@ -56,7 +56,7 @@ def write_report(
     names = names_of(study, contents.cohort, pseudonyms=pseudonyms, slides=contents.slides, patients=contents.patients)
     page, chosen = make_page(contents, names, settings, most_slides)
     path = _target(study, out)
-    artefact.write_text(path, page)
+    write_text(path, page)
     problems = tuple(contents.problems)
     return Report(path, len(page.encode("utf-8")), len(chosen.slides), chosen.possible, problems)
 

@@ -16,10 +16,10 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from selfvitmil import artefact
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.settings import slide_mpp_problem
 from selfvitmil.slides.contract import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
+from selfvitmil.store.files import file_fingerprint, hash_of
 
 __all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
 
@@ -97,9 +97,9 @@ def _check_file(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a slide's content, of all its files where it has several; see `artefact.fingerprint`."""
-    prints = [artefact.fingerprint(file) for file in _files_of(path)]
-    return prints[0] if len(prints) == 1 else artefact.hash_of(*prints)
+    """Identity of a slide's content, of all its files where it has several; see `file_fingerprint`."""
+    prints = [file_fingerprint(file) for file in _files_of(path)]
+    return prints[0] if len(prints) == 1 else hash_of(*prints)
 
 
 def _files_of(path: Path) -> list[Path]:

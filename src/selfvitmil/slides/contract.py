@@ -24,10 +24,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import artefact, geometry
+from selfvitmil import geometry
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
 from selfvitmil.slides.mpp import Mpp
 from selfvitmil.slides.resample import Grid, Pixels, resample
+from selfvitmil.store.redact import without_folders
 
 Box = tuple[int, int, int, int]
 """(x0, y0, x1, y1), half open, in pixels of a level (or of a shrunk level)."""
@@ -285,5 +286,5 @@ def read_at(descriptor: int, count: int, offset: int) -> bytes:
 
 def without_path(message: str, path: Path) -> str:
     """A library's message as part of a sentence of ours; folders are nobody's business."""
-    text = artefact.without_folders(message.strip().rstrip("."), [path.parent])
+    text = without_folders(message.strip().rstrip("."), [path.parent])
     return text[:1].lower() + text[1:] if text else "the reason is not known"

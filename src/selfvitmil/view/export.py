@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.artefact import Failure
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.store.failures import Failure
 from selfvitmil.view import tiles
 from selfvitmil.view.bundle import bundle
 from selfvitmil.view.files import StaticFile, static_files

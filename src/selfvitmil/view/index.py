@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.artefact import Failure
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
 from selfvitmil.settings import LocalizeSettings, resolve_settings
+from selfvitmil.store.failures import Failure
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.untrusted import open_hdf5
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from selfvitmil import __version__, artefact
+from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
-from selfvitmil.artefact import Failure
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
 from selfvitmil.names import Names, names_of
 from selfvitmil.settings import StudySettings
+from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.view.index import MapEntry, MapIndex, Model, opaque_id, verdict_data
 from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, OpenedSlide, Source
@@ -103,7 +103,7 @@ class ViewedStudy:
         if not path.resolve().is_relative_to(self.folder):
             return []
         try:
-            return artefact.read_failures(self.folder)
+            return read_failures(self.folder)
         except ArtefactError as error:  # one table that was edited by hand hides no slide
             return [Failure.of("", "view", error)]
 

@@ -15,8 +15,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from selfvitmil import artefact
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.files import write_bytes, write_text
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.json", "metrics.jsonl"
@@ -32,10 +32,10 @@ def write_model(
     """Write a model's folder; the same model gives the same weights and config, byte for byte."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     weights = safetensors.torch.save(plain, metadata={"format": "pt"})
-    artefact.write_bytes(folder / WEIGHTS, weights)
-    artefact.write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in history))
+    write_bytes(folder / WEIGHTS, weights)
+    write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in history))
     head = {"kind": kind, "format_version": FORMAT_VERSION, "weights_sha256": hashlib.sha256(weights).hexdigest()}
-    artefact.write_text(folder / CONFIG, json.dumps({**head, **config}, indent=2, sort_keys=True) + "\n")
+    write_text(folder / CONFIG, json.dumps({**head, **config}, indent=2, sort_keys=True) + "\n")
 
 
 def read_config(folder: Path, kind: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfvitmil import artefact
 from selfvitmil.aggregate.store import choose_device
 from selfvitmil.aggregate.supervised import files
 from selfvitmil.aggregate.supervised.balance import BalancedOrder
@@ -55,6 +54,7 @@ from selfvitmil.pretrain.sources import Indices, SlideTiles, TrainSlide
 from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.settings import SupervisedSettings
+from selfvitmil.store.files import hash_of
 
 STAGE_VERSION = 1
 """Part of the hash of a run: raised when the same settings come to mean something else."""
@@ -164,7 +164,7 @@ class _Side:
         return {"tumour": int((self.labels == TUMOUR).sum()), "normal": int((self.labels == NORMAL).sum())}
 
     def identity(self) -> list[Any]:
-        return [*self.source.identity(), artefact.hash_of(self.labels.tobytes().hex())]
+        return [*self.source.identity(), hash_of(self.labels.tobytes().hex())]
 
     def sample(self, most: int, seed: int) -> Indices:
         """Numbers of labelled tiles, at most so many of a slide and class."""
@@ -192,7 +192,7 @@ class _Run:
         self.val_tiles = val.sample(settings.tiles_per_slide, seed)
         self.workers = num_workers(settings)
         self.network = self._start()
-        self.made_from = artefact.hash_of(
+        self.made_from = hash_of(
             settings.model_dump(mode="json", exclude=NOT_IN_HASH),
             [seed, train.source.size_px, train.source.mpp, train.source.stain_method, STAGE_VERSION],
             self.network.encoder.identity(),

@@ -29,10 +29,10 @@ import numpy as np
 from PIL import Image
 
 from selfvitmil.annotations import Annotation, write_annotations
-from selfvitmil.artefact import write_bytes, write_csv, write_text
 from selfvitmil.errors import ConfigError
 from selfvitmil.slides.synthetic.pyramid import FORMS, Layout
 from selfvitmil.slides.synthetic.slide import SlideTruth, make_hostile, make_slide
+from selfvitmil.store.files import write_bytes, write_csv, write_text
 
 CohortLayout = Literal["plain", "camelyon16"]
 

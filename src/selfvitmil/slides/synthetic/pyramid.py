@@ -24,9 +24,9 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil.artefact import atomic_path
 from selfvitmil.errors import ConfigError
 from selfvitmil.slides.synthetic.cells import BLOCK_PX
+from selfvitmil.store.files import atomic_path
 
 Layout = Literal["svs40", "svs20", "tiff"]
 Pixels = NDArray[np.uint8]

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil.artefact import write_bytes
 from selfvitmil.errors import ConfigError
 from selfvitmil.geometry import size_at_mpp
 from selfvitmil.slides.synthetic.anatomy import Anatomy, grow_anatomy, is_tissue
@@ -29,6 +28,7 @@ from selfvitmil.slides.synthetic.pyramid import (
     encode_pyramid,
     write_pyramid,
 )
+from selfvitmil.store.files import write_bytes
 
 TISSUE_MPP = 8.0
 SMALLEST_SIDE_UM = 200.0

@@ -1,0 +1,145 @@
+"""`failures.csv`: the slides that a stage could not process, with the reason and what to do."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from selfvitmil.errors import ArtefactError, SelfVitMilError
+from selfvitmil.store.files import WRITE_REMEDIES, write_csv, write_error
+from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.redact import without_folders
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """A slide that a stage could not process."""
+
+    slide: str
+    stage: str
+    reason: str
+    remedy: str
+
+    @classmethod
+    def of(cls, slide: str, stage: str, error: BaseException) -> Failure:
+        """Return the failure for any exception; an unexpected one is shown with its type and the line of our code.
+
+        Files are named without their folders, since `failures.csv` may be mailed.
+        """
+        if isinstance(error, SelfVitMilError):  # of which many hold a library's words
+            return cls(slide, stage, _one_line(error.reason), _one_line(error.how))
+        if isinstance(error, OSError):
+            remedy = _REMEDIES_ANY.get(
+                error.errno or 0, "Check the file and its drive, then run the same command again"
+            )
+            return cls(slide, stage, _reason_of_os_error(error), remedy)
+        return cls(slide, stage, _unexpected(error), "Please report this, with the slide's format")
+
+
+_REMEDIES_ANY = {
+    **WRITE_REMEDIES,
+    errno.EACCES: "Give yourself the right to read or write it",
+    errno.EPERM: "Give yourself the right to read or write it",
+    errno.ENOENT: "See whether it was moved or renamed, or its drive is not mounted",
+}
+"""For an OSError that may come from reading or from writing."""
+
+
+def _reason_of_os_error(error: OSError) -> str:
+    if not error.strerror:  # a library's own words
+        return _unexpected(error)
+    words = _one_line(f"{error.strerror[:1].lower()}{error.strerror[1:]}")
+    if isinstance(error.filename, str | bytes):
+        return f"{Path(os.fsdecode(error.filename)).name}: {words}"
+    return f"{words}{_place(error)}"
+
+
+def _unexpected(error: BaseException) -> str:
+    text = _one_line(str(error))
+    return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(without_folders(text).split())
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of our code that the exception passed, as ` (tiles.py:123)`."""
+    package = Path(__file__).parents[1]
+    lines = [
+        f" ({Path(frame.filename).relative_to(package).as_posix()}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(package)
+    ]
+    return lines[-1] if lines else ""
+
+
+FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do")
+
+
+def read_failures(study: Path) -> list[Failure]:
+    """Return the rows of `failures.csv`, none without such a file; raise ArtefactError where it is another table.
+
+    Also reads the file as a spreadsheet saves it: with semicolons or tabs, blank rows, empty cells at the end.
+    """
+    path = StudyLayout(study).failures
+    if not path.exists():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
+        reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=header.count))
+        rows = [_fitted(row) for row in reader if any(row)]
+        if rows and rows[0] != FAILURE_COLUMNS:
+            raise ValueError(f"its columns are {', '.join(filter(None, rows[0]))}")
+    except (OSError, ValueError, csv.Error) as error:
+        why = (error.strerror or "") if isinstance(error, OSError) else str(error)
+        how = "Move it away: the next command writes it anew"
+        raise ArtefactError("failures.csv: not a readable table of failures", why, how) from None
+    return [Failure(*row) for row in rows[1:]]
+
+
+def _fitted(row: list[str]) -> tuple[str, ...]:
+    """Return as many cells as there are columns."""
+    width = len(FAILURE_COLUMNS)
+    if any(row[width:]):
+        raise ValueError(f"a row has {len(row)} cells under {width} columns")
+    return (*row[:width], *[""] * (width - len(row)))
+
+
+def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Iterable[Failure]) -> None:
+    """Update `failures.csv` for the slides that `stage` has just tried; other rows stay.
+
+    An unreadable file, edited by somebody, is renamed and a line on stderr says so: neither it nor the new failures
+    are lost.
+    """
+    tried = set(tried)
+    path = StudyLayout(study).failures
+    try:
+        before = read_failures(study)
+    except ArtefactError as error:
+        before = []
+        _put_aside(path, error)
+    kept = [row for row in before if row.stage != stage or row.slide not in tried]
+    rows = sorted({*kept, *failures})
+    if not rows and not path.exists():
+        return
+    write_csv(path, [FAILURE_COLUMNS, *map(astuple, rows)])
+
+
+def _put_aside(path: Path, error: ArtefactError) -> None:
+    places = (path.with_name(f"{path.stem}-unreadable-{k}{path.suffix}") for k in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
+    try:
+        path.rename(aside)
+    except OSError as trouble:
+        raise write_error(path, trouble) from trouble
+    print(f"{error.reason}. It is now {aside.name}, and a new one is written", file=sys.stderr)
