@@ -12,9 +12,15 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from scipy.optimize import minimize
+
+from selfvitmil import metrics
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+PARTS = ("tile_cohorts", "encoder_worth")
+"""Modules of other scripts."""
 
 
 def load(name: str) -> ModuleType:
@@ -41,7 +47,11 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_every_script_is_run_or_named(runner: ModuleType):
-    there = {path.stem for path in FOLDER.glob("*.py")} - {"all", "breakhis_layout"}  # the latter only prepares data
+    there = {path.stem for path in FOLDER.glob("*.py")} - {
+        "all",
+        "breakhis_layout",
+        *PARTS,
+    }  # the second only prepares data
     assert there <= {*runner.CPU, *runner.CUDA, *runner.BY_HAND}
     assert {*runner.CPU, *runner.CUDA} <= there
 
@@ -61,50 +71,151 @@ def tissue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_budget_benchmark_keeps_patients_and_fields_apart(tissue: Path):
-    budget = load("pretrain_budget")
-    tiles = budget.read_table(tissue)
-    chosen = budget.train_patients(tiles)
+def test_synthetic_slides_keep_patients_and_fields_apart(tissue: Path):
+    cohorts = load("tile_cohorts")
+    tiles = cohorts.read_table(tissue)
+    chosen = cohorts.train_patients(tiles)
     assert len(chosen) == 6
     rows = np.flatnonzero(np.isin(tiles.patients, sorted(chosen)))
-    for number, slide in enumerate(budget.make_slides(tiles, rows, 20, 8, 2, seed=0)):
+    shape = cohorts.SlideShape(tiles=16, lesion_tiles=4, hosts=2)
+    for number, slide in enumerate(cohorts.make_slides(tiles, rows, 20, shape, seed=0)):
         assert slide.label == number % 2
         assert set(tiles.patients[slide.rows]) <= chosen
-        np.testing.assert_array_equal(slide.in_lesion, tiles.is_tumour[slide.rows])
-        assert len(slide.rows) == 8
-        assert len(set(tiles.fields[slide.rows][-2:])) == 1, "whole fields"
-        assert len(set(tiles.patients[slide.rows])) == (1 if number % 2 else 2)
+        np.testing.assert_array_equal(slide.lesions > 0, tiles.is_tumour[slide.rows])
+        assert len(slide.rows) == 16
+        hosts, guests = (set(tiles.patients[part]) for part in (slide.rows[:12], slide.rows[12:]))
+        assert len(hosts) <= 2
+        assert len(guests) == 1
+        assert guests <= hosts if slide.label else not guests & hosts
+        if slide.label:
+            fields = tiles.fields[slide.rows[12:]]
+            assert len(set(fields)) == slide.lesions.max() == 2, "whole fields of two tiles, each a lesion"
+            assert len(set(zip(fields, slide.lesions[12:], strict=True))) == 2
+
+
+def test_tiles_are_shrunk_by_the_mean_of_their_pixels(tissue: Path):
+    cohorts = load("tile_cohorts")
+    paths = cohorts.read_table(tissue).paths[:3]
+    whole, half = cohorts.load_tiles(paths).float(), cohorts.load_tiles(paths, 2).float()
+    means = whole.unflatten(3, (16, 2)).unflatten(2, (16, 2)).mean(dim=(3, 5))
+    assert (half - means).abs().max() <= 0.5
+
+
+def test_lesion_froc_equals_the_challenge_metric_where_no_lesion_is_small():
+    """Fields as blocks of a mask, far apart and large enough; no two scores are equal."""
+    worth, cohorts = load("encoder_worth"), load("tile_cohorts")
+    rng = np.random.default_rng(0)
+    slides, evidence, cases = [], [], []
+    for number in range(12):
+        lesions = np.repeat(np.arange(3) if number % 2 else [0], 40)
+        scores = rng.random(len(lesions)) * 0.9 + 0.02 * lesions + 0.001
+        slides.append(cohorts.Slide(np.arange(len(lesions)), lesions))
+        evidence.append(scores)
+        mask = np.zeros((40, 40), dtype=np.uint8)  # a tile is a pixel; rows of 40 tiles, lesions 10 rows apart
+        points = [(score, k % 40, 10 * lesion) for k, (score, lesion) in enumerate(zip(scores, lesions, strict=True))]
+        mask[10 * np.unique(lesions[lesions > 0])] = 255
+        cases.append((mask if number % 2 else None, np.array(points)))
+    theirs = metrics.froc(cases, level=0, mpp_l0=100.0)
+    assert worth.lesion_froc(slides, evidence) == pytest.approx(theirs.score, abs=0.01)
+
+
+def test_probes_of_tumour_tiles_equal_slow_formulas():
+    worth = load("encoder_worth")
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 150)
+    train, test = rng.normal(size=(150, 6)) + labels[:, None], rng.normal(size=(40, 6)) + 0.5
+    given = torch.from_numpy(train).float(), labels, torch.from_numpy(test).float()
+    shares = []
+    for row in test:
+        cosines = [other @ row / np.linalg.norm(other) / np.linalg.norm(row) for other in train]
+        nearest = np.argsort(cosines)[::-1][:20]
+        votes = [np.exp(cosines[k] / 0.07) for k in nearest]
+        shares.append(sum(vote for vote, k in zip(votes, nearest, strict=True) if labels[k]) / sum(votes))
+    np.testing.assert_allclose(worth.neighbour_scores(*given), shares, atol=1e-4)
+
+    x, unseen = ((part - train.mean(axis=0)) / train.std(axis=0) for part in (train, test))
+
+    def loss(weights: np.ndarray) -> float:
+        logits = x @ weights[:6] + weights[6]
+        # The two classes share the weight of this one: half of it each, with opposite signs.
+        return float(np.mean(np.logaddexp(0, np.where(labels, -logits, logits))) + 0.01 / 4 * np.sum(weights[:6] ** 2))
+
+    weights = minimize(loss, np.zeros(7), tol=1e-8).x
+    np.testing.assert_allclose(worth.linear_scores(*given, strength=0.01), unseen @ weights[:6] + weights[6], atol=0.01)
+
+
+SMALL = {"width": 16, "depth": 1, "heads": 2, "patch_px": 8, "batch": 8, "num_local": 1, "local_px": 16}
+SMALL |= {"head_width": 16, "bottleneck": 8, "global_px": 32, "directions": 8, "warmup_steps": 1, "log_steps": 1}
+
+
+def budget_arguments(tissue: Path, *more: str) -> list[str]:
+    given = ["--data", str(tissue), "--steps", "1", "--budgets", "1", "2", "--seeds", "0", "1", "--device", "cpu"]
+    given += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    given += ["--set", "global_scale=[0.9, 1.0]", "--set", "local_scale=[0.2, 0.3]", "--methods", "mean"]
+    given += ["--slides", "20", "--test-slides", "8", "--slide-tiles", "12", "--lesion-tiles", "4", "--hosts", "1"]
+    return [*given, *more]
 
 
 @pytest.mark.slow
-def test_the_budget_benchmark_runs_and_takes_up_where_it_stopped(tissue: Path, tmp_path: Path, capsys):
-    small = {"width": 16, "depth": 1, "heads": 2, "patch_px": 8, "batch": 8, "num_local": 1, "local_px": 16}
-    small |= {"out_dim": 16, "head_width": 16, "bottleneck": 8, "koleo": 0.0, "global_px": 32}
-    given = ["--data", str(tissue), "--steps", "1", "--budgets", "1", "2", "--seeds", "0", "1", "--device", "cpu"]
-    given += [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    given += ["--set", "global_scale=[0.9, 1.0]", "--set", "local_scale=[0.2, 0.3]", "--methods", "mean"]
-    given += ["--slides", "20", "--test-slides", "8", "--slide-tiles", "8", "--lesion-tiles", "4"]
+def test_the_budget_benchmark_runs_and_takes_up_where_it_stopped(tissue: Path, tmp_path: Path, capsys, monkeypatch):
     budget = load("pretrain_budget")
-    budget.main([*given, "--out", str(tmp_path / "runs.jsonl")])
+    runs: list[tuple[int, ...]] = []
+    train = budget.train_snapshots
+
+    def counted(source, settings, steps, device):
+        runs.append(tuple(steps))
+        return train(source, settings, steps, device)
+
+    monkeypatch.setattr(budget, "train_snapshots", counted)
+    given = budget_arguments(tissue, "--out", str(tmp_path / "runs.jsonl"), "--untrained")
+    budget.main(given)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result["budgets"]) == {"1", "2"}
-    mean, sd = result["budgets"]["2"]["auc_mean"]
-    assert 0 <= mean <= 1
-    assert sd >= 0
+    assert runs == [(1, 2)] * 2, "one run serves all budgets of a seed"
+    assert set(result["budgets"]) == {"0", "1", "2"}
+    assert {"knn20", "linear", "tile_auc_knn", "tile_auc_linear", "auc_mean", "froc_mean", "hits_mean"} == set(
+        result["budgets"]["2"]
+    )
+    for mean, sd in result["budgets"]["2"].values():
+        assert 0 <= mean <= 1
+        assert sd >= 0
     lines = (tmp_path / "runs.jsonl").read_text()
-    assert len(lines.splitlines()) == 4
-    budget.main([*given, "--out", str(tmp_path / "runs.jsonl")])
+    assert len(lines.splitlines()) == 6
+    budget.main(given)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     assert (tmp_path / "runs.jsonl").read_text() == lines
+    assert len(runs) == 2
+    cosine = ["--set", 'schedule="cosine"', "--seeds", "0"]
+    budget.main([*budget_arguments(tissue), *cosine])
+    assert runs[2:] == [(1,), (2,)], "with a cosine every budget is a run of its own"
 
 
-def test_a_budget_that_makes_slides_worse_is_listed():
+def test_a_budget_that_is_worse_than_half_of_it_is_listed():
     runs = [
-        {"budget": budget, "knn20": 0.5, "auc_mean": auc + 0.01 * seed}
+        {"budget": budget, "knn20": 0.5 - 0.1 * budget, "auc_mean": auc + 0.01 * seed, "tile_auc_knn": 0.9}
         for seed in range(3)
-        for budget, auc in ((0, 0.99), (1, 0.90), (2, 0.96), (4, 0.82))
+        for budget, auc in ((0, 0.99), (1, 0.90), (2, 0.96), (4, 0.82), (8, 0.815))
     ]
-    assert load("pretrain_budget").summarize(runs)["falls"] == ["mean at 4"]
+    budget = load("pretrain_budget")
+    summary = budget.summarize(runs)
+    assert summary["falls"] == ["auc_mean at 4"]
+    assert not summary["dependable"]
+    assert budget.summarize([run for run in runs if run["budget"] < 4])["dependable"]
+    assert "spearman" not in summary
+
+
+def test_quality_is_ranked_against_every_measure():
+    budget = load("pretrain_budget")
+    runs = [
+        {"budget": 2**k, "quality": k, "auc_mean": 0.5 + 0.1 * k, "tile_auc_knn": (0.9, 0.8, 0.85, 0.6)[k]}
+        for k in range(4)
+    ]
+    assert budget.summarize(runs)["spearman"] == {"auc_mean": 1.0, "tile_auc_knn": -0.8}
+    lines = [
+        {"step": 0, "loss": 2.0, "quality": 0.1},
+        {"step": 5, "loss": 1.0},
+        {"step": 9, "loss": 0.5, "quality": 1.0},
+    ]
+    assert budget.facts_at(lines, 6) == {"loss": 1.0, "quality": 0.1}
 
 
 def test_a_result_is_the_last_line_with_machine_and_versions(runner: ModuleType, tmp_path: Path, monkeypatch):
