@@ -593,7 +593,7 @@ def test_quality_benchmark_ends_in_its_line(images: Path, tmp_path: Path, capsys
         place = tmp_path / ("test" if k % 8 >= 4 else "train") / f"kind{k % 4}" / f"{k:02}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(images / "tiles" / f"{k:02}.png")
-    kept = {key: TINY[key] for key in ("width", "depth", "heads", "patch_px", "out_dim", "head_width", "num_local")}
+    kept = {key: TINY[key] for key in ("width", "depth", "heads", "patch_px", "head_width", "num_local")}
     changes = [f"--set={key}={value}" for key, value in (kept | {"pretrain.log_steps": 2}).items()]
     arguments = ["--tiles", str(tmp_path), "--minutes", "0.02", "--batch", "8", "--tile-px", "32", "--device", "cpu"]
     arguments += ["--architecture", "vit_tiny_patch16_224", "--pace-seconds", "0.3", "--out", str(tmp_path / "kept")]
@@ -603,7 +603,7 @@ def test_quality_benchmark_ends_in_its_line(images: Path, tmp_path: Path, capsys
     assert list(found) == ["knn20", "linear", "tiles_per_s"]
     assert found["tiles_per_s"] > 0
     facts = json.loads(facts)
-    assert facts["settings"]["out_dim"] == 32
+    assert (facts["settings"]["method"], facts["settings"]["head_width"]) == ("lejepa", 32)
     assert 0 < facts["minutes"] < 0.2
     encoder = load_encoder(tmp_path / "kept")
     sides = [sorted((tmp_path / side).glob("*/*.png"), key=lambda path: path.name) for side in ("train", "test")]
