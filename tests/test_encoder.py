@@ -34,7 +34,7 @@ from selfvitmil.encoder import (
     save_encoder,
 )
 from selfvitmil.encoder.known import by_content
-from selfvitmil.encoder.network import class_token_blocks
+from selfvitmil.encoder.network import ConvStem, class_token_blocks
 from selfvitmil.errors import EncoderError
 
 GOLDEN = Path(__file__).parent / "golden" / "vit_embedding.npz"
@@ -126,6 +126,7 @@ NETWORKS = {
     "registers": ("vit_tiny_patch16_224", {**ARGS, "reg_tokens": 3, "dynamic_img_size": True}, "norm"),
     "deep": ("vit_tiny_patch16_224", {**ARGS, "depth": 9}, "norm"),
     "distilled": ("deit_tiny_distilled_patch16_224", ARGS, "norm"),
+    "convolutional stem": ("vit_small_patch16_convstem_224", {**ARGS, "dynamic_img_size": True}, "norm"),
     "averaging": ("vit_tiny_patch16_224", {**ARGS, "global_pool": "avg"}, "fc_norm"),
     "eva": ("eva02_tiny_patch14_224", {**ARGS, "dynamic_img_size": True}, "fc_norm"),
 }
@@ -246,6 +247,78 @@ def test_resnet18_equals_torchvision(name, norm):
         torch.testing.assert_close(encoder(images(64)), reference(images(64)), atol=1e-4, rtol=1e-4)
 
 
+def slow_stem(stem, image_3HW):
+    """Tokens (patches, D): a convolution, the norm of each position and ReLU after each other, the norm by a loop."""
+    x_CHW = image_3HW
+    layers = list(stem.proj)
+    for convolution, norm in zip(layers[:-1:3], layers[1::3], strict=True):
+        x_CHW = nn.functional.conv2d(x_CHW[None], convolution.weight, convolution.bias, stride=2, padding=1)[0]
+        for y in range(x_CHW.shape[1]):
+            for x in range(x_CHW.shape[2]):
+                place = x_CHW[:, y, x]
+                place = (place - place.mean()) / (place.var(correction=0) + 1e-6).sqrt()
+                x_CHW[:, y, x] = (place * norm.weight + norm.bias).clamp(min=0)
+    last = layers[-1]
+    return torch.stack([last.weight[:, :, 0, 0] @ place + last.bias for place in x_CHW.flatten(1).T])
+
+
+@pytest.mark.parametrize(("patch", "width"), [(16, 64), (8, 32), (2, 6)])
+def test_convolutional_stem_equals_a_slow_loop(patch, width):
+    stem = ConvStem(img_size=32, patch_size=patch, embed_dim=width)
+    assert [layer.out_channels for layer in list(stem.proj)[:-1:3]] == [
+        width // 2**k for k in reversed(range(patch.bit_length() - 1))
+    ]
+    with torch.no_grad():
+        for weight in stem.parameters():
+            weight.normal_()
+        torch.testing.assert_close(stem(images())[1], slow_stem(stem, images()[1]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_convolutional_stems_change_the_patch_embedding_alone(size):
+    with torch.device("meta"):
+        ours = build_backbone(f"vit_{size}_patch16_convstem_224").state_dict()
+        plain = build_backbone(f"vit_{size}_patch16_224").state_dict()
+    rest = [{k: v.shape for k, v in state.items() if "patch_embed" not in k} for state in (ours, plain)]
+    assert rest[0] == rest[1]
+    width = plain["cls_token"].shape[2]
+    assert [tuple(v.shape) for k, v in ours.items() if "patch_embed" in k and v.ndim == 4] == [
+        (width // 8, 3, 3, 3),
+        (width // 4, width // 8, 3, 3),
+        (width // 2, width // 4, 3, 3),
+        (width, width // 2, 3, 3),
+        (width, width, 1, 1),
+    ]
+
+
+def test_convolutional_stem_ignores_the_other_tiles_and_takes_other_sizes():
+    encoder = build_encoder("vit_tiny_patch16_convstem_224", img_size=32, model_args={"patch_size": 8, **TINY})
+    scrambled(encoder.backbone).train()
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(images(count=3))[:1], encoder(images(count=3)[:1]))
+        assert encoder(images(48)).shape == (2, encoder.dim)
+    with pytest.raises(EncoderError, match=r"36 x 36 px do not divide"):
+        encoder(images(36))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"patch_size": 12}, r"cannot make patches of 12 px.*8, 16 or 32 for pretrain\.patch_px"),
+        ({"patch_size": [16, 16]}, r"cannot make patches of \[16, 16\]"),
+        ({"embed_dim": 60}, r"tokens of width 60 for patches of 16 px.*multiple of 8 for pretrain\.width"),
+    ],
+)
+def test_stems_that_cannot_be_built_are_explained(args, message):
+    with pytest.raises(EncoderError, match=message):
+        build_encoder("vit_tiny_patch16_convstem_224", model_args=args)
+
+
+def test_convolutional_stems_have_no_published_weights():
+    with pytest.raises(EncoderError, match=r"vit_small_patch16_convstem_224: there are no published weights"):
+        load_encoder("vit_small_patch16_convstem_224")
+
+
 def test_student_takes_the_weights_of_an_encoder():
     encoder = tiny_encoder()
     student = build_backbone(encoder.config.architecture, {**encoder.config.model_args, "drop_path_rate": 0.2})
@@ -320,7 +393,7 @@ def test_fields_can_be_replaced_and_identity_follows_the_vector(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(timm.models._hub, "load_state_dict_from_path"), reason="timm has no local-dir yet")
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18_instancenorm"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_tiny_patch16_convstem_224", "resnet18_instancenorm"])
 def test_timm_itself_reads_the_folder(tmp_path, name):
     args = {"patch_size": 8, **TINY} if name.startswith("vit") else {}
     encoder = build_encoder(name, img_size=64, model_args=args, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
@@ -451,6 +524,17 @@ def test_architecture_is_read_off_the_weights(tmp_path, args, heads):
     assert encoder.config.size_px == size
     with torch.no_grad():
         torch.testing.assert_close(encoder(images(size)), embed_tokens(network, images(size)))
+
+
+@pytest.mark.parametrize(("width", "patch", "size"), [(192, 16, "tiny"), (64, 8, "base")])
+def test_convolutional_stem_is_read_off_the_weights(tmp_path, width, patch, size):
+    args = {"img_size": 64, "depth": 4, "num_heads": width // 64, "embed_dim": width, "patch_size": patch}
+    network = scrambled(build_backbone("vit_base_patch16_convstem_224", args))
+    safetensors.torch.save_file(network.state_dict(), tmp_path / "vit.safetensors")
+    encoder = load_encoder(tmp_path / "vit.safetensors", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    assert encoder.config.architecture == f"vit_{size}_patch16_convstem_224"
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(images(64)), embed_tokens(network, images(64)))
 
 
 def test_heads_are_not_guessed_for_odd_widths(tmp_path):

@@ -929,6 +929,7 @@ def test_the_quick_preset_leaves_tiles_at_their_scale():
     "args",
     [
         {},
+        {"stem": "conv"},
         {"reg_tokens": 2},
         {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1, "qk_norm": True, "qkv_bias": False},
     ],
@@ -936,7 +937,9 @@ def test_the_quick_preset_leaves_tiles_at_their_scale():
 def test_the_short_way_to_the_class_token_is_the_long_one(args: dict[str, Any]):
     shape = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 48, "dynamic_img_size": True}
     torch.manual_seed(0)
-    vit: Any = build_backbone("vit_tiny_patch16_224", shape | {"drop_path_rate": 0.5} | args).double()
+    name = "vit_tiny_patch16_convstem_224" if args == {"stem": "conv"} else "vit_tiny_patch16_224"
+    args = {key: value for key, value in args.items() if key != "stem"}
+    vit: Any = build_backbone(name, shape | {"drop_path_rate": 0.5} | args).double()
     assert has_shortcut(vit)
     for token in (vit.cls_token, vit.reg_token):
         if token is not None:

@@ -236,7 +236,8 @@ class PretrainSettings(Settings):
     makes the views of a tile agree and their distribution Gaussian, `simclr` contrasts tiles (the ResNet-18 of
     DSMIL)."""
     architecture: str | None = None
-    """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm."""
+    """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm.
+    `vit_tiny_patch16_convstem_224`, `vit_small_...` and `vit_base_...` are timm's ViTs with a convolutional stem."""
     width: int | None = Field(default=None, gt=0)
     """Width of the ViT's tokens, where it shall differ from the architecture's."""
     depth: int | None = Field(default=None, gt=0)

@@ -1,8 +1,8 @@
 """Encoders in files: our own folders, checkpoints of other trainers, models of timm and of the Hugging Face hub.
 
 A folder of ours holds `model.safetensors` and a `config.json` that timm reads as well
-(`timm.create_model("local-dir:FOLDER", pretrained=True)`, timm >= 1.0.16; for a ResNet with instance norm after
-importing selfvitmil.encoder). What timm has no word for lies under the key `selfvitmil`.
+(`timm.create_model("local-dir:FOLDER", pretrained=True)`, timm >= 1.0.16; for a ResNet with instance norm or a ViT with
+a convolutional stem after importing selfvitmil.encoder). What timm has no word for lies under the key `selfvitmil`.
 
 What is unusual: the architecture of a bare ViT checkpoint is read off the shapes of its weights, so nobody has to say
 it; only the number of heads leaves no trace there. Files other than safetensors are unpickled without running anything
@@ -45,6 +45,8 @@ from selfvitmil.untrusted import UnsafeFile, load_torch, read_json
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+STEM = "patch_embed.proj"
+"""Where the layers of a convolutional stem are: a convolution, a norm and a ReLU for each halving of the image."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".tar")
 
 
@@ -235,7 +237,7 @@ def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[s
     for wrapper in (key, "state_dict", "model"):
         state = state[wrapper] if isinstance(state.get(wrapper), Mapping) else state
     tensors = {k: value for k, value in state.items() if isinstance(value, Tensor)}
-    anchors = ("patch_embed.proj.weight", "layer1.0.conv1.weight", "features.4.0.conv1.weight")
+    anchors = ("patch_embed.proj.weight", f"{STEM}.0.weight", "layer1.0.conv1.weight", "features.4.0.conv1.weight")
     prefixes = {k.removesuffix(anchor) for anchor in anchors for k in tensors if f".{k}".endswith(f".{anchor}")}
     if len(prefixes) > 1:
         prefixes = {prefix for prefix in prefixes if key in prefix.split(".")}
@@ -259,7 +261,8 @@ def _without(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
 
 
 def _is_vit(state: Mapping[str, Tensor]) -> bool:
-    ranks = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4}
+    first = f"{STEM}.0.weight" if f"{STEM}.0.weight" in state else f"{STEM}.weight"
+    ranks = {"cls_token": 3, "pos_embed": 3, first: 4}
     ranks |= {"blocks.0.mlp.fc1.weight": 2, "blocks.0.mlp.fc2.weight": 2}
     return all(key in state and state[key].ndim == rank for key, rank in ranks.items())
 
@@ -276,7 +279,10 @@ def _read_off(
             f"they are {_brief(state)}",
             "Use a ViT of DINO's or timm's form, a ResNet-18, or a timm or hub name",
         )
-    width, _, patch, _ = state["patch_embed.proj.weight"].shape
+    width = state["cls_token"].shape[2]
+    has_stem = f"{STEM}.0.weight" in state
+    convolutions = sum(key.startswith(f"{STEM}.") and value.ndim == 4 for key, value in state.items())
+    patch = 2 ** (convolutions - 1) if has_stem else state[f"{STEM}.weight"].shape[2]
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
     positions = state["pos_embed"].shape[1]
     # The class token and registers have positions too, or none of them has.
@@ -297,9 +303,9 @@ def _read_off(
     if "blocks.0.ls1.gamma" in state:
         args["init_values"] = 1e-5  # asks for layer scales; their values come with the weights
     notes = () if num_heads else (f"{name} does not tell its number of attention heads: {args['num_heads']} assumed",)
-    sizes = {192: "tiny", 384: "small", 1024: "large"}
+    sizes = {192: "tiny", 384: "small"} if has_stem else {192: "tiny", 384: "small", 1024: "large"}
     # An MLP gated by SwiGLU has half as many inputs to its second layer; of timm's plain ViTs DINOv2's giant has such.
-    plain = f"vit_{sizes.get(width, 'base')}_patch16_224"
+    plain = f"vit_{sizes.get(width, 'base')}_patch16_{'convstem_' if has_stem else ''}224"
     return (plain if hidden == gated else "vit_giant_patch14_reg4_dinov2"), args, notes
 
 

@@ -17,12 +17,15 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import timm
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from pydantic import Field, JsonValue, PositiveFloat, ValidationError
+from timm.layers import LayerNorm2d
+from timm.layers.patch_embed import PatchEmbed
 from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
 
@@ -242,6 +245,71 @@ def resnet18_instancenorm(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return timm.create_model("resnet18", pretrained=pretrained, norm_layer=nn.InstanceNorm2d, **kwargs)
 
 
+class ConvStem(PatchEmbed):
+    """Patch embedding by stacked convolutions (Xiao et al. 2021, arXiv 2106.14881) in place of one of stride 16.
+
+    3 x 3 convolutions of stride 2, each followed by a norm and ReLU, halve the image until a position is a patch: four
+    of them for patches of 16 px. Their channels double up to the width of the tokens; a 1 x 1 convolution ends it. All
+    else (other image sizes, padding, order of the tokens) is that of timm's patch embedding. The paper leaves out one
+    transformer block in return, these networks do not, and its base size has a stem with six 3 x 3 convolutions.
+
+    The norm is a layer norm over the channels of each position. The paper has batch norms: with them a tile's embedding
+    in training depends on the other tiles of its batch, and the statistics that they store are those of augmented views
+    of two sizes. Convolutions have biases, since a layer norm of a linear map alone would not see how dark a place is.
+    """
+
+    def __init__(self, *args: Any, patch_size: int = 16, in_chans: int = 3, embed_dim: int = 768, **kwargs: Any):
+        if patch_size not in (2, 4, 8, 16, 32):
+            raise EncoderError(
+                f"a convolutional stem cannot make patches of {patch_size} px",
+                "each of its convolutions halves the image",
+                "Use 8, 16 or 32 for pretrain.patch_px",
+            )
+        depth = patch_size.bit_length() - 1
+        if embed_dim % 2 ** (depth - 1):
+            raise EncoderError(
+                f"a convolutional stem cannot make tokens of width {embed_dim} for patches of {patch_size} px",
+                f"its channels double {depth - 1} times up to that width",
+                f"Use a multiple of {2 ** (depth - 1)} for pretrain.width",
+            )
+        super().__init__(*args, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **kwargs)
+        channels = [in_chans, *(embed_dim // 2**halvings for halvings in reversed(range(depth)))]
+        layers: list[nn.Module] = []
+        for narrow, wide in pairwise(channels):
+            layers += [nn.Conv2d(narrow, wide, 3, stride=2, padding=1), LayerNorm2d(wide), nn.ReLU()]
+        self.proj: nn.Module = nn.Sequential(*layers, nn.Conv2d(embed_dim, embed_dim, 1))
+
+
+CONV_STEMS = {f"vit_{size}_patch16_convstem_224": f"vit_{size}_patch16_224" for size in ("tiny", "small", "base")}
+"""ViTs with a convolutional stem, and timm's networks of which they are all but the patch embedding."""
+
+
+def _with_conv_stem(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    if pretrained and not kwargs.get("pretrained_cfg"):
+        raise EncoderError(f"{name}: there are no published weights", how="Use it as pretrain.architecture")
+    overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "first_conv": "patch_embed.proj.0"}
+    options = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
+    return timm.create_model(CONV_STEMS[name], pretrained=pretrained, **options, **kwargs)
+
+
+@register_model
+def vit_tiny_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """timm's vit_tiny_patch16_224 with a `ConvStem`, by a name that timm finds."""
+    return _with_conv_stem("vit_tiny_patch16_convstem_224", pretrained, kwargs)
+
+
+@register_model
+def vit_small_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """timm's vit_small_patch16_224 with a `ConvStem`, by a name that timm finds."""
+    return _with_conv_stem("vit_small_patch16_convstem_224", pretrained, kwargs)
+
+
+@register_model
+def vit_base_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """timm's vit_base_patch16_224 with a `ConvStem`, by a name that timm finds."""
+    return _with_conv_stem("vit_base_patch16_convstem_224", pretrained, kwargs)
+
+
 class MeanColor(nn.Module):
     """Mean and spread of each channel: what a tile's colours tell without any network. Built by timm's interface."""
 
@@ -333,7 +401,7 @@ def build_encoder(
     """
     base = architecture.split(".")[0]
     args = dict(model_args or {})
-    if is_model_in_modules(base, ("vision_transformer", "deit", "eva")):
+    if base in CONV_STEMS or is_model_in_modules(base, ("vision_transformer", "deit", "eva")):
         args = {"img_size": img_size, "dynamic_img_size": True} | args
     backbone: Any = build_backbone(architecture, args, pretrained=pretrained)
     facts: dict[str, Any] = {"size_px": img_size, "trained_on": "nothing", "model_args": args}

@@ -2,9 +2,10 @@
 
 DINO looks at nothing but the class token after the last block. That block's other tokens serve it as keys and values,
 but their queries, their projection and their MLP end nowhere: with twelve blocks, 7 % of all arithmetic. Leaving it out
-changes neither the function nor its gradients. Patches are embedded as one matrix product, which a convolution of
-that stride is. Positions are resampled by sums of products, rows first and then columns: the gradient of torch's own
-resampling adds up in another order every time on a GPU, which training with the same bits every time cannot have.
+changes neither the function nor its gradients. Patches are embedded as one matrix product, which a convolution of that
+stride is; a convolutional stem stays what it is. Positions are resampled by sums of products, rows first and then
+columns: the gradient of torch's own resampling adds up in another order every time on a GPU, which training with the
+same bits every time cannot have.
 
 Axes in names: B images, N tokens, D width, H and W height and width, 3 is RGB.
 """
@@ -20,6 +21,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 from torch.nn import functional
 
+from selfvitmil.encoder.network import ConvStem
+
 
 def has_shortcut(backbone: nn.Module) -> bool:
     """Whether this is a plain ViT, for which `class_token` gives what the network itself gives."""
@@ -28,7 +31,7 @@ def has_shortcut(backbone: nn.Module) -> bool:
     vit: Any = backbone
     block = vit.blocks[-1]
     attention: Any = getattr(block, "attn", None)
-    plain = type(block) is Block and type(attention) is Attention and type(vit.patch_embed) is PatchEmbed
+    plain = type(block) is Block and type(attention) is Attention and type(vit.patch_embed) in (PatchEmbed, ConvStem)
     nothing = (vit.fc_norm, vit.patch_drop, vit.head, vit.patch_embed.norm)
     if not plain or not all(isinstance(module, nn.Identity) for module in nothing):
         return False
@@ -49,6 +52,8 @@ def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
+    if isinstance(vit.patch_embed, ConvStem):
+        return vit.patch_embed(images_B3HW)
     tokens_BHWD = patch_product(images_B3HW, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias)
     return tokens_BHWD if vit.dynamic_img_size else tokens_BHWD.flatten(1, 2)
 
