@@ -50,6 +50,7 @@ format: $(VENV)/.ready
 # The documentation as a site in site/, every link checked; first the pages and pictures that are made from the code.
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_settings_page.py
+	$(BIN)/python docs/make_errors_page.py
 	$(BIN)/python docs/make_benchmarks_page.py
 	$(BIN)/python docs/make_pictures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

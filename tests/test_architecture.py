@@ -11,11 +11,11 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "store", "untrusted", "annotations", "metrics", "words"]
+BELOW = ["errors", "geometry", "settings", "store", "untrusted", "annotations", "metrics", "formatting"]
 BELOW += ["engine"]
 STAGES = [
     "cohort",
-    "names",
+    "pseudonyms",
     "slides",
     "tissue",
     "stain",

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from distributed import KilledWorker
 
-from selfvitmil.engine import Engine, Outcome, batch, foreign, may_pass, run, work
+from selfvitmil.engine import Engine, Outcome, batch, external, is_transient, run, work
 from selfvitmil.engine.engine import _open_workers
 from selfvitmil.engine.progress import Progress
 from selfvitmil.engine.run import Run
@@ -308,7 +308,7 @@ def run_pretending(deadly: set[str], exit_code: int, number: int) -> tuple[dict[
     items = {str(k): k for k in range(100, 100 + number)}
     mapping: Run[int] = Run(PretendedWorkers(client, exit_code), square, items, "tile", retries=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "CENSUS_S", 0.001)  # nothing comes by itself, so there is nothing to wait for
+        patch.setattr(run, "POLL_S", 0.001)  # nothing comes by itself, so there is nothing to wait for
         found = by_name(mapping.outcomes(Progress("tile", "slides", number)))
     assert found.keys() == items.keys()
     assert {name for name, outcome in found.items() if outcome.failure} == deadly
@@ -387,8 +387,8 @@ def test_which_failures_may_pass() -> None:
     passing = [OSError(errno.EIO, ""), OSError(errno.ESTALE, ""), TimeoutError(), ConnectionResetError(), Busy()]
     lasting = [OSError(errno.ENOSPC, ""), FileNotFoundError(errno.ENOENT, ""), PermissionError(errno.EACCES, "")]
     lasting += [ValueError(), MemoryError(), raised_from(None)]
-    assert all(may_pass(error) and may_pass(raised_from(error)) for error in passing)
-    assert not any(may_pass(error) or may_pass(raised_from(error)) for error in lasting)
+    assert all(is_transient(error) and is_transient(raised_from(error)) for error in passing)
+    assert not any(is_transient(error) or is_transient(raised_from(error)) for error in lasting)
 
 
 def test_a_hiccup_that_our_error_hides_from_the_reader_may_still_pass() -> None:
@@ -401,10 +401,10 @@ def test_a_hiccup_that_our_error_hides_from_the_reader_may_still_pass() -> None:
     for number, passing in ((errno.EIO, True), (errno.ENOENT, False)):
         with pytest.raises(SlideError) as caught:
             read(OSError(number, ""))
-        assert may_pass(caught.value) is passing
+        assert is_transient(caught.value) is passing
     circle, other = ValueError(), KeyError()
     circle.__cause__, other.__context__ = other, circle
-    assert not may_pass(circle)
+    assert not is_transient(circle)
 
 
 # ------------------------------------------------------------------------------- good manners
@@ -535,7 +535,7 @@ def test_a_running_tls_cluster_is_used_and_its_settings_do_not_matter(
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(external, "_CONNECT_S", 0.3)
     with socket.socket() as reserved:  # bound but not listening
         reserved.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
@@ -654,22 +654,22 @@ def test_a_refused_job_is_submitted_again_and_counts_no_more_once_it_is_taken(
         answers = workers._answers
         wait_for(lambda: len(answers.refused) == 2)
         with pytest.raises(EngineError, match="Socket timed out"):
-            workers.check_patience(0)  # nothing was ever taken: wrong settings, most likely
+            workers.check_timeout(0)  # nothing was ever taken: wrong settings, most likely
         recovered.touch()
         wait_for(lambda: not answers.refused)
         assert answers.accepted == 2
-        workers.check_patience(10_000)  # they are in the queue, for hours perhaps
+        workers.check_timeout(10_000)  # they are in the queue, for hours perhaps
 
 
 def test_jobs_that_are_all_refused_at_once_late_in_a_run_end_it_only_after_a_while(tmp_path: Path) -> None:
     answers = batch.Answers(accepted=9, refused={"job 1": "Socket timed out", "job 2": "Socket timed out"})
     workers = batch._BatchWorkers(None, None, ClusterSettings(kind="slurm"), answers, tmp_path)  # pyright: ignore[reportArgumentType]
     workers._number = 3
-    workers.check_patience(10_000)
+    workers.check_timeout(10_000)
     workers._number = 2
-    workers.check_patience(60)
+    workers.check_timeout(60)
     with pytest.raises(EngineError, match="Socket timed out"):
-        workers.check_patience(1000)
+        workers.check_timeout(1000)
 
 
 def test_what_a_batch_system_needs_is_named(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from selfvitmil.pretrain.feed import Batch, Feed, Order, measure_colours
 from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide
-from selfvitmil.slides.contract import Slide
+from selfvitmil.slides.base import Slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide

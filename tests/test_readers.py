@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from selfvitmil import stain
-from selfvitmil.engine import may_pass
+from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SlideError
 from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
 from selfvitmil.slides import jpegtiff, open_slide, synthetic
@@ -117,7 +117,7 @@ def test_whether_an_error_may_pass_survives_the_way_from_the_reader(
         _, error = connection.recv()
     reader.join()
     assert isinstance(error, SlideError)
-    assert may_pass(error) is passing
+    assert is_transient(error) is passing
 
 
 def test_tiles_normalized_one_by_one_and_those_that_cannot_be_are_counted(read: Read, slide: Path):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import made_maps
-from selfvitmil import cli, names, pipeline
+from selfvitmil import cli, pipeline
 from selfvitmil.annotations import Annotation
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
@@ -39,6 +39,7 @@ from selfvitmil.localize.lesion_scores import LesionScores
 from selfvitmil.localize.lesions import RANKS_ONLY
 from selfvitmil.localize.maps import Frame, SlideMap, write_map
 from selfvitmil.localize.methods import compare_lesions
+from selfvitmil.pseudonyms import Names, give_pseudonyms
 from selfvitmil.report import contents, curves, judged, markup, slides, write_report
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
@@ -314,7 +315,7 @@ def test_tiles_are_those_of_the_map_in_their_order(study: Path, plain: str):
 def test_missing_slide_file_is_said(plain: str):
     text = Page(plain).text
     assert text.count("Tiles are not shown, since the slide's file cannot be used") == 2
-    assert "gone.svs: there is no such file" in text
+    assert "gone.svs: no such file" in text
 
 
 def test_equal_studies_give_equal_pages(study: Path, plain: str, hidden: str, tmp_path: Path):
@@ -367,7 +368,7 @@ def test_overlays_are_drawn_anew_under_pseudonyms(study: Path, tmp_path: Path, m
     write_report(study, StudySettings(), out=tmp_path)
     assert titles == []  # the stored pictures do
     made = Page(write_report(study, StudySettings(), out=tmp_path, pseudonyms=True).path.read_text(encoding="utf-8"))
-    key = names.give_pseudonyms(study, [], [])["slide"]
+    key = give_pseudonyms(study, [], [])["slide"]
     assert titles == [key[NASTY]]
     assert [alt for _, _, alt in made.pictures if alt.startswith("map of")] == [f"map of {key[NASTY]} by {MODEL}"]
     assert made.text.count("No picture of this map: the stored one shows the slide's name") == 2
@@ -379,25 +380,25 @@ def test_maps_of_further_models_are_small_and_show_no_name(study: Path, tmp_path
     shutil.copytree(copied / "maps" / MODEL, copied / "maps" / "vit_dsmil")
     for pseudonyms in (False, True):
         page = Page(write_report(copied, StudySettings(), pseudonyms=pseudonyms).path.read_text(encoding="utf-8"))
-        shown = names.give_pseudonyms(copied, [], [])["slide"][NASTY] if pseudonyms else NASTY
+        shown = give_pseudonyms(copied, [], [])["slide"][NASTY] if pseudonyms else NASTY
         found = [content for _, content, alt in page.pictures if alt == f"map of {shown} by vit_dsmil"]
         assert len(found) == 1
         assert max(Image.open(io.BytesIO(found[0])).size) <= slides.OTHER_PX
 
 
 def test_pseudonyms_are_kept_and_new_names_get_new_ones(tmp_path: Path):
-    first = names.give_pseudonyms(tmp_path, ["a1", "b2", "c3"], ["p"])
+    first = give_pseudonyms(tmp_path, ["a1", "b2", "c3"], ["p"])
     before = StudyLayout(tmp_path).pseudonyms.read_bytes()
-    assert names.give_pseudonyms(tmp_path, ["b2", "a1"], ["p"]) == first
+    assert give_pseudonyms(tmp_path, ["b2", "a1"], ["p"]) == first
     assert StudyLayout(tmp_path).pseudonyms.read_bytes() == before
-    later = names.give_pseudonyms(tmp_path, ["a1", "0new"], ["q"])
+    later = give_pseudonyms(tmp_path, ["a1", "0new"], ["q"])
     assert {**later["slide"], **first["slide"]} == later["slide"]
     assert sorted(later["slide"].values()) == [f"slide-{number:03d}" for number in range(1, 5)]
     assert len(set(later["patient"].values())) == 2
 
 
 def test_pseudonyms_look_like_no_name(tmp_path: Path):
-    given_names = names.give_pseudonyms(tmp_path, ["slide-001", "Specimen_2"], ["slide_9"])
+    given_names = give_pseudonyms(tmp_path, ["slide-001", "Specimen_2"], ["slide_9"])
     assert {word.split("-")[0] for word in given_names["slide"].values()} == {"s1"}
     assert list(given_names["patient"].values()) == ["patient-001"]
 
@@ -405,10 +406,10 @@ def test_pseudonyms_look_like_no_name(tmp_path: Path):
 def test_damaged_key_is_an_error(tmp_path: Path):
     StudyLayout(tmp_path).pseudonyms.write_text("kind,name\nslide,a\n")
     with pytest.raises(ArtefactError, match="not a readable table of pseudonyms"):
-        names.give_pseudonyms(tmp_path, ["a"], [])
+        give_pseudonyms(tmp_path, ["a"], [])
 
 
-TOLD = names.Names(
+TOLD = Names(
     {"S-100": "slide-001", "S-100_b": "slide-002", "12": "slide-003", "tumor": "slide-004"},
     {"Doe, Jane": "patient-001", "S-100": "patient-002"},
     {"acc77.svs": "slide-001.svs"},
@@ -504,15 +505,15 @@ def test_results_are_chosen_by_name(study: Path, tmp_path: Path):
 def test_sections_go_to_positives_and_errors_first(study: Path):
     held = contents.read_contents(study)
     findings = held.findings()
-    assert [slides.choose(held, names.Names(), findings, most).slides for most in (9, 2, 1, 0)] == [
+    assert [slides.choose(held, Names(), findings, most).slides for most in (9, 2, 1, 0)] == [
         (NASTY, WRONG, GONE),  # by probability: 0.9, 0.3, 0.2
         (NASTY, WRONG),
         (NASTY,),
         (),
     ]
-    assert slides.choose(held, names.Names(), findings, 1).possible == 3
+    assert slides.choose(held, Names(), findings, 1).possible == 3
     late = {**findings, NASTY: replace(findings[NASTY], part="train")}
-    assert slides.choose(held, names.Names(), late, 9).slides == (WRONG, GONE, NASTY)
+    assert slides.choose(held, Names(), late, 9).slides == (WRONG, GONE, NASTY)
 
 
 def test_decisions_of_several_classes():

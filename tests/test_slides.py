@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from selfvitmil import geometry
-from selfvitmil.engine import Engine, may_pass, work
+from selfvitmil.engine import Engine, is_transient, work
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
 from selfvitmil.settings import EngineSettings
-from selfvitmil.slides import SlideCache, contract, fingerprint, jpegtiff, open_slide
+from selfvitmil.slides import SlideCache, base, fingerprint, jpegtiff, open_slide
 from selfvitmil.slides.check import CheckJob, check_slide
 from selfvitmil.slides.mpp import find_mpp
 from selfvitmil.slides.resample import Grid, _weighted, resample
@@ -453,7 +453,7 @@ def test_thumbnails_and_labels_of_scanners_are_no_levels(tmp_path: Path) -> None
 
 
 def test_a_whole_downsample_is_recognised_behind_rounded_sizes() -> None:
-    levels = contract.levels_of(((4443, 3567), (2221, 1783), (1481, 1189), (1110, 891), (70, 56), (400, 250)))
+    levels = base.levels_of(((4443, 3567), (2221, 1783), (1481, 1189), (1110, 891), (70, 56), (400, 250)))
     assert [level.downsample for level in levels[:5]] == [1, 2, 3, 4, 64]
     assert levels[5].downsample == pytest.approx((4443 / 400 + 3567 / 250) / 2)
 
@@ -579,9 +579,9 @@ def test_what_openslide_says_of_a_failing_drive_may_pass(plain: Path, monkeypatc
 
     hiccup = broken(f"I/O error reading file {plain}")
     assert hiccup.why == f"i/O error reading file {plain.name}"
-    assert may_pass(hiccup)
-    assert may_pass(broken(f"Couldn't open {plain}: Stale file handle"))
-    assert not may_pass(broken("JPEG decoder: not a JPEG file"))
+    assert is_transient(hiccup)
+    assert is_transient(broken(f"Couldn't open {plain}: Stale file handle"))
+    assert not is_transient(broken("JPEG decoder: not a JPEG file"))
     assert slide.read_tile(0, 0, 8, 0.25).shape == (8, 8, 3)
 
 
@@ -851,7 +851,7 @@ def test_a_thumbnail_is_the_area_mean_of_all(reader: str, mpp: float, plain: Pat
 def test_a_thumbnail_made_in_parts_is_the_same(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_slide(plain) as slide:
         whole = slide.thumbnail(1.3)
-        monkeypatch.setattr(contract, "MAX_SOURCE_PX", 500)
+        monkeypatch.setattr(base, "MAX_SOURCE_PX", 500)
         np.testing.assert_array_equal(slide.thumbnail(1.3), whole)
 
 

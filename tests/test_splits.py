@@ -184,33 +184,33 @@ def with_column(**sides: str) -> Cohort:
     return Cohort(tuple(SlideRow(s, Path("/s", s), s[0], f"p_{s}", side or None) for s, side in sides.items()))
 
 
-def test_given_takes_the_column():
+def test_split_from_column_uses_the_column():
     cohort = with_column(a1="train", b1="train", a2="val", b2="test", a3="test", b9="external")
-    assert co.given(cohort, val=0.5) == Split("given", ("a1", "b1"), ("a2",), ("a3", "b2"))
+    assert co.split_from_column(cohort, val=0.5) == Split("given", ("a1", "b1"), ("a2",), ("a3", "b2"))
 
 
-def test_given_carves_validation_from_train_only():
+def test_split_from_column_carves_validation_from_train_only():
     train = {f"{label}{k}": "train" for label in "ab" for k in range(10)}
     cohort = with_column(**train, a98="test", b98="test")
-    split = co.given(cohort, val=0.2, seed=3)
+    split = co.split_from_column(cohort, val=0.2, seed=3)
     assert split.test == ("a98", "b98")
     assert sorted((*split.train, *split.val)) == sorted(train)
     assert Counter(slide[0] for slide in split.val) == {"a": 2, "b": 2}
-    assert co.given(cohort).val == ()
-    assert co.carve_validation(cohort, co.given(cohort), 0.2, seed=3) == split
+    assert co.split_from_column(cohort).val == ()
+    assert co.carve_validation(cohort, co.split_from_column(cohort), 0.2, seed=3) == split
 
 
-def test_given_refuses_columns_with_gaps():
+def test_split_from_column_refuses_columns_with_gaps():
     with pytest.raises(CohortError, match=r"b2 \(empty\)"):
-        co.given(with_column(a1="train", b1="train", a2="test", b2=""))
+        co.split_from_column(with_column(a1="train", b1="train", a2="test", b2=""))
     with pytest.raises(CohortError, match=r"b2 \(tset\)"):
-        co.given(with_column(a1="train", b1="train", a2="test", b2="tset"))
+        co.split_from_column(with_column(a1="train", b1="train", a2="test", b2="tset"))
     with pytest.raises(CohortError, match="split test"):
-        co.given(with_column(a1="train", b1="train"))
+        co.split_from_column(with_column(a1="train", b1="train"))
     with pytest.raises(CohortError, match="split train"):
-        co.given(with_column(a1="test", b1="test"))
+        co.split_from_column(with_column(a1="test", b1="test"))
     with pytest.raises(CohortError, match="training set has one class only"):
-        co.given(with_column(a1="train", a2="train", b1="test"))
+        co.split_from_column(with_column(a1="train", a2="train", b1="test"))
 
 
 # ---------------------------------------------------------------------------------------------------- CLAM

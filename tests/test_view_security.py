@@ -23,7 +23,7 @@ import pytest
 
 from made_view import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil.cohort import read_cohort
-from selfvitmil.names import names_of
+from selfvitmil.pseudonyms import names_of
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.view import app as app_module

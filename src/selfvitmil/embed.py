@@ -36,7 +36,7 @@ from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
-TOLD_LATER = ("slide", "slide_mpp", "reader", "precision", "layout")
+OPTIONAL_PROVENANCE = ("slide", "slide_mpp", "reader", "precision", "layout")
 """What the first feature files did not tell of their making: the lack of it alone makes no file stale."""
 
 
@@ -125,7 +125,9 @@ def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:
     if version != FORMAT_VERSION:
         return f"made again: written in format {version}, now {FORMAT_VERSION}"
     changed = [
-        key for key, value in made_from.items() if before.get(key, value if key in TOLD_LATER else None) != value
+        key
+        for key, value in made_from.items()
+        if before.get(key, value if key in OPTIONAL_PROVENANCE else None) != value
     ]
     return f"made again: another {' and '.join(changed)} than before" if changed else None
 

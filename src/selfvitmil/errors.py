@@ -1,8 +1,9 @@
-"""Every exception that selfvitmil raises on purpose, as one tree.
+"""The exceptions that selfvitmil raises on purpose, as one tree under `SelfVitMilError`.
 
-An error tells its reader three things: *what* happened (with the file), *why* that stops us and *how* to go on.
-They are kept apart, because a batch job writes them into separate columns of `failures.csv`. All three are positional
-arguments of the exception, so that errors survive the pickling between worker processes.
+An error has three texts for people: *what* failed (with the file), *why*, and *how* to fix it. They are kept separate
+because `failures.csv` has a column for each. Code uses the class and `code` instead, a short kebab-case identifier of
+the kind of failure (`"no-mpp"`), which stays the same when the wording changes; docs/reference/errors.md lists them.
+The texts are positional arguments and `code` is an attribute, so errors survive pickling between worker processes.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from collections.abc import Iterable
 
 
 class SelfVitMilError(Exception):
-    """Base of all errors of this package; catch this one to catch them all."""
+    """Base class of all errors of this package."""
 
     exit_status = 3
-    """What the command line ends with: something that was asked for does not exist."""
+    """Exit status of the command line: a requested output does not exist."""
     transient = False
-    """Whether trying again may help. To be set where the cause does not tell: pickling loses it, OpenSlide has none."""
+    """Whether a retry may succeed. Set where the cause is not known: pickling loses it, OpenSlide has none."""
 
-    def __init__(self, what: str, why: str = "", how: str = ""):
+    def __init__(self, what: str, why: str = "", how: str = "", *, code: str = ""):
         super().__init__(what, why, how)
         self.what = what
         self.why = why
         self.how = how
+        self.code = code
 
     @property
     def reason(self) -> str:
-        """What and why in one line, as it stands in `failures.csv`."""
+        """What failed and why in one line, as in `failures.csv`."""
         return f"{self.what}, {self.why}" if self.why else self.what
 
     def __str__(self) -> str:
@@ -35,25 +37,33 @@ class SelfVitMilError(Exception):
 
 
 class ConfigError(SelfVitMilError):
-    """A setting, flag or argument that cannot be meant."""
+    """An invalid setting, flag or argument."""
 
     exit_status = 2
 
 
 class CohortError(SelfVitMilError):
-    """A table of slides that contradicts itself or the files it names."""
+    """A cohort table that contradicts itself or the files it names."""
 
 
 class CohortProblems(CohortError):
-    """Several things that are wrong with a cohort, to be put right together."""
+    """Several problems of one cohort, reported together."""
 
-    def __init__(self, what: str, why: str = "", how: str = "", problems: tuple[SelfVitMilError, ...] = ()):
-        super().__init__(what, why, how)
+    def __init__(
+        self,
+        what: str,
+        why: str = "",
+        how: str = "",
+        problems: tuple[SelfVitMilError, ...] = (),
+        *,
+        code: str = "several-problems",
+    ):
+        super().__init__(what, why, how, code=code)
         self.problems = problems
 
 
 def raise_problems(problems: Iterable[SelfVitMilError], whole: str) -> None:
-    """Raise the only problem, or one error that lists all problems of `whole`; do nothing where there is none."""
+    """Raise the only problem, or one `CohortProblems` that lists all problems of `whole`; return if there is none."""
     found = tuple(problems)
     if len(found) == 1:
         raise found[0]
@@ -67,11 +77,11 @@ class SlideError(SelfVitMilError):
 
 
 class MissingMppError(SlideError):
-    """A slide that does not say how large its pixels are."""
+    """A slide without a microns-per-pixel value."""
 
 
 class AnnotationError(SelfVitMilError):
-    """An annotation file that cannot be read or makes no sense."""
+    """An annotation file that cannot be read or is invalid."""
 
 
 class TissueError(SelfVitMilError):
@@ -79,32 +89,32 @@ class TissueError(SelfVitMilError):
 
 
 class StainError(SelfVitMilError):
-    """Stains that cannot be estimated from the given pixels."""
+    """Stain vectors that cannot be estimated or applied."""
 
 
 class EncoderError(SelfVitMilError):
-    """An encoder that cannot be loaded, or does not fit its tiles."""
+    """An encoder that cannot be loaded or does not fit its tiles."""
 
 
 class BagError(SelfVitMilError):
-    """A feature file that cannot be read, or a bag that nothing can be learned from."""
+    """A feature file that cannot be read, or a bag that cannot be used for training."""
 
 
 class MetricError(SelfVitMilError):
-    """Numbers from which a score cannot be computed."""
+    """Input from which a metric cannot be computed."""
 
 
 class ArtefactError(SelfVitMilError):
-    """A file of the study that cannot be written, or read back, or is damaged."""
+    """A file of the study that cannot be written or read, or is damaged."""
 
 
 class LockError(ArtefactError):
-    """Another process works on the same study."""
+    """Another process is working on the same study."""
 
 
 class EngineError(SelfVitMilError):
-    """The workers cannot be started or reached."""
+    """Workers that cannot be started or reached."""
 
 
 class SealedLabelError(SelfVitMilError):
-    """A test label that was asked for before the final scoring, or a training that was begun after it."""
+    """A test label requested before the final evaluation, or training started after it."""

@@ -32,7 +32,7 @@ from PIL import Image
 
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.slides import Slide, open_slide
-from selfvitmil.slides.contract import read_at
+from selfvitmil.slides.base import read_at
 from selfvitmil.store.files import atomic_path
 from selfvitmil.store.layout import pack_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import stain
-from selfvitmil.engine import may_pass
+from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SelfVitMilError
 from selfvitmil.slides import SlideCache
 
@@ -175,7 +175,7 @@ class TileReaders:
             try:
                 self._connections[reader].send((start, request, coords_l0[start:stop], place))
             except OSError:
-                raise self._death(reader, request) from None
+                raise self._reader_died(reader, request) from None
             self._waiting[reader] += 1
 
     def _replies(self, request: TileRequest) -> list[tuple[int, int | Exception]]:
@@ -186,11 +186,11 @@ class TileReaders:
             try:
                 replies.append(self._connections[reader].recv())
             except (EOFError, OSError):
-                raise self._death(reader, request) from None
+                raise self._reader_died(reader, request) from None
             self._waiting[reader] -= 1
         return replies
 
-    def _death(self, reader: int, request: TileRequest) -> EngineError:
+    def _reader_died(self, reader: int, request: TileRequest) -> EngineError:
         status = self._readers[reader][1].wait()
         self.close()
         return EngineError(
@@ -248,7 +248,7 @@ def serve(memory: int, channel: int, *shape: int) -> None:
         try:
             result = read_run(cache, request, corners_l0, tiles_KBHW3[slot, first : first + len(corners_l0)])
         except SelfVitMilError as error:
-            error.transient = may_pass(error)  # pickling loses what it came of
+            error.transient = is_transient(error)  # pickling loses what it came of
             result = error
         try:
             connection.send((start, result))

@@ -30,7 +30,7 @@ from scipy import ndimage
 
 from selfvitmil import annotations, stain
 from selfvitmil.cohort.table import check_slide_name
-from selfvitmil.engine import may_pass
+from selfvitmil.engine import is_transient
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
@@ -219,10 +219,10 @@ def tile_slide(job: TileJob) -> TileResult:
         ) as slide:
             tissue = find_tissue(slide, job.settings.tissue, job.slide)
             tables = _cut(slide, tissue, job)
-            picture = draw(tables[0], tissue, look(slide, tissue))
+            picture = draw_qc_picture(tables[0], tissue, qc_thumbnail(slide, tissue))
     except (TissueError, AnnotationError, MissingMppError) as error:
-        if not may_pass(error):
-            for path in (*_tables(job), *_beside(job)):
+        if not is_transient(error):
+            for path in (*_tables(job), *_companion_files(job)):
                 path.unlink(missing_ok=True)
         raise
     made_from = {"settings": _relevant(job.settings), "inputs": inputs}
@@ -359,12 +359,12 @@ def _tables(job: TileJob) -> list[Path]:
     return [job.folder / name / f"{job.slide}.h5" for name in names]
 
 
-def _beside(job: TileJob) -> list[Path]:
+def _companion_files(job: TileJob) -> list[Path]:
     """Picture and outline, which lie beside the fine table."""
     return [_tables(job)[0].with_suffix(suffix) for suffix in (".jpg", ".geojson")]
 
 
-def without_places(settings: StudySettings) -> StudySettings:
+def without_mask_folder(settings: StudySettings) -> StudySettings:
     """The settings as files of a study may hold them: without the folder of own masks, which count by their content."""
     return settings.model_copy(update={"tissue": settings.tissue.model_copy(update={"folder": None})})
 
@@ -372,7 +372,7 @@ def without_places(settings: StudySettings) -> StudySettings:
 def _relevant(settings: StudySettings) -> dict[str, Any]:
     """All settings that can change a table: packs are files of their own, which know by themselves what is current."""
     packing = {"tile": {"pack", "pack_encoding", "pack_quality"}}
-    return without_places(settings).model_dump(mode="json", include=SECTIONS, exclude=packing)
+    return without_mask_folder(settings).model_dump(mode="json", include=SECTIONS, exclude=packing)
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:
@@ -424,7 +424,7 @@ def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
             return f"made again: {', '.join(changed)}"
         if changed := _changed(json.loads(str(attributes["inputs"])), inputs):
             return f"made again: another {' and '.join(key.split(' ')[0] for key in changed)} than before"
-    missing = [path.suffix for path in _beside(job) if not path.exists()]
+    missing = [path.suffix for path in _companion_files(job) if not path.exists()]
     return f"made again: {missing[0]} was missing" if missing else None
 
 
@@ -549,7 +549,7 @@ def trident_attributes(table: TileTable) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- picture
 
 
-def look(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
+def qc_thumbnail(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
     """The slide at a size for people: finer than the tissue's thumbnail where the slide is small."""
     mpp = max(max(slide.size_l0) * slide.mpp / QC_EDGE_PX, slide.mpp)
     if mpp < tissue.mpp:
@@ -558,7 +558,7 @@ def look(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(tissue.thumbnail).resize((width, height), Image.Resampling.BOX))
 
 
-def draw(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
+def draw_qc_picture(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
     """The slide with its tissue outlined in green and kept tiles tinted blue, as JPEG."""
     height, width = picture.shape[:2]
     tint = Image.new("RGBA", (width, height))

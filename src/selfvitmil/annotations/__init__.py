@@ -14,9 +14,9 @@ an outline encloses, `masks` fills masks and measures boxes, `outline` leads fro
 """
 
 from selfvitmil.annotations.annotation import EXCLUDED_GROUPS, TUMOUR_GROUPS, Annotation
+from selfvitmil.annotations.contours import mask_to_annotations
 from selfvitmil.annotations.files import read_annotations, write_annotations
 from selfvitmil.annotations.masks import box_coverage, to_mask
-from selfvitmil.annotations.outline import mask_to_annotations
 
 __all__ = [
     "EXCLUDED_GROUPS",

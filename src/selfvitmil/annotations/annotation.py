@@ -142,6 +142,6 @@ def ring_of(points: object, label: str) -> Ring:
     return ring
 
 
-def opened(ring: Ring) -> Ring:
+def without_closing_point(ring: Ring) -> Ring:
     """Without the last point where it repeats the first."""
     return ring[:-1] if len(ring) > 1 and (ring[0] == ring[-1]).all() else ring

@@ -17,7 +17,16 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from selfvitmil.annotations.annotation import Annotation, Malformed, Ring, Shape, label_of, opened, ring_of, signed_area
+from selfvitmil.annotations.annotation import (
+    Annotation,
+    Malformed,
+    Ring,
+    Shape,
+    label_of,
+    ring_of,
+    signed_area,
+    without_closing_point,
+)
 from selfvitmil.errors import AnnotationError
 
 ASAP_TYPES: dict[str, Shape] = {
@@ -85,7 +94,7 @@ def _asap_annotation(
     rows.sort(key=lambda row: row[0])
     ring, holes = ring_of([row[1:] for row in rows], label), ()
     if shape in AREA_TYPES:
-        ring, holes = _split_keyholes(opened(ring))
+        ring, holes = _split_keyholes(without_closing_point(ring))
     color = attributes.get("Color", "").upper() or None
     return Annotation(name, group, ring, holes, shape, color, group_colors.get(group))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from selfvitmil.annotations.annotation import Annotation, Malformed
 from selfvitmil.annotations.asap import parse_asap, write_asap
 from selfvitmil.annotations.geojson import parse_geojson, parse_ncrf, write_geojson
-from selfvitmil.annotations.regions import checked
+from selfvitmil.annotations.regions import check_outlines
 from selfvitmil.errors import AnnotationError
 from selfvitmil.store.files import atomic_path
 
@@ -33,7 +33,7 @@ def read_annotations(path: str | Path, *, repair: bool = False) -> tuple[Annotat
     """
     path = Path(path)
     try:
-        return checked(list(_parse(_unpacked(path))), path.name, repair)
+        return check_outlines(list(_parse(_unpacked(path))), path.name, repair)
     except (Malformed, RecursionError) as error:
         raise AnnotationError(
             f"{path.name} cannot be read as annotations",

@@ -23,8 +23,8 @@ from selfvitmil.annotations.annotation import (
     Ring,
     Shape,
     label_of,
-    opened,
     ring_of,
+    without_closing_point,
 )
 from selfvitmil.annotations.asap import AREA_TYPES, ASAP_TYPES
 
@@ -98,7 +98,7 @@ def _parse_geometry(geometry: Mapping[str, Any], label: str) -> Iterator[tuple[S
             for rings in [coordinates] if kind == "Polygon" else coordinates:
                 if not isinstance(rings, list):
                     raise Malformed(f"{label} has coordinates that are not pairs of finite numbers")
-                outer, *holes = [opened(ring_of(ring, label)) for ring in rings] or [np.empty((0, 2))]
+                outer, *holes = [without_closing_point(ring_of(ring, label)) for ring in rings] or [np.empty((0, 2))]
                 yield "polygon", outer, tuple(holes)
         case "LineString" | "MultiLineString":
             for line in [coordinates] if kind == "LineString" else coordinates:
@@ -149,7 +149,7 @@ def parse_ncrf(document: Mapping[str, Any]) -> Iterator[Annotation]:
             if not isinstance(entry, dict) or "vertices" not in entry:
                 raise Malformed(f"entry {index + 1} of {key!r} has no vertices")
             name = str(entry.get("name", ""))
-            yield Annotation(name, group, opened(ring_of(entry["vertices"], label_of(index, name))))
+            yield Annotation(name, group, without_closing_point(ring_of(entry["vertices"], label_of(index, name))))
 
 
 # ---------------------------------------------------------------------------------------------------- writing

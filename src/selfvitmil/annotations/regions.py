@@ -23,11 +23,11 @@ _MAX_CROSSINGS = 10_000  # of a line with itself that are sorted out; a scribble
 _AREA_NOISE = 1e-6  # level-0 px²: smaller overlaps come from rounding, not from a hand
 
 
-class _Scribble(ValueError):
+class _TooManyCrossings(ValueError):
     """An outline crosses itself too often to be sorted out."""
 
 
-def checked(annotations: Sequence[Annotation], file_name: str, repair: bool) -> tuple[Annotation, ...]:
+def check_outlines(annotations: Sequence[Annotation], file_name: str, repair: bool) -> tuple[Annotation, ...]:
     """The annotations with every outline sound, or an error that lists those that are not."""
     problems: list[str] = []
     kept: list[Annotation] = []
@@ -65,7 +65,7 @@ def _problem(annotation: Annotation) -> str:
         return "has fewer than 3 different points"
     try:
         faces, windings = _faces(annotation)
-    except _Scribble as error:
+    except _TooManyCrossings as error:
         return str(error)
     doubtful = (windings < 0) | (windings > 1)
     if doubtful.any():
@@ -103,7 +103,7 @@ def region_of(annotation: Annotation, where: str = "") -> Any:
     """All that the line goes round, as a valid shapely geometry."""
     try:
         faces, windings = _faces(annotation)
-    except _Scribble as error:
+    except _TooManyCrossings as error:
         raise AnnotationError(
             f"{where}annotation {annotation.name!r} {error}",
             "which no hand draws and which takes too long to sort out",
@@ -123,7 +123,7 @@ def _faces(annotation: Annotation) -> tuple[NDArray[Any], NDArray[np.int64]]:
     for start in range(0, len(lines), 64):
         crossings += tree.query(lines[start : start + 64], predicate="crosses").shape[1] / 2
         if crossings > _MAX_CROSSINGS:
-            raise _Scribble(f"crosses itself more than {_MAX_CROSSINGS} times")
+            raise _TooManyCrossings(f"crosses itself more than {_MAX_CROSSINGS} times")
     faces = shapely.get_parts(shapely.polygonize([shapely.union_all(lines)]))
     faces = faces[shapely.area(faces) > _AREA_NOISE]
     points = shapely.get_coordinates(shapely.point_on_surface(faces))

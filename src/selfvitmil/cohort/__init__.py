@@ -15,11 +15,11 @@ from selfvitmil.cohort.sources import read_cohort
 from selfvitmil.cohort.splits import (
     Split,
     carve_validation,
-    given,
     hold_out,
     k_fold,
     monte_carlo,
     read_splits,
+    split_from_column,
 )
 from selfvitmil.cohort.table import COLUMNS, Cohort, MergeReport, SlideRow, make_cohort, merge_cohorts, write_cohort
 
@@ -32,7 +32,6 @@ __all__ = [
     "SlideRow",
     "Split",
     "carve_validation",
-    "given",
     "guess_patients",
     "hold_out",
     "k_fold",
@@ -41,6 +40,7 @@ __all__ = [
     "monte_carlo",
     "read_cohort",
     "read_splits",
+    "split_from_column",
     "with_guessed_patients",
     "write_cohort",
 ]

@@ -109,7 +109,7 @@ def split_table(cohort: Cohort) -> tuple[tuple[str, ...], ...]:
     return (("class", *names), *rows)
 
 
-def given(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
+def split_from_column(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
     """The split of the cohort's own column; `val` is carved from train only where the column has no val.
 
     Slides with another word in the column (`external`, `unused`) belong to none of the three; one that looks like a

@@ -20,13 +20,13 @@ workers listen on 127.0.0.1 only. dask.distributed is loaded when workers are ne
     work.py       what happens to one slide, in this process or in a worker: tries, failures, the interrupt
     workers.py    a connection to workers, the same for all three kinds
     local.py      worker processes on this machine
-    foreign.py    the workers of a scheduler that somebody else has started
+    external.py   the workers of a dask scheduler that is already running
     batch.py      workers as jobs of Slurm, PBS or LSF
     progress.py   the moving bar of a terminal, the plain lines of a log
 """
 
 from selfvitmil.engine.engine import Engine
 from selfvitmil.engine.local import num_cores
-from selfvitmil.engine.work import Outcome, may_pass
+from selfvitmil.engine.work import Outcome, is_transient
 
-__all__ = ["Engine", "Outcome", "may_pass", "num_cores"]
+__all__ = ["Engine", "Outcome", "is_transient", "num_cores"]

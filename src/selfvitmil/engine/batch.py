@@ -74,7 +74,7 @@ class _BatchWorkers(Workers):
         self._batch = batch
         self._answers = answers
         self._number = 0
-        self.whereabouts = f"waiting for jobs of {batch.kind} to start (their logs are in {folder})"
+        self.waiting_message = f"waiting for jobs of {batch.kind} to start (their logs are in {folder})"
 
     def ask_for(self, number: int) -> None:
         if min(number, self._batch.jobs) > self._number:
@@ -82,7 +82,7 @@ class _BatchWorkers(Workers):
             # adapt, unlike scale, replaces a job that has reached its time limit
             self._cluster.adapt(minimum_jobs=self._number, maximum_jobs=self._number)
 
-    def check_patience(self, seconds: float) -> None:
+    def check_timeout(self, seconds: float) -> None:
         refused = list(self._answers.refused.values())
         if len(refused) >= self._number and seconds >= (_PATIENCE_S if self._answers.accepted else 0):
             raise EngineError(
@@ -127,11 +127,11 @@ def _key_files(folder: Path) -> Any:
     )
 
 
-def _noting_job(job_class: Any, answers: Answers) -> Any:
+def _recording_job(job_class: Any, answers: Answers) -> Any:
     """A job that notes why the batch system refused it, which dask-jobqueue only logs, and is then tried again."""
     from distributed.core import Status
 
-    class NotingJob(job_class):
+    class RecordingJob(job_class):
         async def start(self) -> None:
             try:
                 await super().start()
@@ -150,7 +150,7 @@ def _noting_job(job_class: Any, answers: Answers) -> Any:
             if cluster is not None and cluster.workers.get(self.name) is self:
                 del cluster.workers[self.name]
 
-    return NotingJob
+    return RecordingJob
 
 
 def _batch_cluster(batch: ClusterSettings, folder: Path, answers: Answers) -> Any:
@@ -164,7 +164,7 @@ def _batch_cluster(batch: ClusterSettings, folder: Path, answers: Answers) -> An
             "Install it with: pip install 'selfvitmil[cluster]'",
         ) from None
     cluster_class = getattr(dask_jobqueue, _BATCH[batch.kind][0])
-    job_class = _noting_job(cluster_class.job_cls, answers)
+    job_class = _recording_job(cluster_class.job_cls, answers)
     try:
         return cluster_class(job_cls=job_class, **_options(batch, folder))
     except ValueError as error:  # an amount of memory that is none, say

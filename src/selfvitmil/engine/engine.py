@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 from selfvitmil.engine.batch import batch_workers
-from selfvitmil.engine.foreign import check_address, foreign_workers
+from selfvitmil.engine.external import check_address, external_workers
 from selfvitmil.engine.local import local_workers, num_cores
 from selfvitmil.engine.progress import Progress, show_progress
 from selfvitmil.engine.run import Run
@@ -154,7 +154,7 @@ def _open_workers(settings: EngineSettings) -> Iterator[Workers]:
         stack.enter_context(dask.config.set({**_DASK, **own}))
         stack.enter_context(_quiet_dask())
         if settings.cluster is not None:
-            yield stack.enter_context(foreign_workers(settings))
+            yield stack.enter_context(external_workers(settings))
         elif settings.batch.kind != "none":
             yield stack.enter_context(batch_workers(settings.batch))
         else:

@@ -43,14 +43,14 @@ def local_workers(most: int) -> Iterator[Workers]:
             "each would start more of them",
             'Put `if __name__ == "__main__":` around the use of Engine',
         )
-    deaths = _Deaths()
+    exits = _WorkerExits()
     security = Security.temporary()
     with ExitStack() as stack:
         with _sigint_blocked():
             cluster = LocalCluster(
                 n_workers=0,
                 threads_per_worker=1,
-                worker_class=_noting_nanny(deaths),
+                worker_class=_recording_nanny(exits),
                 host="127.0.0.1",
                 security=security,
                 dashboard_address="127.0.0.1:0",
@@ -64,7 +64,7 @@ def local_workers(most: int) -> Iterator[Workers]:
             client = Client(cluster, security=security, set_as_default=False)
             stack.callback(client.close)
             stack.callback(lambda: client.sync(_close_nannies, list(cluster.workers.values())))
-        yield _LocalWorkers(client, cluster, most, deaths)
+        yield _LocalWorkers(client, cluster, most, exits)
 
 
 async def _close_nannies(nannies: list[Any]) -> None:
@@ -83,26 +83,26 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ---------------------------------------------------------------------------------------------------- deaths
+# ---------------------------------------------------------------------------------------------------- exits
 
 
 @dataclass
-class _Deaths:
+class _WorkerExits:
     """How worker processes ended, as their nannies saw it."""
 
     exit_codes: dict[str, int] = field(default_factory=dict)  # by address
-    stillborn: int = 0
+    failed_starts: int = 0
 
 
 class _LocalWorkers(Workers):
     local = True
-    whereabouts = "starting a worker"
+    waiting_message = "starting a worker"
 
-    def __init__(self, client: Client, cluster: Any, most: int, deaths: _Deaths):
+    def __init__(self, client: Client, cluster: Any, most: int, exits: _WorkerExits):
         super().__init__(client)
         self._cluster = cluster
         self._most = most
-        self._deaths = deaths
+        self._exits = exits
         self._number = 0
         self._met = False
 
@@ -116,31 +116,31 @@ class _LocalWorkers(Workers):
         self._met = self._met or bool(alive)
         return alive
 
-    def check_patience(self, seconds: float) -> None:
-        stillborn = not self._met and self._deaths.stillborn >= self._number
-        if stillborn or seconds > _PATIENCE_S:
+    def check_timeout(self, seconds: float) -> None:
+        failed_starts = not self._met and self._exits.failed_starts >= self._number
+        if failed_starts or seconds > _PATIENCE_S:
             raise EngineError(
                 "the worker processes do not come to life",
-                "they died while starting" if stillborn else f"none came within {_PATIENCE_S:.0f} s",
+                "they died while starting" if failed_starts else f"none came within {_PATIENCE_S:.0f} s",
                 "See whether memory, disk or the number of processes is at its limit (`--workers 0` starts none). "
                 'A script of your own needs `if __name__ == "__main__":` around its use of Engine',
             )
 
     def exit_code(self, address: str) -> int | None:
         until = time.monotonic() + _REAPED_S
-        while address not in self._deaths.exit_codes and time.monotonic() < until:
+        while address not in self._exits.exit_codes and time.monotonic() < until:
             time.sleep(0.01)
-        return self._deaths.exit_codes.get(address)
+        return self._exits.exit_codes.get(address)
 
 
-def _noting_nanny(deaths: _Deaths) -> Any:
+def _recording_nanny(exits: _WorkerExits) -> Any:
     """A Nanny that notes how its process ended, and leaves the environment of ours as it was."""
     from distributed import Nanny
 
     before = {name: os.environ.get(name) for name in (*ONE_THREAD, "PYTHONHASHSEED", "MALLOC_TRIM_THRESHOLD_")}
     starting = 0
 
-    class NotingNanny(Nanny):
+    class RecordingNanny(Nanny):
         def __init__(self, *arguments: Any, **options: Any):
             super().__init__(*arguments, **options)
             self.pre_spawn_env = {**self.pre_spawn_env, **ONE_THREAD}
@@ -162,12 +162,12 @@ def _noting_nanny(deaths: _Deaths) -> Any:
 
         def _on_worker_exit_sync(self, exitcode: int) -> None:
             if self.worker_address is None:
-                deaths.stillborn += 1
+                exits.failed_starts += 1
             else:
-                deaths.exit_codes[self.worker_address] = exitcode
+                exits.exit_codes[self.worker_address] = exitcode
             super()._on_worker_exit_sync(exitcode)
 
-    return NotingNanny
+    return RecordingNanny
 
 
 def _restore_environment(values: Mapping[str, str | None]) -> None:

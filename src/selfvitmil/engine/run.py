@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from selfvitmil import __version__
 from selfvitmil.engine.progress import Progress
 from selfvitmil.engine.work import Outcome
-from selfvitmil.engine.workers import CENSUS_S, Result, Workers, first_line, is_loss
+from selfvitmil.engine.workers import POLL_S, Result, Workers, first_line, is_loss
 from selfvitmil.errors import EngineError
 from selfvitmil.store.failures import Failure
 
@@ -67,11 +67,11 @@ class Run(Generic[T]):
             if alive:
                 last_alive = time.monotonic()
             else:
-                self._workers.check_patience(time.monotonic() - last_alive)
-                progress.waiting(self._workers.whereabouts, time.monotonic() - last_alive)
+                self._workers.check_timeout(time.monotonic() - last_alive)
+                progress.waiting(self._workers.waiting_message, time.monotonic() - last_alive)
             yield from self._hand_out(alive)
             try:
-                key, result = self._finished.get(timeout=CENSUS_S if alive else 0.05)
+                key, result = self._finished.get(timeout=POLL_S if alive else 0.05)
             except queue.Empty:
                 pass
             else:
@@ -157,20 +157,20 @@ class Run(Generic[T]):
             self._singles.extend(task.names)
             return
         [name] = task.names
-        if exit_code in _NOBODYS_FAULT and name not in self._suspected:
+        if exit_code in _AMBIGUOUS_EXIT_CODES and name not in self._suspected:
             self._suspected.add(name)
             self._suspects.append(name)
         else:
-            failure = Failure.of(name, self._stage, _death(name, exit_code))
+            failure = Failure.of(name, self._stage, _worker_died(name, exit_code))
             yield Outcome(name, None, failure, time.monotonic() - task.began)
 
 
-_NOBODYS_FAULT = (None, 0, 255, -signal.SIGKILL, -signal.SIGTERM)
+_AMBIGUOUS_EXIT_CODES = (None, 0, 255, -signal.SIGKILL, -signal.SIGTERM)
 """Exit codes that do not tell whether the slide was to blame (255: reaped by someone else)."""
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 
 
-def _death(name: str, exit_code: int | None) -> EngineError:
+def _worker_died(name: str, exit_code: int | None) -> EngineError:
     what = f"{name}: its worker process died while on this slide"
     memory = "Close other programs, use a machine with more memory or give the jobs more of it"
     if exit_code in (None, 255):

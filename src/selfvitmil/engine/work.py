@@ -35,7 +35,7 @@ class Outcome(Generic[T]):
 
 _FIRST_PAUSE_S = 1.0
 
-HICCUPS = {
+TRANSIENT_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
     errno.EAGAIN,
@@ -53,7 +53,7 @@ HICCUPS = {
 """What network drives answer when they hiccup; ConnectionError and TimeoutError count as well."""
 
 
-def may_pass(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Whether trying again can help: it, or what it came of, is a hiccup of a drive or has `.transient = True`.
 
     What it came of is its cause, or else what was being handled when it was raised, `from None` or not: our errors hide
@@ -64,7 +64,7 @@ def may_pass(error: BaseException | None) -> bool:
     while error is not None and error not in seen:
         if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "transient", False):
             return True
-        if isinstance(error, OSError) and error.errno in HICCUPS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__
@@ -80,7 +80,7 @@ def attempt(function: Callable[[Item], T], name: str, item: Item, stage: str, re
         try:
             return Outcome(name, function(item), None, time.perf_counter() - began)
         except (Exception, SystemExit) as error:
-            if tries > retries or not may_pass(error):
+            if tries > retries or not is_transient(error):
                 return Outcome(name, None, _failure(name, stage, error, tries), time.perf_counter() - began)
         time.sleep(_FIRST_PAUSE_S * 2 ** (tries - 1))
 

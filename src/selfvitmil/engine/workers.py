@@ -1,6 +1,6 @@
 """A connection to workers and what is known of each: the same for all three kinds, which differ in small methods.
 
-The kinds (`local.py`, `foreign.py`, `batch.py`) each give a context manager that starts or finds the workers, yields a
+The kinds (`local.py`, `external.py`, `batch.py`) each give a context manager that starts or finds the workers, yields a
 `Workers` and tidies up. `run.py` talks to them through `Workers` alone.
 """
 
@@ -34,7 +34,7 @@ ONE_THREAD = {
 ALLOWED_FAILURES = 0
 """dask's allowed-failures for our schedulers: a task is given back the first time its worker dies; we decide."""
 
-CENSUS_S = 0.5
+POLL_S = 0.5
 """How often the scheduler is asked which workers there are."""
 
 _RESULT_S = 30.0
@@ -50,7 +50,7 @@ class Workers:
     """A connection to workers, and what is known of each: who is there, who is busy, how one died."""
 
     local = False
-    whereabouts = "waiting for workers of the cluster"
+    waiting_message = "waiting for workers of the cluster"
     """What the user is told while there is none."""
 
     def __init__(self, client: Client):
@@ -62,7 +62,7 @@ class Workers:
     def ask_for(self, number: int) -> None:
         """Have workers for this many slides, within what the settings allow."""
 
-    def check_patience(self, seconds: float) -> None:
+    def check_timeout(self, seconds: float) -> None:
         """Raise where workers that are away for so long will not come."""
 
     def exit_code(self, address: str) -> int | None:
@@ -71,7 +71,7 @@ class Workers:
 
     def alive(self) -> set[str]:
         """Addresses of the workers, at most a moment old."""
-        if time.monotonic() - self._asked >= CENSUS_S or not self._alive:
+        if time.monotonic() - self._asked >= POLL_S or not self._alive:
             try:
                 self._alive = set(self._client.nthreads())  # pyright: ignore[reportArgumentType]
             except (OSError, TimeoutError):

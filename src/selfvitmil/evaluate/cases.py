@@ -26,7 +26,7 @@ import numpy as np
 
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort
-from selfvitmil.cohort.positive import ClassOrder, order_classes
+from selfvitmil.cohort.positive_class import ClassOrder, order_classes
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure

@@ -30,9 +30,10 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
-from selfvitmil import words as plain
+from selfvitmil import formatting as plain
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, check_rows
+from selfvitmil.formatting import shorten
 from selfvitmil.metrics import (
     Interval,
     Reliability,
@@ -49,7 +50,6 @@ from selfvitmil.metrics import (
     wilson,
 )
 from selfvitmil.metrics.intervals import Floats, Labels, check_labels, check_scores
-from selfvitmil.words import shorten
 
 Protocol = Literal["honest", "optimistic"]
 P = ParamSpec("P")

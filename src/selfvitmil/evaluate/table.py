@@ -18,6 +18,16 @@ import numpy as np
 
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.formatting import (
+    duration,
+    markdown_list,
+    markdown_table,
+    number,
+    p_value,
+    percent,
+    shorten,
+    with_limits,
+)
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.metrics.intervals import (
     Floats,
@@ -29,16 +39,6 @@ from selfvitmil.metrics.intervals import (
 )
 from selfvitmil.metrics.ranking import resampled_macro_auc
 from selfvitmil.store.files import csv_text
-from selfvitmil.words import (
-    duration,
-    markdown_list,
-    markdown_table,
-    number,
-    p_value,
-    percent,
-    shorten,
-    with_limits,
-)
 
 # ---------------------------------------------------------------------------------------------------- published
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from selfvitmil.bags import Bag
-from selfvitmil.cohort import Cohort, Split, carve_validation, given, k_fold, monte_carlo, read_splits
+from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
 from selfvitmil.cohort.splits import check_split
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import CohortError, ConfigError
@@ -54,7 +54,7 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
     usable = cohort.select(labelled=True) if usable is None else usable
     kind = split_kind(usable, train)
     if kind == "given":
-        return (given(usable, val=val, seed=train.seed),)
+        return (split_from_column(usable, val=val, seed=train.seed),)
     if kind == "k-fold":
         return k_fold(usable, train.folds, val=val, seed=train.seed)
     if kind == "monte-carlo":

@@ -26,11 +26,11 @@ from selfvitmil.evaluate.figures import (
     styled,
     with_limits,
 )
+from selfvitmil.formatting import shorten
 from selfvitmil.localize.lesion_scores import Floats, LesionScores, froc_curve
 from selfvitmil.localize.methods import LesionTable
 from selfvitmil.metrics import FPS, Froc
 from selfvitmil.store.files import write_text
-from selfvitmil.words import shorten
 
 COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))

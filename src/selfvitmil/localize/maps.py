@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.cohort.positive import is_negative_name
+from selfvitmil.cohort.positive_class import is_negative_name
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError
 from selfvitmil.store.files import atomic_path

@@ -17,11 +17,11 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.scores import interval_json
 from selfvitmil.evaluate.table import holm
+from selfvitmil.formatting import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 from selfvitmil.localize.judge import LesionCase
 from selfvitmil.localize.lesion_scores import SCORES, LesionScores, limits, record_csv
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics.intervals import bootstrap_p_value
-from selfvitmil.words import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 
 COLUMNS = {
     "froc": "FROC",

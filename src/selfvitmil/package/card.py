@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from selfvitmil.formatting import markdown_list, markdown_table, percent, value_and_limits
 from selfvitmil.package.expected import Expected
 from selfvitmil.package.files import RESEARCH_ONLY
 from selfvitmil.settings import StudySettings
-from selfvitmil.words import markdown_list, markdown_table, percent, value_and_limits
 
 FIGURES = (
     "auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "ppv", "npv", "f1", "macro_f1", "pr_auc",

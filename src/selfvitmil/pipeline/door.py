@@ -94,7 +94,7 @@ def _format_of(path: Path) -> int | None:
 
 def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
-    from selfvitmil.cohort.positive import order_classes
+    from selfvitmil.cohort.positive_class import order_classes
     from selfvitmil.evaluate import Cases, make_splits, seal
     from selfvitmil.evaluate.cases import Case, check_two_classes
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil import words
+from selfvitmil import formatting
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, MetricError
@@ -687,7 +687,7 @@ def _is_camelyon16_test(splits: Sequence[Split]) -> bool:
 
 def _score_table(told: Mapping[str, Any], confidence: float) -> tuple[tuple[str, ...], ...]:
     """The figures of slides, and of patients where they differ, for the terminal."""
-    header = ("", "ensemble", f"{words.percent(confidence)} interval", "mean of seeds", "sd")
+    header = ("", "ensemble", f"{formatting.percent(confidence)} interval", "mean of seeds", "sd")
     rows: list[tuple[str, ...]] = []
     for level in ("slide", "patient"):
         if "same_as" in told[level]:
@@ -704,11 +704,11 @@ def _score_row(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str]
     told = whole.get(name)
     value, limits = "-", ""
     if isinstance(told, Mapping):
-        value, limits = words.value_and_limits(told)
+        value, limits = formatting.value_and_limits(told)
     elif isinstance(told, int | float):
         value = f"{told:.3f}"
     spread = (level.get("over_seeds") or {}).get(name) or {}
     mean, sd = spread.get("mean"), spread.get("sd")
     if value == "-" and mean is None:
         return None
-    return value, limits, words.number(mean), words.number(sd)
+    return value, limits, formatting.number(mean), formatting.number(sd)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfvitmil import words
+from selfvitmil import formatting
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
 from selfvitmil.pipeline.localizing import Mapper, choose_slides
@@ -48,7 +48,7 @@ def evaluate_lesions(
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
     lines += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
     lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {below(study, folder)}")
-    table = [("lesions", "value", f"{words.percent(settings.evaluate.confidence)} interval")]
+    table = [("lesions", "value", f"{formatting.percent(settings.evaluate.confidence)} interval")]
     table += _score_rows(scores.to_json())
     return Summary(tuple(lines), tuple(failures), tuple(table))
 
@@ -155,5 +155,5 @@ def _score_rows(told: Mapping[str, object]) -> list[tuple[str, str, str]]:
     for score in scores.values():
         if score is None or score.get("value") is None:
             continue
-        rows.append((str(score["words"]), *words.value_and_limits(score)))
+        rows.append((str(score["words"]), *formatting.value_and_limits(score)))
     return rows

@@ -15,6 +15,7 @@ from typing import Any
 
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
+from selfvitmil.formatting import duration
 from selfvitmil.pipeline.examining import memory_bytes
 from selfvitmil.pipeline.measuring import (
     EncoderMeasures,
@@ -31,7 +32,6 @@ from selfvitmil.pipeline.record import read_record
 from selfvitmil.pipeline.running import as_before, device_lines
 from selfvitmil.pipeline.study import Summary
 from selfvitmil.settings import StudySettings
-from selfvitmil.words import duration
 
 TRAINING_EFFICIENCY = 0.85
 """Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""

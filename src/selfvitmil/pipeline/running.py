@@ -19,6 +19,7 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import is_camelyon16_name
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, MetricError, SelfVitMilError
+from selfvitmil.formatting import duration
 from selfvitmil.pipeline.encoders import embed, pretrain
 from selfvitmil.pipeline.learning import FeatureChoice, compare, evaluate
 from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
@@ -30,7 +31,6 @@ from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.words import duration
 
 PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
 """Tiles and slides of Camelyon16 as the paper counts them."""

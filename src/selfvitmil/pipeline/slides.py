@@ -103,7 +103,7 @@ def _with_twins(rows: Sequence[Any]) -> list[Any]:
 
 def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
     """Find tissue, cut tiles, fit stains; writes `tiles/<tiling>/` and `failures.csv`."""
-    from selfvitmil.tiles import SECTIONS, tile_slide, without_places
+    from selfvitmil.tiles import SECTIONS, tile_slide, without_mask_folder
 
     name = tiling_name(settings.tile)
     folder = StudyLayout(study).tiles_folder
@@ -112,7 +112,7 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
         jobs = tile_jobs(study, cohort, settings)
         done, failures = map_slides(engine, study, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
         if done:
-            write_text(folder / name / "settings.toml", to_toml(without_places(settings), SECTIONS))
+            write_text(folder / name / "settings.toml", to_toml(without_mask_folder(settings), SECTIONS))
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
             write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)

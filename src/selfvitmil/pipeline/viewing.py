@@ -57,7 +57,7 @@ def export_view(
 
 
 def _viewed(study: Path, settings: StudySettings, pseudonyms: bool) -> ViewedStudy:
-    from selfvitmil.names import names_of
+    from selfvitmil.pseudonyms import names_of
     from selfvitmil.view.study import ViewedStudy
 
     if not StudyLayout(study).cohort.is_file():

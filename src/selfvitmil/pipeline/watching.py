@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.formatting import duration
 from selfvitmil.pipeline.record import RunRecord, process_exists, read_record
 from selfvitmil.pipeline.study import CohortSource, Summary, find_cohort
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout, feature_name
-from selfvitmil.words import duration
 
 
 @dataclass(frozen=True)

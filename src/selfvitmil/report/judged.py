@@ -9,12 +9,12 @@ from typing import Any
 
 from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.results import FORMAT_VERSION
+from selfvitmil.formatting import percent, value_and_limits
 from selfvitmil.localize.maps import MAIN_METHOD
-from selfvitmil.names import Names
+from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, Record, Results
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import figure
-from selfvitmil.words import percent, value_and_limits
 
 HEADLINES = {
     "auc": "AUC",

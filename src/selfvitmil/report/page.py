@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from selfvitmil.names import Names, names_of
+from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.report import judged, sections, slides
 from selfvitmil.report.contents import Contents, read_contents
 from selfvitmil.report.markup import Markup, join, map_text, tag

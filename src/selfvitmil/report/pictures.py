@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil.names import Names
+from selfvitmil.pseudonyms import Names
 from selfvitmil.report.markup import Markup, tag
 
 

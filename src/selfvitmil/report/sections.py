@@ -11,14 +11,14 @@ from typing import Any
 
 from selfvitmil import __version__
 from selfvitmil.errors import MetricError
-from selfvitmil.names import Names
+from selfvitmil.formatting import duration
+from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, EncoderFolder, Record, Results
 from selfvitmil.report.curves import pretraining_figure
 from selfvitmil.report.judged import counted, is_optimistic
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import figure, picture_file
 from selfvitmil.settings import StudySettings
-from selfvitmil.words import duration
 
 RESEARCH = "For research use only. Not a medical device."
 RESEARCH_MORE = (

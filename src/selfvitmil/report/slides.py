@@ -20,7 +20,7 @@ from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.lesions import RANKS_ONLY, Lesion, find_lesions, hottest_first, hottest_tile
 from selfvitmil.localize.maps import SlideMap
-from selfvitmil.names import Names
+from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, Finding, Maps, Record
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag
 from selfvitmil.report.pictures import picture, picture_file

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.settings import slide_mpp_problem
-from selfvitmil.slides.contract import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
+from selfvitmil.slides.base import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
 from selfvitmil.store.files import file_fingerprint, hash_of
 
 __all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
@@ -54,10 +54,10 @@ def open_slide(
         try:
             layout = jpegtiff.open_layout(path, probe.vendor)
             if layout.sizes[: len(probe.sizes)] != probe.sizes:
-                raise jpegtiff.Unsuitable("its pages are other levels than OpenSlide sees")
-        except jpegtiff.Unsuitable as error:
+                raise jpegtiff.UnsupportedLayout("its pages are other levels than OpenSlide sees")
+        except jpegtiff.UnsupportedLayout as error:
             layout, reason = None, str(error)
-        except jpegtiff.CutShort as error:
+        except jpegtiff.TruncatedFile as error:
             raise SlideError(f"{path.name}: the file is cut short", str(error), DAMAGED) from None
         except OSError as error:
             raise SlideError(f"{path.name}: the file cannot be read", without_path(str(error), path), DAMAGED) from None
@@ -89,7 +89,9 @@ def _check_file(path: Path) -> None:
         with path.open("rb"):
             pass
     except FileNotFoundError:
-        raise SlideError(f"{path.name}: there is no such file", "so it cannot be opened", where) from None
+        raise SlideError(
+            f"{path.name}: no such file", "the path does not exist", where, code="file-not-found"
+        ) from None
     except OSError as error:
         raise SlideError(
             f"{path.name}: the file cannot be read", without_path(error.strerror or "", path), where

@@ -31,7 +31,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from selfvitmil.errors import SlideError
-from selfvitmil.slides.contract import DAMAGED, Box, Slide, read_at, without_path
+from selfvitmil.slides.base import DAMAGED, Box, Slide, read_at, without_path
 from selfvitmil.slides.resample import Grid, Pixels, reduce_whole
 
 CACHE_BYTES = 64 << 20
@@ -47,11 +47,11 @@ JFIF_MARKER = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"
 ADOBE_RGB_MARKER = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00"
 
 
-class Unsuitable(Exception):
+class UnsupportedLayout(Exception):
     """A slide that this reader leaves to OpenSlide; says why."""
 
 
-class CutShort(Exception):
+class TruncatedFile(Exception):
     """A slide of which a part is missing; says how much."""
 
 
@@ -95,18 +95,18 @@ class Layout:
 
 
 def open_layout(path: Path, vendor: str) -> Layout:
-    """Open a file of a format that OpenSlide calls `vendor`; raises Unsuitable, CutShort, OSError."""
+    """Open a file of a format that OpenSlide calls `vendor`; raises UnsupportedLayout, TruncatedFile, OSError."""
     if vendor not in ("aperio", "generic-tiff"):
-        raise Unsuitable(f"{vendor} files have rules of their own")
+        raise UnsupportedLayout(f"{vendor} files have rules of their own")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         levels = _read_levels(path, vendor, descriptor)
     except BaseException as error:
         os.close(descriptor)
-        if isinstance(error, Unsuitable | CutShort | OSError) or not isinstance(error, Exception):
+        if isinstance(error, UnsupportedLayout | TruncatedFile | OSError) or not isinstance(error, Exception):
             raise
         # A malformed TIFF makes tifffile stumble in any way; OpenSlide may know better.
-        raise Unsuitable(f"its layout is unusual ({type(error).__name__}: {error})") from error
+        raise UnsupportedLayout(f"its layout is unusual ({type(error).__name__}: {error})") from error
     status = os.fstat(descriptor)
     return Layout(levels, descriptor, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
@@ -117,7 +117,7 @@ def _read_levels(path: Path, vendor: str, descriptor: int) -> tuple[TiledLevel, 
     _check_length(levels, os.fstat(descriptor).st_size)
     if vendor == "aperio" and len(levels) > 1 and any((level.counts == 0).any() for level in levels):
         # A known fault of some scanners; where a tile is missing, OpenSlide draws the smaller levels from the larger.
-        raise Unsuitable("tiles are missing, and OpenSlide makes up what lies there in its smaller levels")
+        raise UnsupportedLayout("tiles are missing, and OpenSlide makes up what lies there in its smaller levels")
     return levels
 
 
@@ -139,7 +139,7 @@ def _sub_pages(first: tifffile.TiffPage) -> list[Any]:
         ratio = first.imagewidth / page.imagewidth
         is_level = page.subfiletype & REDUCED_IMAGE and abs(first.imagelength / ratio - page.imagelength) < 2
         if not is_level or ratio <= 1:
-            raise Unsuitable("what hangs below its first page is no pyramid")
+            raise UnsupportedLayout("what hangs below its first page is no pyramid")
     return sorted(pages, key=lambda page: -page.imagewidth)
 
 
@@ -156,12 +156,12 @@ def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
         and page.tilelength % 8 == 0
     )
     if not is_plain:
-        raise Unsuitable("not all of its levels are 8-bit colour JPEG in tiles")
+        raise UnsupportedLayout("not all of its levels are 8-bit colour JPEG in tiles")
     num_across, num_down = -(-page.imagewidth // page.tilewidth), -(-page.imagelength // page.tilelength)
     offsets = np.asarray(page.dataoffsets, np.int64)
     counts = np.asarray(page.databytecounts, np.int64)
     if not len(offsets) == len(counts) == num_across * num_down:
-        raise Unsuitable("it does not say where all of its tiles are")
+        raise UnsupportedLayout("it does not say where all of its tiles are")
     marker = ADOBE_RGB_MARKER if page.photometric == RGB else JFIF_MARKER
     head = SOI + marker + _tables(page.jpegtables or b"")
     stored = np.flatnonzero(counts)
@@ -183,10 +183,10 @@ def _check_tile(head: bytes, tile: bytes, tile_size: tuple[int, int]) -> str:
     """Look at one tile's markers; returns its subsampling."""
     codes = [code for code, start, _ in _segments(tile) if start >= _after_marks(tile)]
     if any(0xE0 <= code <= 0xEF for code in codes):
-        raise Unsuitable("its JPEG tiles have markers in unusual places")
+        raise UnsupportedLayout("its JPEG tiles have markers in unusual places")
     height, width, _, subsampling = simplejpeg.decode_jpeg_header(head + tile[_after_marks(tile) :])
     if (width, height) != tile_size:
-        raise Unsuitable("its JPEG tiles differ in size from what the TIFF says")
+        raise UnsupportedLayout("its JPEG tiles differ in size from what the TIFF says")
     return str(subsampling)
 
 
@@ -215,7 +215,7 @@ def _check_length(levels: Sequence[TiledLevel], length: int) -> None:
     missing = sum(int(((level.offsets + level.counts > length) & (level.counts > 0)).sum()) for level in levels)
     if missing:
         total = sum(len(level.counts) for level in levels)
-        raise CutShort(f"{missing} of its {total} JPEG tiles lie beyond its end")
+        raise TruncatedFile(f"{missing} of its {total} JPEG tiles lie beyond its end")
 
 
 def tiff_compression(path: Path) -> str:
@@ -276,7 +276,7 @@ class JpegTiffSlide(Slide):
     def _open(self) -> Layout:
         try:
             layout = open_layout(self.path, self.vendor)
-        except (Unsuitable, CutShort, OSError) as error:
+        except (UnsupportedLayout, TruncatedFile, OSError) as error:
             reason = without_path(str(error), self.path)
             raise SlideError(f"{self.name}: the slide cannot be opened any more", reason, DAMAGED) from None
         if layout.sizes != tuple(level.size for level in self.levels):

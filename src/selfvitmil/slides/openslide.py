@@ -18,9 +18,9 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
-from selfvitmil.engine.work import HICCUPS
+from selfvitmil.engine.work import TRANSIENT_ERRNOS
 from selfvitmil.errors import SlideError
-from selfvitmil.slides.contract import DAMAGED, Box, Slide, without_path
+from selfvitmil.slides.base import DAMAGED, Box, Slide, without_path
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def _open(path: Path) -> openslide.OpenSlide:
         ) from None
     except (openslide.OpenSlideError, OSError) as error:
         trouble = SlideError(f"{path.name}: the slide cannot be opened", without_path(str(error), path), DAMAGED)
-        trouble.transient = _is_hiccup(error)
+        trouble.transient = _is_io_failure(error)
         raise trouble from None
 
 
-def _is_hiccup(error: Exception) -> bool:
+def _is_io_failure(error: Exception) -> bool:
     """Whether the drive failed: OpenSlide says so in words only."""
-    return any(words in str(error) for words in ("I/O error", *map(os.strerror, HICCUPS)))
+    return any(words in str(error) for words in ("I/O error", *map(os.strerror, TRANSIENT_ERRNOS)))
 
 
 class OpenSlideSlide(Slide):
@@ -90,7 +90,7 @@ class OpenSlideSlide(Slide):
         except openslide.OpenSlideError as error:
             self.close()  # OpenSlide refuses all further reading after an error; other regions may be sound
             trouble = self._unreadable(index, box, str(error))
-            trouble.transient = _is_hiccup(error)
+            trouble.transient = _is_io_failure(error)
             raise trouble from None
         return _on_white(picture)
 

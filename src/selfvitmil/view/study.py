@@ -21,7 +21,7 @@ from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.maps import read_map
-from selfvitmil.names import Names, names_of
+from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout

@@ -19,9 +19,9 @@ from selfvitmil.bags import Bag
 from selfvitmil.cohort import SlideRow
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, CohortError, ConfigError
+from selfvitmil.formatting import percent
 from selfvitmil.settings import SupervisedSettings
 from selfvitmil.tiles import TileTable, boxes_l0, read_tiles
-from selfvitmil.words import percent
 
 TUMOUR, NORMAL, LEFT_OUT = 1, 0, -1
 

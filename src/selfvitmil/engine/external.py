@@ -40,7 +40,7 @@ def check_address(settings: EngineSettings) -> None:
 
 
 @contextmanager
-def foreign_workers(settings: EngineSettings) -> Iterator[Workers]:
+def external_workers(settings: EngineSettings) -> Iterator[Workers]:
     """Those at `settings.cluster`; they stay when we leave."""
     from distributed import Client
     from distributed.security import Security

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfvitmil.names import Names
+from selfvitmil.pseudonyms import Names
 
 CASES = (str, str.upper, str.lower, str.title, str.casefold)
 

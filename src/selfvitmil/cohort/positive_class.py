@@ -24,7 +24,7 @@ _NEGATIVE = """
     норма нормальныи нормальная здоровыи здоровая отрицательныи доброкачественныи контроль
     正常 阴性 陰性 良性 健康 정상 음성
 """
-_DENYING = """
+_NEGATING = """
     no not non none nothing without
     kein keine nein ohne aucun aucune sans ninguno ninguna sin nao nenhum nenhuma sem nessuno nessuna senza
     geen nee zonder ingen inga nej nei utan brak nie bez yok hayir нет без 无 無 否 なし 없음
@@ -32,7 +32,7 @@ _DENYING = """
 NEGATIVE_WORDS = frozenset(_NEGATIVE.split())
 """Words that make a class the negative one, in lower case and without accents; MSS is microsatellite stable, pMMR
 proficient mismatch repair, N0 without node metastasis."""
-DENIALS = frozenset(_DENYING.split())
+NEGATIONS = frozenset(_NEGATING.split())
 """Words that do so as the first word of a name: `no metastasis`, but not `carcinoma of no special type`."""
 NEGATIVE_PREFIXES = ("non", "no", "un")
 """Beginnings of one word that deny the other class: `nontumor` beside `tumor`."""
@@ -85,7 +85,7 @@ def is_negative_name(name: str, other: str = "") -> bool:
     """Whether a class name means the negative class; `other` is the name of the other class.
 
     True for a name with a word of `NEGATIVE_WORDS` (`Normal`, `KRAS wild-type`, `tumor-free`), one that begins with a
-    word of `DENIALS` (`no tumour`), one that denies the other (`nontumor` beside `tumor`, `ER-` beside `ER+`), and
+    word of `NEGATIONS` (`no tumour`), one that denies the other (`nontumor` beside `tumor`, `ER-` beside `ER+`), and
     `NEGATIVE_SYMBOLS`. Words that both names have do not count (`low grade` and `high grade`).
     """
     plain, plain_other = _plain(name), _plain(other)
@@ -95,7 +95,7 @@ def is_negative_name(name: str, other: str = "") -> bool:
         return True
     words, joined = _words(name), "".join(_words(name))
     own = [word for word in words if word not in _words(other)]
-    if joined in NEGATIVE_WORDS or not NEGATIVE_WORDS.isdisjoint(own) or (words and words[0] in DENIALS):
+    if joined in NEGATIVE_WORDS or not NEGATIVE_WORDS.isdisjoint(own) or (words and words[0] in NEGATIONS):
         return True
     return bool(plain_other) and any(joined == prefix + "".join(_words(other)) for prefix in NEGATIVE_PREFIXES)
 

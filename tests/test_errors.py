@@ -1,0 +1,64 @@
+"""Errors: three texts for people, one code for programs."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfvitmil import open_slide
+from selfvitmil.errors import CohortError, CohortProblems, SlideError, raise_problems
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_error_says_what_why_and_how():
+    error = SlideError("a.svs: the slide cannot be opened", "it is truncated", "Copy it again", code="unreadable")
+    assert str(error) == "a.svs: the slide cannot be opened, it is truncated. Copy it again"
+    assert error.reason == "a.svs: the slide cannot be opened, it is truncated"
+    assert SlideError("what").code == ""
+
+
+def test_code_and_texts_survive_pickling():
+    error = SlideError("what", "why", "how", code="no-mpp")
+    error.transient = True
+    copied = pickle.loads(pickle.dumps(error))
+    assert (copied.what, copied.why, copied.how, copied.code, copied.transient) == (
+        "what",
+        "why",
+        "how",
+        "no-mpp",
+        True,
+    )
+    several = pickle.loads(pickle.dumps(CohortProblems("what", problems=(CohortError("a", code="one-class"),))))
+    assert several.code == "several-problems"
+    assert [problem.code for problem in several.problems] == ["one-class"]
+
+
+def test_one_problem_is_raised_as_it_is():
+    only = CohortError("a", code="one-class")
+    with pytest.raises(CohortError) as caught:
+        raise_problems([only], "cohort.csv")
+    assert caught.value is only
+    raise_problems([], "cohort.csv")
+
+
+def test_errors_page_lists_every_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [str(DOCS), *sys.path])
+    import make_errors_page  # pyright: ignore[reportMissingImports]
+
+    raised = {row[:2] for path in make_errors_page.SOURCE.rglob("*.py") for row in make_errors_page.codes(path)}
+    listed = set(
+        re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE)
+    )
+    assert listed == raised, "run `python docs/make_errors_page.py`"
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code, _ in raised)
+
+
+def test_missing_slide_has_the_documented_code(tmp_path: Path):
+    with pytest.raises(SlideError) as caught:
+        open_slide(tmp_path / "missing.svs")
+    assert caught.value.code == "file-not-found"
