@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate.dsmil import DsmilOutput
+from selfvitmil.aggregate.dsmil import DSMILOutput
 
 
 class DenseDsmil(nn.Module):
@@ -78,7 +78,7 @@ def difference(bag_ND: Tensor) -> float:
     ours = aggregate.build("self-vit-mil", dim, 1).to(bag_ND.dtype)
     dense = as_dense(ours, dim)
     output = ours(bag_ND)
-    assert isinstance(output, DsmilOutput)
+    assert isinstance(output, DSMILOutput)
     assert output.attention_NC is not None
     attention_N, bag_logit, max_logit = dense(bag_ND)
     pairs = [(output.attention_NC[:, 0], attention_N)]
@@ -125,7 +125,7 @@ def torchmil_steps(bag_ND: Tensor) -> dict[str, Callable[[], None]]:
             start = name.split(".")[0]
             weight.copy_(weights[name.replace(start, names[start], 1)].reshape(weight.shape))
     output = ours(bag_ND)
-    assert isinstance(output, DsmilOutput)
+    assert isinstance(output, DSMILOutput)
     torch.testing.assert_close(theirs(bag_ND[None]), output.bag_logits_C, rtol=1e-4, atol=1e-4)
 
     def their_loss() -> Tensor:

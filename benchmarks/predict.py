@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from selfvitmil.aggregate import build
+from selfvitmil.aggregate.bag_store import measure
 from selfvitmil.aggregate.recipes import recipe_of
-from selfvitmil.aggregate.store import measure
 from selfvitmil.aggregate.train import Trained, save_model
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil import aggregate, metrics
-from selfvitmil.aggregate import graphs, monitor, optim, scoring, steps, store, train
-from selfvitmil.aggregate import rows as rows_module
-from selfvitmil.aggregate.dsmil import DsmilOutput
+from selfvitmil.aggregate import bag_store, chunked_bag, cuda_graphs, model_selection, optim, steps, train
+from selfvitmil.aggregate.dsmil import DSMILOutput
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, score
 from selfvitmil.bags import Bag
@@ -231,7 +230,7 @@ def test_lookahead_equals_a_slow_loop():
 
 @pytest.mark.parametrize("chunk", [16, 1 << 20])
 def test_standardization_is_numpys_over_training_bags_alone(monkeypatch, chunk):
-    monkeypatch.setitem(store.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(bag_store.CHUNK_ELEMENTS, "cpu", chunk)
     training = cohort(0, 6, shift=3.0)
     bags = [Bag(each.slide, each.bag.features_ND * np.float16(3) + np.float16(50), None) for each in training]
     bags[0].features_ND[:, 2] = 50
@@ -248,8 +247,8 @@ def test_standardization_is_numpys_over_training_bags_alone(monkeypatch, chunk):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_moments_of_parts_are_those_of_the_whole(dtype, monkeypatch):
     features = np.random.default_rng(0).normal(100, 0.5, size=(57, 5)).astype(dtype)
-    monkeypatch.setitem(store.CHUNK_ELEMENTS, "cpu", 20)
-    found = store.measure(torch.from_numpy(features))
+    monkeypatch.setitem(bag_store.CHUNK_ELEMENTS, "cpu", 20)
+    found = bag_store.measure(torch.from_numpy(features))
     assert found.count == 57
     np.testing.assert_allclose(found.mean_D, features.astype(np.float64).mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(found.squares_D / 57, features.astype(np.float64).var(axis=0), rtol=1e-10)
@@ -283,14 +282,14 @@ def test_drawn_instances_are_different_and_in_order(number, share):
 )
 def test_only_training_sees_parts_of_bags(monkeypatch, how, seen):
     sizes: list[tuple[bool, int, bool]] = []
-    aggregate_rows = aggregate.contract.Aggregator.forward
+    aggregate_rows = aggregate.base.Aggregator.forward
 
     def watched(module, bag_ND, coords_N2=None):
         together = coords_N2 is not None and bool((coords_N2[:, 0] // 224 == bag_ND[:, 0]).all())
         sizes.append((module.training, len(bag_ND), together))
         return aggregate_rows(module, bag_ND, coords_N2)
 
-    monkeypatch.setattr(aggregate.contract.Aggregator, "forward", watched)
+    monkeypatch.setattr(aggregate.base.Aggregator, "forward", watched)
 
     def numbered(labelled: LabelledBag) -> LabelledBag:
         features = labelled.bag.features_ND.copy()
@@ -336,7 +335,7 @@ def test_a_shared_store_changes_nothing():
 
 def planted_worth(monkeypatch, values: list[float]) -> None:
     left = iter(values)
-    monkeypatch.setattr(monitor, "worth", lambda *_: next(left))
+    monkeypatch.setattr(model_selection, "worth", lambda *_: next(left))
 
 
 CONSTANT = {"lr": 0.01, "min_lr": 0.01, "warmup_epochs": 0}
@@ -398,13 +397,13 @@ def test_authors_criterion_and_auc_of_several_classes():
     labels = np.array([0, 0, 1, 1, 1])
     probabilities = np.array([[0.2], [0.6], [0.5], [0.7], [0.9]])
     area, right = 5 / 6, 4 / 5  # Youden's point lies between 0.6 and 0.7, and misses 0.5
-    assert monitor.worth("authors", labels, probabilities, 0.3) == pytest.approx((area + right + 1 - 0.3) / 4)
-    assert monitor.worth("auc", labels, probabilities, 0.3) == pytest.approx(area)
-    assert monitor.worth("loss", labels, probabilities, 0.3) == -0.3
+    assert model_selection.worth("authors", labels, probabilities, 0.3) == pytest.approx((area + right + 1 - 0.3) / 4)
+    assert model_selection.worth("auc", labels, probabilities, 0.3) == pytest.approx(area)
+    assert model_selection.worth("loss", labels, probabilities, 0.3) == -0.3
     three = np.array([0, 1, 2, 2])
     scores = np.array([[0.8, 0.1, 0.1], [0.1, 0.5, 0.4], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
-    assert monitor.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
-    assert monitor.accuracy(three, scores) == 0.75
+    assert model_selection.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
+    assert model_selection.accuracy(three, scores) == 0.75
 
 
 @given(
@@ -416,7 +415,7 @@ def test_churn_against_a_slow_loop(fallen, size, num_classes):
     given_up = [rank for rank in counted if rank >= 1 and rank / size >= 0.05]
     expected = len(given_up) / len(counted) if counted else None
     arrays = (np.array(labels), np.array(fallen), np.full(len(fallen), size))
-    assert monitor.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
+    assert model_selection.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
 
 
 def test_overtaking_of_the_critical_instance_is_counted():
@@ -446,11 +445,11 @@ def test_uniform_attention_is_told():
 
 def test_doubts_come_above_their_thresholds_only():
     line = {"epoch": 7, "attention_entropy": 0.98, "critical_churn": 0.5}
-    assert monitor.doubts(line) == []
-    assert monitor.doubts({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
-    (told,) = monitor.doubts({**line, "critical_churn": 0.6})
+    assert model_selection.doubts(line) == []
+    assert model_selection.doubts({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
+    (told,) = model_selection.doubts({**line, "critical_churn": 0.6})
     assert "from epoch 6 to the chosen epoch 7 it was given up for others on 60% of the validation slides" in told
-    assert len(monitor.doubts({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
+    assert len(model_selection.doubts({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
 
 
 @pytest.mark.parametrize("wanted", ["auc", "authors"])
@@ -529,7 +528,7 @@ def test_scores_are_those_of_the_formulas():
     before = torch.is_grad_enabled(), trained.module.training
     for each, found in zip(test, score(trained.module, [each.bag for each in test]), strict=True):
         output = trained.module(torch.from_numpy(each.bag.features_ND))
-        assert isinstance(output, DsmilOutput)
+        assert isinstance(output, DSMILOutput)
         assert output.attention_NC is not None
         assert output.instance_logits_NC is not None
         streams = [logit.sigmoid().item() for logit in (output.max_logits_C, output.bag_logits_C)]
@@ -565,12 +564,12 @@ def test_chowders_evidence_has_the_right_sign():
             module.slide[-1].weight.fill_(sign)
             module.scorer.weight.fill_(1.0)
         module.eval()
-        evidence = scoring.evidence(module, module(features))
+        evidence = module.critical_evidence(module(features))
         assert int(evidence.argmax()) == (2 if sign > 0 else 0)
 
 
 def test_scoring_a_bag_of_another_encoder_names_the_slide():
-    with pytest.raises(BagError, match="slide80: vectors of 5 dimensions, the aggregator was trained on 16"):
+    with pytest.raises(BagError, match="slide80: embeddings of 5 dimensions, the aggregator was trained on 16"):
         score(quick("mean").module, [made(80, 0, dim=5)[0].bag])
     with pytest.raises(BagError, match="slide81: NaN"):
         score(quick("mean").module, [nan_in(made(81, 0)[0]).bag])
@@ -650,8 +649,8 @@ class FakeRecorder:
 
     replays: list[int] = []  # noqa: RUF012
 
-    def record(self, recorded: list[graphs.Step]) -> list[graphs.Step]:
-        def replay(step: graphs.Step) -> graphs.Step:
+    def record(self, recorded: list[cuda_graphs.Step]) -> list[cuda_graphs.Step]:
+        def replay(step: cuda_graphs.Step) -> cuda_graphs.Step:
             def call() -> None:
                 FakeRecorder.replays.append(1)
                 step()
@@ -675,7 +674,7 @@ def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, toget
 
 def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
     class Refusing:
-        def record(self, recorded: list[graphs.Step]) -> list[graphs.Step]:
+        def record(self, recorded: list[cuda_graphs.Step]) -> list[cuda_graphs.Step]:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     plain = quick("dsmil", epochs=3)
@@ -754,7 +753,7 @@ class TestOnGpu:
 
 def test_chunks_of_a_bag_make_no_difference_to_training(monkeypatch):
     whole = quick("self-vit-mil")
-    monkeypatch.setitem(rows_module.CHUNK_BYTES, "cpu", 7 * DIM * 4)
+    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", 7 * DIM * 4)
     chunked = quick("self-vit-mil")
     for name, weight in weights_of(whole).items():
         torch.testing.assert_close(weight, weights_of(chunked)[name], rtol=1e-3, atol=1e-5)
@@ -767,9 +766,9 @@ def test_small_bags_are_trained_by_one_thread_and_the_caller_keeps_his():
     try:
         seen = []
         small = Bag("a", np.zeros((3, 4), np.float16), None)
-        large = Bag("b", np.zeros((store.ONE_THREAD_ELEMENTS // 4, 4), np.float16), None)
+        large = Bag("b", np.zeros((bag_store.ONE_THREAD_ELEMENTS // 4, 4), np.float16), None)
         for bags in ([small], [small, large]):
-            with store.few_threads(bags, torch.device("cpu")):
+            with bag_store.few_threads(bags, torch.device("cpu")):
                 seen.append(torch.get_num_threads())
         assert seen == [1, 2]
         assert torch.get_num_threads() == 2

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate import rows
-from selfvitmil.aggregate.dsmil import HEADS, QUERIES, SCORES, VALUES, Dsmil, DsmilOutput, combine, guidance
+from selfvitmil.aggregate import chunked_bag
+from selfvitmil.aggregate.dsmil import DSMIL, HEADS, QUERIES, SCORES, VALUES, DSMILOutput, attention_guidance, combine
 from selfvitmil.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,10 +24,10 @@ DIM = 10
 CLASSES = pytest.mark.parametrize("num_classes", [1, 2, 3])
 
 
-def made(num_classes: int, seed: int = 0, dtype=torch.float64, name: str = "dsmil", **settings) -> Dsmil:
+def made(num_classes: int, seed: int = 0, dtype=torch.float64, name: str = "dsmil", **settings) -> DSMIL:
     torch.manual_seed(seed)
     module = aggregate.build(name, DIM, num_classes, **{"query_dim": 6, **settings}).to(dtype)
-    assert isinstance(module, Dsmil)
+    assert isinstance(module, DSMIL)
     with torch.no_grad():
         for parameter in module.parameters():  # zero biases would hide mistakes
             parameter.add_(0.1 * torch.randn(parameter.shape, dtype=dtype))
@@ -38,9 +38,9 @@ def bag_of(n: int, seed: int = 1) -> Tensor:
     return torch.randn(n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def run(module: Dsmil, bag_ND: Tensor) -> DsmilOutput:
+def run(module: DSMIL, bag_ND: Tensor) -> DSMILOutput:
     out = module(bag_ND)
-    assert isinstance(out, DsmilOutput)
+    assert isinstance(out, DSMILOutput)
     return out
 
 
@@ -57,10 +57,10 @@ def golden(name: str) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
 @CLASSES
 @pytest.mark.parametrize("chunk_bytes", [4 << 20, 1000])
 def test_golden_numbers_and_gradients(year, num_classes, chunk_bytes, monkeypatch):
-    monkeypatch.setitem(rows.CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", chunk_bytes)
     stored, weights = golden(f"dsmil{year}_c{num_classes}")
     module = aggregate.load_dsmil(weights)
-    assert isinstance(module, Dsmil)
+    assert isinstance(module, DSMIL)
     out = run(module, torch.from_numpy(stored["bag"]))
     loss = module.loss(out, torch.from_numpy(stored["label"]))
     loss.backward()
@@ -86,7 +86,7 @@ def test_golden_numbers_and_gradients(year, num_classes, chunk_bytes, monkeypatc
 # ---------------------------------------------------------------------------------------------------- dense formula
 
 
-def dense(module: Dsmil, bag_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dense(module: DSMIL, bag_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q and V of every instance, then plain matrix products: instance logits, attention, bag and max logits."""
     stream = module.b_classifier
     instance_NC = module.i_classifier.fc(bag_ND)
@@ -108,7 +108,7 @@ def dense(module: Dsmil, bag_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 @pytest.mark.parametrize(("q", "v", "head"), list(itertools.product(QUERIES, VALUES, HEADS)))
 @pytest.mark.parametrize(("num_classes", "top", "scale"), [(1, 1, "sqrt"), (2, 3, "none"), (3, 1, 2.5)])
 def test_fast_form_equals_the_dense_formula(q, v, head, num_classes, top, scale, monkeypatch):
-    monkeypatch.setitem(rows.CHUNK_BYTES, "cpu", 4 * DIM * 8)
+    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", 4 * DIM * 8)
     module = made(num_classes, q=q, v=v, head=head, top=top, scale=scale, bottleneck=4)
     bag_ND = bag_of(19)
     out = run(module, bag_ND)
@@ -216,7 +216,7 @@ def test_slow_loop_of_guided_attention(num_classes, n):
         shares = [each / sum(wanted) for each in wanted]
         divergence += sum(w * math.log(w / s) for w, s in zip(shares, attention, strict=True)) / num_classes
     assert math.isclose(
-        guidance(out.attention_NC, out.instance_logits_NC).item(), divergence, rel_tol=1e-9, abs_tol=1e-12
+        attention_guidance(out.attention_NC, out.instance_logits_NC).item(), divergence, rel_tol=1e-9, abs_tol=1e-12
     )
     assert (n == 1) == (divergence < 1e-12)
     added = module.loss(out, 1).item() - module.eval().loss(out, 1).item()
@@ -264,14 +264,14 @@ def test_guidance_moves_attention_alone():
     out = run(module, bag_of(9))
     assert out.attention_NC is not None
     assert out.instance_logits_NC is not None
-    guidance(out.attention_NC, out.instance_logits_NC).backward()
+    attention_guidance(out.attention_NC, out.instance_logits_NC).backward()
     moved = {name for name, each in module.named_parameters() if each.grad is not None and each.grad.abs().max() > 1e-9}
     assert moved == {"b_classifier.q.weight", "b_classifier.q.bias"}
 
 
 def test_guidance_of_attention_that_is_all_on_one_instance_is_finite():
     attention_NC = torch.tensor([[1.0], [0.0], [1e-42]], requires_grad=True)
-    far = guidance(attention_NC, torch.tensor([[-2.0], [5.0], [0.1]]))
+    far = attention_guidance(attention_NC, torch.tensor([[-2.0], [5.0], [0.1]]))
     far.backward()
     assert attention_NC.grad is not None
     assert 60 < far.item() < 70  # 1e-30 where almost all is wanted: 69, less what is wanted elsewhere
@@ -322,7 +322,7 @@ def test_module_uses_its_score(score):
 def test_orthogonal_init():
     torch.manual_seed(0)
     module = aggregate.build("dsmil", 32, 2, v="linear", init="orthogonal")
-    assert isinstance(module, Dsmil)
+    assert isinstance(module, DSMIL)
     for key, parameter in module.named_parameters():
         if key.endswith("bias"):
             assert not parameter.any()
@@ -346,14 +346,14 @@ def test_quiet_init_is_the_orthogonal_one_with_a_hundredth_of_the_opinion(head):
     assert torch.equal(one.critical_KC, two.critical_KC), "no ties: the pick does not depend on the order"
 
 
-def made_plain(num_classes: int, **settings) -> Dsmil:
+def made_plain(num_classes: int, **settings) -> DSMIL:
     torch.manual_seed(0)
     module = aggregate.build("dsmil", DIM, num_classes, **settings).double()
-    assert isinstance(module, Dsmil)
+    assert isinstance(module, DSMIL)
     return module
 
 
-def v_gradient(module: Dsmil) -> Tensor:
+def v_gradient(module: DSMIL) -> Tensor:
     gradient = module.get_parameter("b_classifier.v.1.weight").grad
     assert gradient is not None
     return gradient
@@ -424,7 +424,7 @@ def test_published_camelyon16_weights(shared: Path):
     module = aggregate.load_dsmil(str(file))
     assert module.config["dim"] == 512
     assert (module.config["q"], module.config["v"], module.num_classes) == ("mlp", "identity", 1)
-    assert isinstance(module, Dsmil)
+    assert isinstance(module, DSMIL)
     bag_ND = torch.randn(50, 512, generator=torch.Generator().manual_seed(0))
     out = run(module, bag_ND)
     for found, expected in zip((out.attention_NC, out.bag_logits_C), dense(module, bag_ND)[1:3], strict=True):
@@ -436,7 +436,7 @@ def test_checkpoints_that_are_none(tmp_path: Path):
         aggregate.load_dsmil({"fc.weight": torch.zeros(2, 2)})
     state = made(1).state_dict()
     del state["b_classifier.q.2.bias"]
-    with pytest.raises(ConfigError, match=r"does not fit its own head.*q\.2\.bias"):
+    with pytest.raises(ConfigError, match=r"inconsistent.*q\.2\.bias"):
         aggregate.load_dsmil(state)
     (tmp_path / "broken.pth").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"^broken\.pth"):

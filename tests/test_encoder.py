@@ -18,9 +18,11 @@ import timm
 import torch
 import torchvision
 from huggingface_hub.errors import EntryNotFoundError
+from PIL import Image
 from timm.layers import SwiGLUPacked
 from torch import nn
 
+import selfvitmil
 from selfvitmil.encoder import (
     LAYOUTS,
     POOLED,
@@ -143,6 +145,44 @@ def test_layouts_match_a_loop_over_blocks_and_tokens(kind, layout):
     torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-4)
     config = EncoderConfig(architecture=name, layout=layout, size_px=32)
     assert Encoder(network, config).dim == fast.shape[1]
+
+
+@pytest.mark.parametrize("form", ["array", "arrays", "pil", "tensor"])
+def test_embed_equals_embed_tokens(tmp_path, form):
+    encoder = tiny_encoder(mean=(0.6, 0.5, 0.4), std=(0.2, 0.3, 0.25))
+    save_encoder(tmp_path / "tiny", encoder)
+    loaded = selfvitmil.Encoder.load(tmp_path / "tiny")
+    size = encoder.config.size_px
+    pixels = np.random.default_rng(0).integers(0, 256, (5, size, size, 3), dtype=np.uint8)
+    images = {"array": pixels, "arrays": list(pixels), "pil": [Image.fromarray(each) for each in pixels]}
+    found = loaded.embed(images.get(form, torch.from_numpy(pixels)), batch_size=2, device="cpu")
+    normalized = (pixels / 255 - np.array([0.6, 0.5, 0.4])) / np.array([0.2, 0.3, 0.25])
+    with torch.no_grad():
+        expected = embed_tokens(encoder.eval(), torch.from_numpy(normalized).float().permute(0, 3, 1, 2))
+    assert found.shape == (5, encoder.dim)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_embed_keeps_the_mode_and_takes_no_images():
+    encoder = tiny_encoder().train()
+    assert encoder.embed([]).shape == (0, encoder.dim)
+    assert encoder.training
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((32, 32, 3), np.uint8), "not a batch"),
+        (Image.new("RGB", (32, 32)), "not a batch"),
+        (np.zeros((1, 32, 32, 3), np.float32), "uint8"),
+        (np.zeros((1, 32, 16, 3), np.uint8), "shape"),
+        (np.zeros((1, 32, 32, 4), np.uint8), "shape"),
+    ],
+)
+def test_embed_refuses_what_is_not_a_batch_of_tiles(images, message):
+    with pytest.raises(EncoderError, match=message):
+        tiny_encoder().embed(images)
 
 
 def test_gradient_reaches_every_weight():

@@ -1,19 +1,34 @@
-"""Whole-slide images and slide labels to a classifier, an honest evaluation and maps of where the evidence lies."""
+"""Whole-slide images and slide labels to a classifier, an honest evaluation and heatmaps.
+
+    import selfvitmil as sv
+
+    slide = sv.open_slide("slide.svs")
+    encoder = sv.Encoder.load("study/encoders/dino")
+    model = sv.aggregators.DSMIL(dim=encoder.dim, num_classes=1)
+
+Heavy dependencies (torch, OpenSlide) are imported when a name that needs them is first used.
+"""
 
 # No `from __future__ import annotations` here: it would shadow the module selfvitmil.annotations.
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from selfvitmil import aggregators, metrics
+    from selfvitmil.encoder import Encoder
     from selfvitmil.slides import Slide, open_slide
 
 __version__ = "0.1.0"
-__all__ = ["Slide", "__version__", "open_slide"]
+__all__ = ["Encoder", "Slide", "__version__", "aggregators", "metrics", "open_slide"]
+
+_MODULES = ("aggregators", "metrics")
+_HOME = {"Encoder": "encoder", "Slide": "slides", "open_slide": "slides"}
+"""Lazily imported names and the modules that define them."""
 
 
 def __getattr__(name: str) -> Any:
-    # The readers load OpenSlide; `import selfvitmil` alone must stay light.
-    if name in ("Slide", "open_slide"):
-        from selfvitmil import slides
-
-        return getattr(slides, name)
+    if name in _MODULES:
+        return importlib.import_module(f"selfvitmil.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"selfvitmil.{_HOME[name]}"), name)
     raise AttributeError(f"module 'selfvitmil' has no attribute {name!r}")

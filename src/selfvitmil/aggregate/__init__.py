@@ -1,7 +1,8 @@
-"""Aggregators: from a slide's bag of embeddings to logits of the slide, attention and evidence of its instances.
+"""MIL aggregators: from a slide's bag of embeddings to slide logits, attention and instance logits.
 
-`build(name, dim, num_classes, **settings)` makes one of `NAMES`, `settings_of(name)` says what can be set; `contract`
-is what they all promise. One file per method:
+`build(name, dim, num_classes, **settings)` returns one of `NAMES`, `settings_of(name)` lists its settings, and
+`selfvitmil.aggregators` has the classes by their names in the literature. `base` holds the base class and the output
+type. One file per method:
 
     dsmil      dsmil (head of 2024), self-vit-mil (the paper's head), dsmil-lc (several scales); load_dsmil
     abmil      abmil, abmil-gated
@@ -15,7 +16,7 @@ is what they all promise. One file per method:
 from __future__ import annotations
 
 from selfvitmil.aggregate import abmil, chowder, clam, milrnn, pooling, transmil  # noqa: F401 (they register themselves)
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, build, settings_of
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, settings_of
 from selfvitmil.aggregate.dsmil import load_dsmil
 
 __all__ = ["NAMES", "Aggregator", "AggregatorOutput", "build", "load_dsmil", "settings_of"]
@@ -34,4 +35,4 @@ NAMES = (
     "max",
     "topk",
 )
-"""All that `build` makes."""
+"""Names of all aggregators of `build`."""

@@ -1,20 +1,22 @@
-"""CHOWDER (Courtiol et al. 2018): a slide is judged by its highest and lowest instance scores.
+"""CHOWDER: a slide is classified from its highest and lowest instance scores.
 
-A scorer gives each instance one score per class; a small network sees the `top` highest and `bottom` lowest of them, in
-descending order, and returns the class's logit (the same network for every class). Two forms, which set the defaults of
-what is not given:
+P. Courtiol, E. W. Tramel, M. Sanselme and G. Wainrib, "Classification and Disease Localization in Histopathology Using
+Only Global Labels: A Weakly-Supervised Approach", 2018, arXiv:1802.02212.
 
-    form         scorer                       top, bottom   slide network           besides
+A scorer gives each instance one score per class; a small MLP takes the `top` highest and `bottom` lowest of them, in
+descending order, and returns the class's logit (the same MLP for every class). Two published forms set the defaults:
+
+    form         scorer                       top, bottom   slide MLP               further
     "current"    D -> 128 (sigmoid) -> C      10, 10        20 -> 128 -> 64 -> 1    Xavier-uniform weights, biases 0
     "original"   linear, D -> C               5, 5          10 -> 200 -> 100 -> 1   dropout 0.5, L2 0.5 on the scorer
 
 with sigmoids between the layers. Loss: cross-entropy plus `scorer_l2` times the sum of the scorer's squared weights.
 
 A bag of n < top + bottom instances has too few scores: then slot j of R = top + bottom takes the sorted score number
-floor(j n / R). Every score appears about equally often, none is invented, and at n = R nothing jumps. Gradients reach
-only the instances that were picked. There is no attention; the instance logits are the scores.
+floor(j n / R). Every score appears about equally often, none is padded, and the rule is continuous at n = R. Gradients
+reach only the selected instances. There is no attention; the instance logits are the scores.
 
-N instances, D dimensions, C classes, R picked scores.
+N instances, D dimensions, C classes, R selected scores.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, check_choice, check_range, register
-from selfvitmil.aggregate.rows import Rows
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, check_choice, check_range, register
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
 
 FORMS: dict[str, dict[str, Any]] = {
     "current": {"top": 10, "bottom": 10, "scorer_hidden": 128, "slide_hidden": (128, 64), "dropout": 0.0, "l2": 0.0},
@@ -36,8 +38,23 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @register("chowder")
-class Chowder(Aggregator):
-    """Highest and lowest scores, then a small network; None means the form's own value."""
+class CHOWDER(Aggregator):
+    """Extreme instance scores and an MLP (Courtiol et al. 2018, arXiv:1802.02212); None takes the form's value.
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        form: "current" (Owkin's code of 2023) or "original" (the paper): the defaults of the arguments below.
+        top: Number of highest scores per class.
+        bottom: Number of lowest scores per class.
+        scorer_hidden: Hidden units of the instance scorer; 0 makes it linear.
+        slide_hidden: Widths of the hidden layers of the slide MLP.
+        dropout: Dropout rate in the slide MLP.
+        scorer_l2: Weight of the L2 penalty on the scorer.
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+
+    The output has `instance_logits` (N, C) and no attention.
+    """
 
     def __init__(
         self,
@@ -77,14 +94,14 @@ class Chowder(Aggregator):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
-        scores_NC = rows.project(self.scorer)
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
+        scores_NC = bag.project(self.scorer)
         if self.scorer_out is not None:
             scores_NC = self.scorer_out(scores_NC.sigmoid())
         return AggregatorOutput(self.slide(self._extremes(scores_NC).T)[:, 0], None, scores_NC)
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
-        """Cross-entropy plus the penalty on the scorer."""
+        """Return the cross-entropy plus the L2 penalty on the scorer."""
         loss = self.bag_loss(output.logits_C, label)
         if self.scorer_l2 == 0:
             return loss
@@ -93,8 +110,20 @@ class Chowder(Aggregator):
             penalty = penalty + self.scorer_out.weight.square().sum()
         return loss + self.scorer_l2 * penalty
 
+    def tile_logits(self, output: AggregatorOutput) -> Tensor | None:
+        """Return the instance scores (N, C), oriented so that larger means more evidence for the class.
+
+        The slide MLP takes highest and lowest scores alike, so training may give evidence for a class the lowest
+        scores. A class's scores are negated where a bag with only its lowest score would get the higher logit.
+        """
+        scores_NC = output.instance_logits_NC
+        assert scores_NC is not None
+        ends_2C = torch.stack([scores_NC.amax(0), scores_NC.amin(0)])
+        highest_C, lowest_C = self.slide(ends_2C[:, :, None].expand(-1, -1, self.top + self.bottom))[..., 0]
+        return torch.where(highest_C >= lowest_C, scores_NC, -scores_NC)
+
     def _extremes(self, scores_NC: Tensor) -> Tensor:
-        """The highest and the lowest scores of each class, descending: (R, C)."""
+        """Return the highest and the lowest scores of each class in descending order: (R, C)."""
         num_scores, num_slots = scores_NC.shape[0], self.top + self.bottom
         if num_scores < num_slots:
             slots = torch.arange(num_slots, device=scores_NC.device) * num_scores // num_slots

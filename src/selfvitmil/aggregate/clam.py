@@ -1,17 +1,21 @@
-"""CLAM-SB (Lu et al. 2021): gated attention pooling plus an instance loss on the most and least attended instances.
+"""CLAM-SB: gated attention pooling plus a clustering loss on the most and least attended instances.
 
-The bag's side is ABMIL with gated attention. Beside it each class owns a two-way classifier that tells instances of the
-class from others. There are no instance labels: the `k` most attended instances of a slide count as instances of its
-class and the `k` least attended as none of it. With `subtyping` (classes exclude each other in every instance) the most
-attended instances also count as "none of it" for all other classes. Loss:
+M. Y. Lu, D. F. K. Williamson, T. Y. Chen, R. J. Chen, M. Barbieri and F. Mahmood, "Data-efficient and weakly supervised
+computational pathology on whole-slide images", Nature Biomedical Engineering 5, 2021, arXiv:2004.09666.
+
+The bag branch is ABMIL with gated attention. In addition each class has a binary instance classifier. It is trained on
+pseudo-labels: the `k` most attended instances of a slide are positive for the slide's class and the `k` least attended
+are negative. With `subtyping` (mutually exclusive classes) the most attended instances are also negative for all other
+classes. Loss:
 
     bag_weight * cross-entropy(bag) + (1 - bag_weight) * mean over those instances of softplus(margin - y (in - out))
 
-with y = +1 or -1; the margin is 1 for `svm` (the smooth top-1 SVM at temperature 1) and 0 for `ce` (cross-entropy). A
-bag of fewer than 2k instances gives N // 2 to each side, a single instance has no instance loss. For one class (binary)
-there are two such classifiers, for "negative" and "positive"; the instance logits are those of "positive".
+with y = +1 or -1; the margin is 1 for `svm` (smooth top-1 SVM at temperature 1, Berrada et al., ICLR 2018,
+arXiv:1802.07595) and 0 for `ce` (cross-entropy). A bag of fewer than 2k instances gives N // 2 to each side; a single
+instance has no instance loss. For a binary label there are two instance classifiers, "negative" and "positive";
+the instance logits are those of "positive".
 
-N instances, D dimensions, H hidden units, C classes, K picked instances.
+N instances, D dimensions, H hidden units, C classes, K selected instances.
 """
 
 from __future__ import annotations
@@ -22,22 +26,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.abmil import Abmil
-from selfvitmil.aggregate.contract import AggregatorOutput, check_choice, check_range, register
-from selfvitmil.aggregate.rows import Rows
+from selfvitmil.aggregate.abmil import ABMIL
+from selfvitmil.aggregate.base import AggregatorOutput, check_choice, check_range, register
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
 
 
 @dataclass(frozen=True, eq=False)
-class ClamOutput(AggregatorOutput):
-    """Adds the evidence (in minus out) of the picked instances for every instance classifier."""
+class CLAMOutput(AggregatorOutput):
+    """Adds the logits (in minus out) of the selected instances for every instance classifier."""
 
     most_attended_KC: Tensor
     least_attended_KC: Tensor
 
 
 @register("clam-sb")
-class ClamSb(Abmil):
-    """Single-branch CLAM."""
+class CLAM_SB(ABMIL):
+    """Single-branch CLAM (Lu et al., Nature Biomedical Engineering 2021, arXiv:2004.09666).
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        hidden: Units of the linear layer with ReLU in front of the attention; 0 uses the embeddings as they are.
+        attention_dim: Units of the gated attention network.
+        dropout: Dropout rate on the hidden layer and inside the attention network.
+        k: Number of most and of least attended instances in the instance loss.
+        bag_weight: Weight of the bag loss; the instance loss has the weight 1 - bag_weight.
+        instance_loss: "svm" (smooth SVM loss) or "ce" (cross-entropy).
+        subtyping: Treat the classes as mutually exclusive in the instance loss.
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+
+    The output has `attention` (N, C), equal for all classes, and `instance_logits` (N, C).
+    """
 
     def __init__(
         self,
@@ -76,33 +95,33 @@ class ClamSb(Abmil):
                 nn.init.xavier_normal_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> ClamOutput:
-        hidden = self.hidden_rows(rows)
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> CLAMOutput:
+        hidden = self.hidden_rows(bag)
         attention_N1 = self.attention_logits(hidden).softmax(0)
         logits_C = self.classifier(hidden.pool(attention_N1)[0])
         two_way = hidden.project(self.instance_classifiers)
         evidence_NC = two_way[:, 1::2] - two_way[:, 0::2]
         order_N = attention_N1[:, 0].detach().argsort(descending=True, stable=True)
-        k = min(self.k, len(rows) // 2)
-        return ClamOutput(
+        k = min(self.k, len(bag) // 2)
+        return CLAMOutput(
             logits_C=logits_C,
             attention_NC=attention_N1.expand(-1, self.num_classes),
             instance_logits_NC=evidence_NC[:, 1:] if self.num_classes == 1 else evidence_NC,
             most_attended_KC=evidence_NC.index_select(0, order_N[:k]),
-            least_attended_KC=evidence_NC.index_select(0, order_N[len(rows) - k :]),
+            least_attended_KC=evidence_NC.index_select(0, order_N[len(bag) - k :]),
         )
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
-        """Bag loss and instance loss, weighted; see the head of this file."""
-        assert isinstance(output, ClamOutput)
+        """Return the weighted sum of bag loss and instance loss; the module's docstring has the formula."""
+        assert isinstance(output, CLAMOutput)
         bag = self.bag_loss(output.logits_C, label)
         return self.bag_weight * bag + (1 - self.bag_weight) * self._instance_loss(output, label)
 
     def instance_probabilities(self, logits_NC: Tensor) -> Tensor:
-        """One sigmoid per class whatever their number: each class has a two-way classifier of its own."""
+        """Return one sigmoid per class for any number of classes: each class has its own binary classifier."""
         return logits_NC.sigmoid()
 
-    def _instance_loss(self, output: ClamOutput, label: Tensor | float) -> Tensor:
+    def _instance_loss(self, output: CLAMOutput, label: Tensor | float) -> Tensor:
         most_KC, least_KC = output.most_attended_KC, output.least_attended_KC
         if most_KC.shape[0] == 0:
             return most_KC.sum()

@@ -1,31 +1,27 @@
-"""DSMIL (Li et al. 2021) with every option of its two published heads; also the aggregator of Self-ViT-MIL.
+"""DSMIL, dual-stream MIL, with the options of its two published heads; also the aggregator of Self-ViT-MIL.
 
-Two streams judge a bag. The first scores every instance, p_i = W_p h_i + b_p; the best of a class is its critical
-instance m, and its score is the stream's logit. The second compares all instances with the critical one:
+B. Li, Y. Li and K. W. Eliceiri, "Dual-stream Multiple Instance Learning Network for Whole Slide Image Classification
+with Self-supervised Contrastive Learning", CVPR 2021, arXiv:2011.08939. A. G. Gul, O. Cetin, C. Reich, N. Flinner,
+T. Prangemeier and H. Koeppl, "Histopathological Image Classification based on Self-Supervised Vision Transformer and
+Weak Labels", SPIE Medical Imaging 2022, arXiv:2210.09021.
 
-    s_i = softmax_i( q(h_i) . q(h_m) / sqrt(L) )        vector_c = sum_i s_i v(h_i)        bag logit = head(vectors)
+A bag is classified by two streams. The instance stream scores every instance, p_i = W_p h_i + b_p; the highest-scoring
+instance of a class is its critical instance m, and its score is the stream's logit. The attention stream compares all
+instances with the critical one:
 
-    setting        values (meaning)
-    q              "linear" (2021, the paper), "mlp" (2024: linear, ReLU, linear, tanh); L = query_dim = 128
-    v              "linear" (the paper, D x D), "identity" (2024), "linear_relu", "bottleneck" (linear, D to fewer)
-    head           "per_class" (each class sees its own vector: the paper's W_b), "conv1d" (every class sees them all)
-    scale          "sqrt", "none" (no division: the paper's equation), or the divisor itself
-    init           "orthogonal" (with zero biases), "default" (torch's), "quiet" (orthogonal, but what gives the logits
-                   of both streams begins 100 times smaller: see `_quiet`)
-    dropout        share of a vector's entries that v does not see in training
-    top            critical instances per class: their queries and logits are averaged; 1 in both papers
-    evidence       which instances decide (`EVIDENCE`): "free" in both papers; `aggregate.train` resolves "auto"
-    score          how the streams make `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit", "bag" or
-                   "max"
+    s_i = softmax_i( q(h_i) . q(h_m) / sqrt(L) )        b_c = sum_i s_i v(h_i)        bag logit = head(b)
 
-The loss is half the cross-entropy of each stream, one sigmoid per class; in training `guidance` may add to it.
-Parameters carry DSMIL's own names, so that its checkpoints load as they are (`load_dsmil`), and ours load there.
+The loss is half the cross-entropy of each stream, with one sigmoid per class; in training `attention_guidance` may be
+added. Parameters carry DSMIL's own names, so that published checkpoints load directly (`load_dsmil`), and ours load in
+DSMIL's code.
 
-With linear q, Q is never made: q(h_i) . q(h_m) = h_i . (W_q^T q(h_m)) + a constant that the softmax drops. With linear
-v neither is V: sum_i s_i (W_v h_i + b_v) = W_v (sum_i s_i h_i) + b_v. With both, v and a head per class are one vector,
-W_v^T w. All of this is exact; a step then costs what reading the bag twice and updating the weights costs.
+With linear q, the queries of all instances are never materialized: q(h_i) . q(h_m) = h_i . (W_q^T q(h_m)) + a constant
+that cancels in the softmax. The same holds for linear v: sum_i s_i (W_v h_i + b_v) = W_v (sum_i s_i h_i) + b_v. With
+both, v and a per-class head fold into one direction, W_v^T w. All of this is exact; the cost of a step is then that of
+reading the bag twice and updating the weights.
 
-N instances, D dimensions, C classes, L query dimensions, V entries of a bag vector, K critical instances per class.
+N instances, D dimensions, C classes, L query dimensions, V dimensions of a bag embedding, K critical instances per
+class.
 """
 
 from __future__ import annotations
@@ -42,9 +38,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, build, check_choice, check_range, register
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, check_choice, check_range, register
+from selfvitmil.aggregate.chunked_bag import ChunkedBag, GradientBuffer, fold
 from selfvitmil.aggregate.pooling import top_instances
-from selfvitmil.aggregate.rows import Memory, Rows, fold
 from selfvitmil.errors import ConfigError
 from selfvitmil.untrusted import load_torch
 
@@ -61,38 +57,59 @@ EVIDENCE = {
 }
 """Kinds of evidence that an aggregator may look for.
 
-`positive` and `negative` add a third term to the training loss: attention learns to look where the first stream sees
-most evidence for that class (`guidance`), where free attention can overfit to single slides. `negative` is `positive`
-with the classes exchanged. Both need a binary label. `average` gives all instances the same attention, and the first
-stream averages all scores instead of the highest, so that both streams classify the mean embedding.
+`positive` and `negative` add a third term to the training loss: attention is pulled towards the instances with the
+highest instance-stream scores for that class (`attention_guidance`), where free attention can overfit to single slides.
+`negative` is `positive` with the classes exchanged. Both need a binary label. `average` uses uniform attention, and the
+instance stream averages all scores instead of the highest, so that both streams classify the mean embedding.
 """
 AUTO = "auto"
 SHARPNESS = 2.5
-"""Of guided attention: an instance with a score higher by one standard deviation is wanted e^2.5 times as attended."""
+"""Of guided attention: one standard deviation more in score multiplies the target attention by e^2.5."""
 LEAST_ATTENTION = 1e-30
-"""Below it attention is not guided: its logarithm would leave float32."""
+"""Lower bound of attention in the guidance term, so that its logarithm stays within float32."""
 
 
 @dataclass(frozen=True, eq=False)
-class DsmilOutput(AggregatorOutput):
-    """Adds both streams."""
+class DSMILOutput(AggregatorOutput):
+    """Adds the logits of both streams and the critical instances."""
 
     bag_logits_C: Tensor
-    """Of the attention stream."""
+    """Logits of the attention stream."""
     max_logits_C: Tensor
-    """Of the critical instances."""
+    """Logits of the instance stream: those of the critical instances."""
     critical_KC: Tensor
-    """Which instances those are, best first."""
+    """Indices of the critical instances of each class, highest score first."""
+
+    @property
+    def stream_logits(self) -> tuple[Tensor, Tensor]:
+        """Slide logits (C,) of the instance stream and of the attention stream."""
+        return self.max_logits_C, self.bag_logits_C
 
 
 @register("dsmil")
-@register("dsmil-lc", v="bottleneck")
-@register("self-vit-mil", q="linear", v="linear", init="default")
-class Dsmil(Aggregator):
-    """Dual-stream MIL.
+class DSMIL(Aggregator):
+    """Dual-stream MIL (Li et al., CVPR 2021, arXiv:2011.08939), with the head of its 2024 code by default.
 
-    `dsmil` is the head of 2024, `self-vit-mil` the paper's, `dsmil-lc` the one for bags of several scales whose vectors
-    are concatenated, finest first (`bags.concat_scales`); there `v="linear"` would be too large.
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        q: Query network: "linear" (2021, the paper) or "mlp" (2024: linear, ReLU, linear, tanh).
+        v: Value network: "linear" (the paper, D x D), "identity" (2024), "linear_relu" or "bottleneck" (D to
+            `bottleneck`).
+        head: "per_class" (each class sees its own bag embedding: the paper's W_b) or "conv1d" (every class sees all).
+        scale: Divisor of the attention logits: "sqrt" of `query_dim`, "none" (the paper's equation) or a number.
+        init: "orthogonal" (zero biases), "default" (torch's), or "quiet" (orthogonal, with the output layers of both
+            streams scaled by 0.01; see `_quiet`).
+        dropout: Dropout rate on the input of v.
+        top: Critical instances per class; their queries and logits are averaged. 1 in both papers.
+        score: Combination of the streams in `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit",
+            "bag" or "max".
+        query_dim: Query dimension L.
+        bottleneck: Output dimension of v = "bottleneck".
+        evidence: Kind of evidence to look for (`EVIDENCE`); "free" in both papers, and the trainer resolves "auto".
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+
+    The output has `attention` (N, C), `instance_logits` (N, C), `bag_logits_C`, `max_logits_C` and `critical_KC`.
     """
 
     one_sigmoid_per_class = True
@@ -127,46 +144,48 @@ class Dsmil(Aggregator):
         check_range("bottleneck", bottleneck, 1, whole=True)
         check_choice("evidence", evidence, tuple(EVIDENCE))
         if num_classes > 1 and evidence in ("positive", "negative"):
-            why = "there is no one positive class: some classes may show in no tile at all"
+            why = "there is no single positive class: some classes may not appear in any tile"
             raise ConfigError(f"evidence={evidence!r} with {num_classes} classes", why, "Choose 'free' or 'average'")
         if dropout and v == "identity":
-            raise ConfigError(f"dropout={dropout} with v='identity'", "dropout acts on what v sees", "Choose another v")
+            raise ConfigError(
+                f"dropout={dropout} with v='identity'", "dropout acts on the input of v", "Choose another v"
+            )
         self.top = top
         self.score = score
         self.evidence = evidence
-        # With `negative` it points at tiles of the negative class, with `average` at all alike.
+        # With `negative` attention highlights tiles of the negative class, with `average` it is uniform.
         self.attention_is_evidence = evidence in ("free", "positive")
         self.sign = -1.0 if evidence == "negative" else 1.0
-        """Of the logits: with `negative` the streams score the negative class."""
+        """Sign of the logits: with `negative` the streams score the negative class."""
         self.divisor = _divisor(scale, query_dim)
-        self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing looks at random states
+        self.waits_for_device = v == "linear_relu" or dropout > 0  # checkpointing reads random states
         self.i_classifier = _InstanceStream(dim, num_classes)
         self.b_classifier = _BagStream(dim, num_classes, q, v, head, dropout, query_dim, bottleneck)
         if evidence == "average":
-            self.b_classifier.q.requires_grad_(False)  # attention is the same for all, nothing is compared
+            self.b_classifier.q.requires_grad_(False)  # attention is uniform, queries are unused
         if init != "default":
             self.apply(_orthogonal)
         if init == "quiet":
             _quiet(self.i_classifier.fc[0], self.b_classifier.fcc)
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> DsmilOutput:
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> DSMILOutput:
         scorer = _linear(self.i_classifier.fc[0])
-        instance_logits_NC = rows.project(scorer)
-        critical_KC, critical_logits_KC = top_instances(rows, instance_logits_NC, scorer, self.top)
+        instance_logits_NC = bag.project(scorer)
+        critical_KC, critical_logits_KC = top_instances(bag, instance_logits_NC, scorer, self.top)
         if self.evidence == "average":
             max_logits_C = instance_logits_NC.mean(0)
-            attention_NC, bag_logits_C = self.b_classifier.average(rows)
+            attention_NC, bag_logits_C = self.b_classifier.average(bag)
         else:
             max_logits_C = _mean_of_first_axis(critical_logits_KC)
-            attention_NC, bag_logits_C = self.b_classifier(rows, critical_KC, self.divisor)
+            attention_NC, bag_logits_C = self.b_classifier(bag, critical_KC, self.divisor)
         if self.sign < 0:
             instance_logits_NC, bag_logits_C, max_logits_C = -instance_logits_NC, -bag_logits_C, -max_logits_C
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
-        return DsmilOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
+        return DSMILOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
-        """Half the cross-entropy of each stream, and in training the guidance of attention."""
-        assert isinstance(output, DsmilOutput)
+        """Return half the cross-entropy of each stream, plus in training the attention guidance where it is used."""
+        assert isinstance(output, DSMILOutput)
         logits_2C = torch.stack([output.bag_logits_C, output.max_logits_C])
         target_C = self.target(label, logits_2C)
         streams = F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
@@ -174,14 +193,74 @@ class Dsmil(Aggregator):
             return streams
         assert output.attention_NC is not None
         assert output.instance_logits_NC is not None
-        return streams + guidance(output.attention_NC, self.sign * output.instance_logits_NC)
+        return streams + attention_guidance(output.attention_NC, self.sign * output.instance_logits_NC)
+
+    def critical_evidence(self, output: AggregatorOutput) -> Tensor:
+        """Return the instance logits (N, C), by which the critical instances are selected."""
+        assert output.instance_logits_NC is not None
+        return output.instance_logits_NC
 
 
-def guidance(attention_NC: Tensor, instance_logits_NC: Tensor) -> Tensor:
-    """How far attention is from where the first stream sees most evidence, which learns nothing from this.
+@register("self-vit-mil", q="linear", v="linear", init="default")
+class SelfViTMIL(DSMIL):
+    """Aggregator of Self-ViT-MIL (Gul, Cetin et al., SPIE Medical Imaging 2022, arXiv:2210.09021).
 
-    Wanted is the softmax of the scores, standardized within the bag so that it is as sharp on the first day as on the
-    last; the distance is the Kullback-Leibler divergence from it, averaged over the classes.
+    `DSMIL` with linear queries and values and torch's default initialization, as in the paper.
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        q: Query network: "linear" (2021, the paper) or "mlp" (2024: linear, ReLU, linear, tanh).
+        v: Value network: "linear" (the paper, D x D), "identity" (2024), "linear_relu" or "bottleneck" (D to
+            `bottleneck`).
+        head: "per_class" (each class sees its own bag embedding: the paper's W_b) or "conv1d" (every class sees all).
+        scale: Divisor of the attention logits: "sqrt" of `query_dim`, "none" (the paper's equation) or a number.
+        init: "orthogonal" (zero biases), "default" (torch's), or "quiet" (orthogonal, with the output layers of both
+            streams scaled by 0.01; see `_quiet`).
+        dropout: Dropout rate on the input of v.
+        top: Critical instances per class; their queries and logits are averaged. 1 in both papers.
+        score: Combination of the streams in `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit",
+            "bag" or "max".
+        query_dim: Query dimension L.
+        bottleneck: Output dimension of v = "bottleneck".
+        evidence: Kind of evidence to look for (`EVIDENCE`); "free" in both papers, and the trainer resolves "auto".
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+    """
+
+
+@register("dsmil-lc", v="bottleneck")
+class DSMIL_LC(DSMIL):
+    """DSMIL for multi-scale embeddings (DSMIL-LC; Li et al., CVPR 2021, arXiv:2011.08939).
+
+    `DSMIL` for bags whose embeddings of several scales are concatenated, finest first (`bags.concat_scales`). Values
+    have a bottleneck by default: a D x D layer would be too large.
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        q: Query network: "linear" (2021, the paper) or "mlp" (2024: linear, ReLU, linear, tanh).
+        v: Value network: "linear" (the paper, D x D), "identity" (2024), "linear_relu" or "bottleneck" (D to
+            `bottleneck`).
+        head: "per_class" (each class sees its own bag embedding: the paper's W_b) or "conv1d" (every class sees all).
+        scale: Divisor of the attention logits: "sqrt" of `query_dim`, "none" (the paper's equation) or a number.
+        init: "orthogonal" (zero biases), "default" (torch's), or "quiet" (orthogonal, with the output layers of both
+            streams scaled by 0.01; see `_quiet`).
+        dropout: Dropout rate on the input of v.
+        top: Critical instances per class; their queries and logits are averaged. 1 in both papers.
+        score: Combination of the streams in `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit",
+            "bag" or "max".
+        query_dim: Query dimension L.
+        bottleneck: Output dimension of v = "bottleneck".
+        evidence: Kind of evidence to look for (`EVIDENCE`); "free" in both papers, and the trainer resolves "auto".
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+    """
+
+
+def attention_guidance(attention_NC: Tensor, instance_logits_NC: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of attention from the instance scores' softmax, averaged over classes.
+
+    The target is the softmax of the instance-stream scores, without gradient, standardized within the bag so that its
+    sharpness stays the same throughout training.
     """
     scores_NC = instance_logits_NC.detach()
     spread_C = scores_NC.std(0, correction=0).clamp_min(LEAST_ATTENTION)
@@ -191,7 +270,7 @@ def guidance(attention_NC: Tensor, instance_logits_NC: Tensor) -> Tensor:
 
 
 def combine(bag_logits_C: Tensor, max_logits_C: Tensor, score: str = "mean_prob") -> Tensor:
-    """One logit per class from those of the two streams; works as well on stored scores, to score anew."""
+    """Return one logit per class from those of the two streams; also works on stored stream logits."""
     check_choice("score", score, SCORES)
     if score == "bag":
         return bag_logits_C
@@ -199,7 +278,7 @@ def combine(bag_logits_C: Tensor, max_logits_C: Tensor, score: str = "mean_prob"
         return max_logits_C
     if score == "mean_logit":
         return 0.5 * (bag_logits_C + max_logits_C)
-    # logit((p + q) / 2) = log(p + q) - log((1 - p) + (1 - q)), in logarithms so that sure streams stay finite;
+    # logit((p + q) / 2) = log(p + q) - log((1 - p) + (1 - q)), in logarithms so that saturated streams stay finite;
     # log p = -softplus(-logit) and log(1 - p) = -softplus(logit)
     positive_C = torch.logaddexp(-F.softplus(-bag_logits_C), -F.softplus(-max_logits_C))
     return positive_C - torch.logaddexp(-F.softplus(bag_logits_C), -F.softplus(max_logits_C))
@@ -225,52 +304,52 @@ class _BagStream(nn.Module):
         self.fcc = _Head((num_classes, num_classes, width) if head == "conv1d" else (num_classes, width))
         self.dropout = dropout
         self.v_is_linear = not relu
-        self._memory = Memory()
+        self._memory = GradientBuffer()
 
-    def forward(self, rows: Rows, critical_KC: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-        """Attention (N, C) and bag logits (C,)."""
-        query_CL = _mean_of_first_axis(self.q(rows.take(critical_KC))) / divisor
+    def forward(self, bag: ChunkedBag, critical_KC: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+        """Return attention (N, C) and bag logits (C,)."""
+        query_CL = _mean_of_first_axis(self.q(bag.take(critical_KC))) / divisor
         if isinstance(self.q, nn.Linear) and self._folds():
             direction_CD, constant_C = self._folded_head()
-            attention_NC, score_C = rows.attend(query_CL @ self.q.weight, direction_CD)
+            attention_NC, score_C = bag.attend(query_CL @ self.q.weight, direction_CD)
             return attention_NC, score_C + constant_C
-        attention_NC = self._attention_logits(rows, query_CL).softmax(0)
-        return attention_NC, self.fcc(self._vectors(rows, attention_NC))
+        attention_NC = self._attention_logits(bag, query_CL).softmax(0)
+        return attention_NC, self.fcc(self._bag_embeddings(bag, attention_NC))
 
-    def average(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The same attention for all instances (N, C), and the bag logits (C,) that go with it."""
-        attention_NC = self.fcc.weight.new_full((len(rows), len(self.fcc.bias)), 1 / len(rows))
-        return attention_NC, self.fcc(self._vectors(rows, attention_NC))
+    def average(self, bag: ChunkedBag) -> tuple[Tensor, Tensor]:
+        """Return uniform attention (N, C) and its bag logits (C,)."""
+        attention_NC = self.fcc.weight.new_full((len(bag), len(self.fcc.bias)), 1 / len(bag))
+        return attention_NC, self.fcc(self._bag_embeddings(bag, attention_NC))
 
     def _folds(self) -> bool:
-        """Whether v and head are one linear map of a class's mean instance now."""
+        """Whether v and head currently fold into one linear function of a class's mean instance."""
         return self.v_is_linear and not (self.dropout and self.training) and self.fcc.is_per_class
 
     def _folded_head(self) -> tuple[Tensor, Tensor]:
-        """Direction (C, D) and constant (C,) of that map: w . (W_v z + b_v) + b = (W_v^T w) . z + w . b_v + b."""
+        """Return its direction (C, D) and constant (C,): w . (W_v z + b_v) + b = (W_v^T w) . z + w . b_v + b."""
         head_CV = self.fcc.weight.flatten(1)
         if self.v is None:
             return head_CV, self.fcc.bias
         linear = _linear(self.v[1])
         return fold(head_CV, linear.weight, self._memory), head_CV @ linear.bias + self.fcc.bias
 
-    def _attention_logits(self, rows: Rows, query_CL: Tensor) -> Tensor:
+    def _attention_logits(self, bag: ChunkedBag, query_CL: Tensor) -> Tensor:
         if isinstance(self.q, nn.Linear):
-            return rows.dot(query_CL @ self.q.weight)
+            return bag.dot(query_CL @ self.q.weight)
         first, *rest = self.q
-        return nn.Sequential(*rest)(rows.project(_linear(first))) @ query_CL.T
+        return nn.Sequential(*rest)(bag.project(_linear(first))) @ query_CL.T
 
-    def _vectors(self, rows: Rows, attention_NC: Tensor) -> Tensor:
-        """sum_i s_i v(h_i) of every class: (C, V)."""
+    def _bag_embeddings(self, bag: ChunkedBag, attention_NC: Tensor) -> Tensor:
+        """Return sum_i s_i v(h_i) of every class: (C, V)."""
         if self.v is None:
-            return rows.pool(attention_NC)
+            return bag.pool(attention_NC)
         if self.v_is_linear and not (self.dropout and self.training):
-            return self.v(rows.pool(attention_NC))
-        return rows.pool_mapped(attention_NC, self.v)
+            return self.v(bag.pool(attention_NC))
+        return bag.pool_mapped(attention_NC, self.v)
 
 
 class _Head(nn.Module):
-    """From the classes' vectors to their logits; weight (C, V), or (C, C, V) where each class sees all vectors."""
+    """Linear head on the bag embeddings; weight (C, V), or (C, C, V) where each class sees all embeddings."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
@@ -282,14 +361,14 @@ class _Head(nn.Module):
     def is_per_class(self) -> bool:
         return self.weight.ndim == 2 or len(self.weight) == 1
 
-    def forward(self, vectors_CV: Tensor) -> Tensor:
+    def forward(self, bag_CV: Tensor) -> Tensor:
         if self.weight.ndim == 3:
-            return self.weight.flatten(1) @ vectors_CV.flatten() + self.bias
-        return (vectors_CV * self.weight).sum(1) + self.bias
+            return self.weight.flatten(1) @ bag_CV.flatten() + self.bias
+        return (bag_CV * self.weight).sum(1) + self.bias
 
 
 def _mean_of_first_axis(values: Tensor) -> Tensor:
-    """Mean over the critical instances; of one it is that one, for which a GPU need not be asked."""
+    """Return the mean over the critical instances; a single one is returned without a reduction kernel."""
     return values.squeeze(0) if len(values) == 1 else values.mean(0)
 
 
@@ -314,11 +393,11 @@ def _orthogonal(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def _quiet(*layers: nn.Module) -> None:
-    """Let scorer and head begin with next to no opinion.
+    """Scale the initial weights of scorer and head by 0.01, so that initial logits are close to 0.
 
-    The critical instance is an argmax: a scorer of random weights picks instances by noise, learns from what it picked
-    and has to unlearn the noise first, for which a small cohort is too short and which never leaves the weights wholly.
-    Not zero, where all instances would tie and their order decide.
+    The critical instance is an argmax: with full-size random weights the scorer first selects instances by noise and
+    reinforces that selection, which small cohorts do not unlearn completely. Not zero, where all instances would tie
+    and their order would decide.
     """
     for layer in layers:
         for parameter in layer.parameters():
@@ -329,18 +408,18 @@ def _quiet(*layers: nn.Module) -> None:
 
 
 def load_dsmil(source: Mapping[str, Any] | str | Path, **settings: Any) -> Aggregator:
-    """A DSMIL module from a checkpoint with DSMIL's own names: a state dict, or a file of one.
+    """Return a DSMIL module from a checkpoint of DSMIL's code: a state dict, or a file of one.
 
-    The head is told from the names: linear or MLP queries; v linear (2021) or identity (2024), or with MLP queries
-    linear and ReLU; `settings` overrule that. As in DSMIL's code the divisor is the square root of 128 rounded to
-    float32. The module has the dtype of the weights. ConfigError where the names or shapes are none of DSMIL's.
+    The head is inferred from the parameter names: linear or MLP queries; v linear (2021) or identity (2024), or with
+    MLP queries linear and ReLU; `settings` override that. As in DSMIL's code the divisor is the square root of 128
+    rounded to float32. The module has the dtype of the weights. Raises ConfigError where names or shapes do not match.
     """
     state = _read_state(source)
     mlp, v = "b_classifier.q.0.weight" in state, "identity"
     for name in ("i_classifier.fc.0.weight", f"b_classifier.q.{'0.' if mlp else ''}weight", "b_classifier.fcc.weight"):
         if name not in state:
             why = f"it has no {name}, but {', '.join(sorted(state)[:4]) or 'nothing'} ..."
-            raise ConfigError("this is no DSMIL checkpoint", why, "Give the aggregator's weights, not the embedder's")
+            raise ConfigError("not a DSMIL checkpoint", why, "Pass the aggregator's weights, not the embedder's")
     num_classes, dim = state["i_classifier.fc.0.weight"].shape
     query_dim = len(state["b_classifier.q.0.weight" if mlp else "b_classifier.q.weight"])
     width = state["b_classifier.fcc.weight"].shape[-1]
@@ -361,7 +440,7 @@ def load_dsmil(source: Mapping[str, Any] | str | Path, **settings: Any) -> Aggre
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ConfigError("this DSMIL checkpoint does not fit its own head", " ".join(str(error).split())) from None
+        raise ConfigError("the DSMIL checkpoint has inconsistent shapes", " ".join(str(error).split())) from None
     return module
 
 
@@ -371,7 +450,7 @@ def _read_state(source: Mapping[str, Any] | str | Path) -> dict[str, Tensor]:
             source = load_torch(Path(source))
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{Path(str(source)).name}: no weights can be read from it", first_line) from None
+            raise ConfigError(f"{Path(str(source)).name}: the weights cannot be read", first_line) from None
         if not isinstance(source, Mapping):
-            raise ConfigError("this is no DSMIL checkpoint", f"the file holds a {type(source).__name__}")
+            raise ConfigError("not a DSMIL checkpoint", f"the file holds a {type(source).__name__}")
     return {str(name).removeprefix("module."): torch.as_tensor(value) for name, value in source.items()}

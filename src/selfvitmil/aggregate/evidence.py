@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfvitmil import metrics
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput
+from selfvitmil.aggregate.bag_store import BagStore
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.aggregate.dsmil import EVIDENCE
 from selfvitmil.aggregate.optim import Mover, learning_rates
 from selfvitmil.aggregate.recipes import Recipe
-from selfvitmil.aggregate.rows import Rows
 from selfvitmil.aggregate.steps import LabelledBag, draw
-from selfvitmil.aggregate.store import BagStore
 
 FOLDS = 5
 """Of the cross-validation; fewer where a class has fewer patients."""
@@ -133,10 +133,10 @@ class _Scorers(Aggregator):
         nn.init.normal_(self.scorer.weight, std=0.01 / math.sqrt(dim))
         nn.init.zeros_(self.scorer.bias)
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
         """Logits of the slide by every scorer: (kinds, folds, C)."""
-        scores = rows.project(self.scorer).view(len(rows), len(self.kinds), self.folds, self.num_classes)
-        highest = scores.topk(min(TOP, len(rows)), dim=0).values.mean(0)
+        scores = bag.project(self.scorer).view(len(bag), len(self.kinds), self.folds, self.num_classes)
+        highest = scores.topk(min(TOP, len(bag)), dim=0).values.mean(0)
         average = scores.mean(0)
         logits = [
             average[k] if kind == "average" else -highest[k] if kind == "negative" else highest[k]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from selfvitmil.aggregate.contract import nearest, settings_of
+from selfvitmil.aggregate.base import nearest, settings_of
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings, describe
 

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfvitmil.aggregate.contract import Aggregator
+from selfvitmil.aggregate.bag_store import BagStore
+from selfvitmil.aggregate.base import Aggregator
 from selfvitmil.aggregate.recipes import Recipe
-from selfvitmil.aggregate.scoring import judge
-from selfvitmil.aggregate.store import BagStore
+from selfvitmil.aggregate.scoring import summarize_output
 from selfvitmil.bags import Bag
 
 Floats = NDArray[np.float64]
@@ -136,11 +136,11 @@ class Steps:
         """Note what the module says of one validation bag."""
         slots = self.validation
         output = self.module(*self._inputs(slots.bags[place].bag))
-        judged = judge(self.module, output, slots.columns[place])
+        summary = summarize_output(self.module, output, slots.columns[place])
         slots.losses[place].copy_(self.module.loss(output, slots.targets[place]))
-        slots.probabilities[place].copy_(judged.probabilities_C)
-        slots.entropies[place].copy_(judged.entropy)
-        evidence_N, critical = judged.evidence_N, slots.critical[place]
+        slots.probabilities[place].copy_(summary.probabilities_C)
+        slots.entropies[place].copy_(summary.entropy)
+        evidence_N, critical = summary.evidence_N, slots.critical[place]
         slots.fallen[place].copy_((evidence_N > evidence_N.index_select(0, critical.reshape(1))).sum())
         critical.copy_(evidence_N.argmax())
 

@@ -30,16 +30,16 @@ import safetensors
 import safetensors.torch
 import torch
 
-from selfvitmil.aggregate import monitor
-from selfvitmil.aggregate.contract import Aggregator, build
+from selfvitmil.aggregate import model_selection
+from selfvitmil.aggregate.bag_store import BagStore, few_threads
+from selfvitmil.aggregate.base import Aggregator, build
+from selfvitmil.aggregate.cuda_graphs import MAX_GRAPHS, Recorder, Step, own_stream
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.evidence import SEED, EvidenceChoice, choose_evidence
-from selfvitmil.aggregate.graphs import MAX_GRAPHS, Recorder, Step, own_stream
 from selfvitmil.aggregate.optim import Mover, learning_rates
 from selfvitmil.aggregate.recipes import Recipe, recipe_of
 from selfvitmil.aggregate.scoring import BagScore, score
 from selfvitmil.aggregate.steps import Floats, LabelledBag, Slots, Steps
-from selfvitmil.aggregate.store import BagStore, few_threads
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import write_bytes, write_text
@@ -105,7 +105,9 @@ def train(
         module.load_state_dict(run.best_weights)
         module.zero_grad()
         module.cpu().eval()
-    doubts = [] if recipe.options.get("evidence") == "average" else monitor.doubts(run.history[run.best_epoch - 1])
+    doubts = (
+        [] if recipe.options.get("evidence") == "average" else model_selection.doubts(run.history[run.best_epoch - 1])
+    )
     return Trained(module, recipe, run.best_epoch, tuple(run.history), (*run.warnings, *doubts), choice)
 
 
@@ -220,7 +222,7 @@ class _Run:
         self._steps_per_epoch = math.ceil(len(training) / recipe.accumulate)
         self._schedule = learning_rates(recipe, self._steps_per_epoch)
         wanted, labels = recipe.monitor, self._steps.validation.labels
-        self._monitor, warning = monitor.choose_monitor(wanted, labels, module.num_classes)
+        self._monitor, warning = model_selection.choose_monitor(wanted, labels, module.num_classes)
         self.warnings += [warning] if warning else []
         absent = sorted(set(range(module.num_classes)) - {each.label for each in training})
         if module.num_classes > 1 and absent:
@@ -318,7 +320,7 @@ class _Run:
         _check_losses(epoch, training, losses, self._order(epoch))
         _check_losses(epoch, validation, judged.losses, range(len(validation.bags)))
         val_loss = float(np.average(judged.losses, weights=validation.weights_of_bags))
-        worth = monitor.worth(self._monitor, labels, judged.probabilities, val_loss)
+        worth = model_selection.worth(self._monitor, labels, judged.probabilities, val_loss)
         if worth > self._best_worth:  # of equals the earliest
             self._best_worth, self.best_epoch = worth, epoch
             for name, weight in self._module.state_dict().items():
@@ -329,9 +331,9 @@ class _Run:
             "lr": lr,
             "train_loss": float((losses * training.weights_of_bags).mean()),
             "val_loss": val_loss,
-            "val_auc": monitor.auc(labels, judged.probabilities),
-            "attention_entropy": monitor.mean_entropy(labels, judged.entropies, num_classes),
-            "critical_churn": monitor.churn(labels, judged.fallen, sizes, num_classes) if epoch > 1 else None,
+            "val_auc": model_selection.auc(labels, judged.probabilities),
+            "attention_entropy": model_selection.mean_entropy(labels, judged.entropies, num_classes),
+            "critical_churn": model_selection.churn(labels, judged.fallen, sizes, num_classes) if epoch > 1 else None,
         }
 
 

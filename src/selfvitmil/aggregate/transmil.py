@@ -1,21 +1,24 @@
-"""TransMIL (Shao et al. 2021): two transformer layers with Nystrom attention and a convolution that sees positions.
+"""TransMIL: two transformer layers with Nystrom attention and a convolutional position encoding (PPEG).
+
+Z. Shao, H. Bian, Y. Chen, Y. Wang, J. Zhang, X. Ji and Y. Zhang, "TransMIL: Transformer based Correlated Multiple
+Instance Learning for Whole Slide Image Classification", NeurIPS 2021, arXiv:2106.00908.
 
     tokens = [cls, relu(W h_i + b) ...]; layer; PPEG; layer; logits = W_c LayerNorm(cls) + b_c
     layer(x) = x + NystromAttention(LayerNorm(x))          PPEG(x) = x + the sum of depthwise 7x7, 5x5, 3x3 convolutions
 
-PPEG needs a plane. As published that is the storage order of the tiles, row by row in a square, filled up by repeating
-the first tiles: the result then depends on the order of the bag (`is_order_dependent`). With `coordinates=True` tiles
-stand where they stand in the slide, are sorted row by row, and order does not matter.
+PPEG needs a 2D grid. As published the tiles fill a square row by row in storage order, padded by repeating the first
+tiles: the result then depends on the order of the bag (`is_order_dependent`). With `coordinates=True` tiles keep their
+positions in the slide, are sorted row by row, and the storage order does not matter.
 
-Nystrom attention: for landmarks q', k' (means of segments of the sequence, which is padded with zeros at its front),
-softmax(q k^T) is replaced by softmax(q k'^T) pinv(softmax(q' k'^T)) softmax(q' k^T), with six iterations towards the
-pseudo-inverse (never below float32) and a depthwise convolution of the values added. The outer factors are computed by
-torch's fused attention, so that memory grows with N only.
+Nystrom attention (Xiong et al., AAAI 2021, arXiv:2102.03902): for landmarks q', k' (means of segments of the sequence,
+which is zero-padded at its front), softmax(q k^T) becomes softmax(q k'^T) pinv(softmax(q' k'^T)) softmax(q' k^T), with
+six iterations of the pseudo-inverse (in float32 or higher) and a depthwise convolution of the values added. The
+outer factors use torch's fused attention, so that memory is linear in N.
 
 `attention_NC` is the row of the cls token in the last layer, through the same three factors: the mean over heads,
-negative entries (the approximation has some) set to 0, repeated tiles added to their originals, scaled to sum 1, the
-same for all classes, without gradient. It leaves out what the convolutions carry: an indication, not a proof. There are
-no instance logits. Loss: cross-entropy.
+negative entries (the approximation has some) set to 0, repeated tiles added to their originals, normalized to sum 1,
+equal for all classes, without gradient. It ignores what the convolutions contribute, so it is approximate. There are no
+instance logits. Loss: cross-entropy.
 
 N instances, T tokens, H hidden width, C classes, A heads, M landmarks, E width of a head.
 """
@@ -29,22 +32,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput, check_choice, check_range, register
-from selfvitmil.aggregate.rows import Rows
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, check_choice, check_range, register
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.errors import BagError, ConfigError
 
 KERNEL = 33
-"""Tokens that the convolution of the values spans."""
+"""Kernel size of the value convolution, in tokens."""
 PINV_STEPS = 6
 POSITION_KERNELS = (7, 5, 3)
 MAX_CELLS = 1 << 22
-"""Cells of the plane beyond which coordinates cannot lie on a grid of tiles."""
+"""Largest number of grid cells; coordinates that need more do not lie on a regular tile grid."""
 CHUNK_TOKENS = 8192
 
 
 @register("transmil")
-class TransMil(Aggregator):
-    """Transformer over the bag; `landmarks=None` means half of `hidden`, as published."""
+class TransMIL(Aggregator):
+    """Transformer over the bag (Shao et al., NeurIPS 2021, arXiv:2106.00908).
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        hidden: Token width; a multiple of `heads`.
+        heads: Number of attention heads.
+        landmarks: Number of landmarks of the Nystrom attention; None means half of `hidden`, as published.
+        dropout: Dropout rate on the output of each attention layer.
+        coordinates: Place tiles by their coordinates for the position encoding; the module then needs `coords_N2`.
+        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
+
+    The output has `attention` (N, C), equal for all classes and without gradient, and no instance logits.
+    """
 
     def __init__(
         self,
@@ -67,10 +83,10 @@ class TransMil(Aggregator):
             landmarks = max(1, hidden // 2)
         check_range("landmarks", landmarks, 1, whole=True)
         if hidden % heads:
-            raise ConfigError(f"hidden={hidden} with heads={heads}", "each head takes an equal share of the width")
+            raise ConfigError(f"hidden={hidden} with heads={heads}", "hidden must be a multiple of heads")
         self.needs_coordinates = coordinates
         self.is_order_dependent = not coordinates
-        self.waits_for_device = coordinates  # to know how large the plane is
+        self.waits_for_device = coordinates  # the grid size is read on the host
         self.project = nn.Linear(dim, hidden)
         self.cls_token = nn.Parameter(torch.randn(1, hidden))
         self.layer1 = _Layer(hidden, heads, landmarks, dropout)
@@ -79,20 +95,20 @@ class TransMil(Aggregator):
         self.norm = nn.LayerNorm(hidden)
         self.classifier = nn.Linear(hidden, num_classes)
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
-        plane = square_plane(len(rows), rows.bag_ND.device)
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
+        positions = square_grid(len(bag), bag.bag_ND.device)
         if self.needs_coordinates and coords_N2 is not None:
-            plane = true_plane(coords_N2)
-        tiles_NH = rows.project(self.project).relu()
-        tokens_TH = torch.cat([self.cls_token, tiles_NH[plane.order_T]])
+            positions = coordinate_grid(coords_N2)
+        tiles_NH = bag.project(self.project).relu()
+        tokens_TH = torch.cat([self.cls_token, tiles_NH[positions.order_T]])
         tokens_TH = self.layer1(tokens_TH, self.layer1.factors(tokens_TH))
-        tokens_TH = torch.cat([tokens_TH[:1], self.position(tokens_TH[1:], plane)])
+        tokens_TH = torch.cat([tokens_TH[:1], self.position(tokens_TH[1:], positions)])
         factors = self.layer2.factors(tokens_TH)
         tokens_TH = self.layer2(tokens_TH, factors)
         logits_C = self.classifier(self.norm(tokens_TH[0]))
 
         attention_T = cls_attention(factors, len(tokens_TH))[1:]
-        attention_N = attention_T.new_zeros(len(rows)).index_add(0, plane.order_T, attention_T)
+        attention_N = attention_T.new_zeros(len(bag)).index_add(0, positions.order_T, attention_T)
         attention_N = attention_N + torch.finfo(attention_N.dtype).tiny  # uniform where all entries were negative
         attention_NC = (attention_N / attention_N.sum())[:, None].expand(-1, self.num_classes)
         return AggregatorOutput(logits_C, attention_NC, None)
@@ -102,7 +118,7 @@ class TransMil(Aggregator):
 
 
 class Factors(NamedTuple):
-    """What Nystrom attention is made of; the sequence is padded at its front to a multiple of the landmarks."""
+    """Factors of Nystrom attention; the sequence is padded at its front to a multiple of the landmarks."""
 
     query_ATE: Tensor
     key_ATE: Tensor
@@ -141,17 +157,17 @@ class _Layer(nn.Module):
         return tokens_TH + self.dropout(self.out(mixed_TH))
 
     def _convolve(self, value_ATE: Tensor) -> Tensor:
-        # One kernel per head, the same for all its entries: entries are the batch.
+        # One kernel per head, shared by its channels: channels are the batch.
         return self.value_kernel(value_ATE.permute(2, 0, 1)).permute(1, 2, 0)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query key^T) value, without making the matrix."""
+    """Return softmax(query key^T) value without materializing the matrix."""
     return F.scaled_dot_product_attention(query[None], key[None], value[None], scale=1.0)[0]
 
 
 def iterative_pinv(matrix_AMM: Tensor) -> Tensor:
-    """Approximate pseudo-inverse by Razavi's third-order iteration, scaled by the largest row and column sum of all."""
+    """Return the pseudo-inverse by Razavi's third-order iteration, scaled by the largest row and column sum."""
     with torch.autocast(matrix_AMM.device.type, enabled=False):
         x = matrix_AMM.to(torch.promote_types(matrix_AMM.dtype, torch.float32))
         unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -164,7 +180,7 @@ def iterative_pinv(matrix_AMM: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cls_attention(factors: Factors, num_tokens: int) -> Tensor:
-    """Row of the first real token in the approximate attention, mean over heads, negative entries set to 0: (T,)."""
+    """Return the cls token's row of the approximate attention: mean over heads, negative entries set to 0; (T,)."""
     query_AE = factors.query_ATE[:, -num_tokens]
     weight_AM = (query_AE[:, None] @ factors.key_AME.transpose(1, 2)).softmax(-1).to(factors.pinv_AMM.dtype)
     weight_AM = (weight_AM @ factors.pinv_AMM)[:, 0]
@@ -181,40 +197,45 @@ def cls_attention(factors: Factors, num_tokens: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- positions
 
 
-class Plane(NamedTuple):
-    """Where the tokens of a bag stand for PPEG."""
+class Grid(NamedTuple):
+    """Positions of a bag's tokens on the 2D grid of PPEG."""
 
     order_T: Tensor
-    """Which instance a token is."""
+    """Index of each token's instance."""
     cell_T: Tensor
-    """Its cell, counted row by row."""
+    """Index of each token's grid cell, in row-major order."""
     columns: int
     rows: int
 
 
-def square_plane(num_tiles: int, device: torch.device) -> Plane:
-    """Storage order in a square, filled up with the first tiles."""
+def square_grid(num_tiles: int, device: torch.device) -> Grid:
+    """Return the square grid of the paper: tiles in storage order, padded by repeating the first tiles."""
     side = math.isqrt(num_tiles - 1) + 1
     cell_T = torch.arange(side * side, device=device)
-    return Plane(cell_T % num_tiles, cell_T, side, side)
+    return Grid(cell_T % num_tiles, cell_T, side, side)
 
 
-def true_plane(coords_N2: Tensor) -> Plane:
-    """Tiles where they lie in the slide, row by row."""
+def coordinate_grid(coords_N2: Tensor) -> Grid:
+    """Return the grid of the tiles' own positions in the slide; raise BagError where they share no regular grid."""
     cells_N2 = grid_cells(coords_N2)
     columns, rows = (int(last) + 1 for last in cells_N2.amax(0))
     if columns * rows > MAX_CELLS:
-        how = "Build the aggregator with coordinates=False, or give the corners of a regular tiling"
-        raise BagError(f"{len(cells_N2)} tiles on a grid of {columns} x {rows}", "their corners share no grid", how)
+        how = "Build the aggregator with coordinates=False, or pass the corners of a regular tiling"
+        raise BagError(
+            f"{len(cells_N2)} tiles on a grid of {columns} x {rows}",
+            "the coordinates do not lie on one regular grid",
+            how,
+        )
     cell_N, order_N = (cells_N2[:, 1] * columns + cells_N2[:, 0]).sort(stable=True)
-    return Plane(order_N, cell_N, columns, rows)
+    return Grid(order_N, cell_N, columns, rows)
 
 
 def grid_cells(coords_N2: Tensor) -> Tensor:
-    """Columns and rows (N, 2) of tiles from their corners, by the smallest distance of two corners along an axis.
+    """Return column and row (N, 2) of each tile; the step is the smallest distance of two corners along an axis.
 
-    Rounded corners are fine: distances are counted from neighbour to neighbour. Gaps wider than PPEG's kernel reaches
-    are narrowed to what it cannot bridge either, so that far pieces of tissue do not span an empty plane.
+    Rounding of the corners does not accumulate: distances are counted from neighbour to neighbour. Gaps wider than the
+    PPEG kernel are narrowed to the smallest gap that it cannot bridge, so that distant tissue pieces do not make the
+    grid large and empty.
     """
     axes = [torch.unique(axis_N, return_inverse=True) for axis_N in coords_N2.double().unbind(1)]
     gaps = [values.diff() for values, _ in axes]
@@ -229,7 +250,7 @@ def grid_cells(coords_N2: Tensor) -> Tensor:
 
 
 class _Position(nn.Module):
-    """PPEG: three depthwise convolutions over the plane, done as one, added to the tokens."""
+    """PPEG: three depthwise convolutions over the grid, fused into one and added to the tokens."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -237,16 +258,16 @@ class _Position(nn.Module):
             nn.Conv2d(hidden, hidden, size, padding=size // 2, groups=hidden) for size in POSITION_KERNELS
         )
 
-    def forward(self, tokens_TH: Tensor, plane: Plane) -> Tensor:
-        """Tokens of one cell count there as their mean, empty cells as 0."""
-        num_cells, widest = plane.columns * plane.rows, POSITION_KERNELS[0]
-        count = tokens_TH.new_zeros(num_cells).index_add(0, plane.cell_T, tokens_TH.new_ones(len(plane.cell_T)))
-        grid = tokens_TH.new_zeros(num_cells, tokens_TH.shape[1]).index_add(0, plane.cell_T, tokens_TH)
-        grid = (grid / count.clamp(min=1)[:, None]).T.reshape(1, -1, plane.rows, plane.columns)
+    def forward(self, tokens_TH: Tensor, positions: Grid) -> Tensor:
+        """Return the tokens with position encoding; tokens that share a cell are averaged, empty cells are 0."""
+        num_cells, widest = positions.columns * positions.rows, POSITION_KERNELS[0]
+        count = tokens_TH.new_zeros(num_cells).index_add(0, positions.cell_T, tokens_TH.new_ones(len(positions.cell_T)))
+        grid = tokens_TH.new_zeros(num_cells, tokens_TH.shape[1]).index_add(0, positions.cell_T, tokens_TH)
+        grid = (grid / count.clamp(min=1)[:, None]).T.reshape(1, -1, positions.rows, positions.columns)
         kernels = [kernel for kernel in self.kernels if isinstance(kernel, nn.Conv2d)]
         weights = [F.pad(kernel.weight, [(widest - kernel.kernel_size[0]) // 2] * 4) for kernel in kernels]
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
         grid = F.conv2d(
             grid, torch.stack(weights).sum(0), torch.stack(biases).sum(0), padding=widest // 2, groups=grid.shape[1]
         )
-        return tokens_TH + grid.flatten(2)[0].T[plane.cell_T]
+        return tokens_TH + grid.flatten(2)[0].T[positions.cell_T]

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import timm
@@ -29,6 +30,7 @@ from timm.layers.patch_embed import PatchEmbed
 from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
 
+from selfvitmil.encoder.images import Images, check_sequence, to_tiles
 from selfvitmil.errors import EncoderError
 from selfvitmil.settings import Settings, TokenLayout
 from selfvitmil.store.files import hash_of
@@ -103,6 +105,17 @@ class Encoder(nn.Module):
         self.register_buffer("scale_311", (1 / (255 * std)).float(), persistent=False)
         self.register_buffer("shift_311", (-mean / std).float(), persistent=False)
 
+    @classmethod
+    def load(cls, source: str | Path, **options: Any) -> Encoder:
+        """Load an encoder: a folder of this package, a checkpoint, a timm name or a Hugging Face hub name.
+
+        `source` and `options` are those of `selfvitmil.encoder.load_encoder`. Raises EncoderError where it cannot be
+        loaded.
+        """
+        from selfvitmil.encoder.files import load_encoder  # files.py imports this module
+
+        return load_encoder(source, **options)
+
     @property
     def dim(self) -> int:
         """Length of a vector."""
@@ -120,6 +133,33 @@ class Encoder(nn.Module):
     def encode(self, tiles_B3HW: Tensor) -> Tensor:
         """Vectors (B, dim) of uint8 tiles on the encoder's device."""
         return self(self.normalize(tiles_B3HW))
+
+    def embed(self, images: Images, *, batch_size: int = 64, device: str | torch.device | None = None) -> Tensor:
+        """Return the embeddings (N, dim) of images as a float32 tensor on the CPU.
+
+        `images` is a uint8 array (N, H, W, 3) or a list of uint8 arrays or PIL images, RGB, of `config.size_px` pixels
+        and `config.mpp` microns per pixel. They are normalized here and embedded `batch_size` at a time, in evaluation
+        mode and without gradients. `device` moves the encoder; None leaves it where it is. Raises EncoderError for
+        images of another dtype or size.
+        """
+        check_sequence(images)
+        if batch_size < 1:
+            raise EncoderError(f"batch_size={batch_size}", "it must be positive")
+        if device is not None:
+            self.to(device)
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                parts = [
+                    self.encode(
+                        to_tiles(images[start : start + batch_size], self.config.size_px).to(self.scale_311.device)
+                    )
+                    for start in range(0, len(images), batch_size)
+                ]
+        finally:
+            self.train(was_training)
+        return torch.cat([part.float().cpu() for part in parts]) if parts else torch.empty(0, self.dim)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """Vectors (B, dim) of normalized images.

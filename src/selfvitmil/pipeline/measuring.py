@@ -273,7 +273,7 @@ def measure_aggregators(
     import torch
 
     from selfvitmil.aggregate import build
-    from selfvitmil.aggregate.store import few_threads
+    from selfvitmil.aggregate.bag_store import few_threads
     from selfvitmil.bags import Bag
     from selfvitmil.pretrain.surroundings import synchronize
 

@@ -43,7 +43,7 @@ def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Comp
     to none.
     """
     from selfvitmil.aggregate import NAMES
-    from selfvitmil.aggregate.contract import nearest
+    from selfvitmil.aggregate.base import nearest
 
     compare, train = settings.compare, settings.train
     asked = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)

@@ -268,7 +268,7 @@ def device_lines(settings: StudySettings, outlook: Outlook, before: RunRecord | 
     """Lines on the GPU: gone since the last run, or more than one; ConfigError when one is asked for and not there."""
     import torch
 
-    from selfvitmil.aggregate.store import choose_device
+    from selfvitmil.aggregate.bag_store import choose_device
 
     device, busy = _device(), [stage for stage in ("pretrain", "embed") if outlook.of(stage).todo]
     for section in ("embed", "train", "supervised"):

@@ -56,7 +56,7 @@ def make_models(
 
 
 def _are_small(todo: Iterable[tuple[Trial, Training, str]], store: BagStore) -> bool:
-    from selfvitmil.aggregate.store import one_thread_does
+    from selfvitmil.aggregate.bag_store import one_thread_does
 
     bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
     return one_thread_does(bags, store.device)

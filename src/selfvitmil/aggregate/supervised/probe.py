@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.contract import Aggregator, AggregatorOutput
-from selfvitmil.aggregate.rows import Rows
-from selfvitmil.aggregate.store import choose_device, measure
+from selfvitmil.aggregate.bag_store import choose_device, measure
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.aggregate.supervised import files
 from selfvitmil.aggregate.supervised.labels import (
     AnnotatedSlide,
@@ -54,9 +54,9 @@ class TileProbe(Aggregator):
         self.scorer = nn.Linear(dim, 1)
         self.config = {"name": KIND, "dim": dim, "num_classes": 1, "pool": pool, "k": k}
 
-    def aggregate(self, rows: Rows, coords_N2: Tensor | None) -> AggregatorOutput:
-        logits_NC = rows.project(self.scorer).double()  # or the sigmoids of sure tiles would all be 1
-        top_K = logits_NC[:, 0].topk(1 if self.pool == "max" else min(self.k, len(rows))).values
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
+        logits_NC = bag.project(self.scorer).double()  # or the sigmoids of sure tiles would all be 1
+        top_K = logits_NC[:, 0].topk(1 if self.pool == "max" else min(self.k, len(bag))).values
         # The logit of the mean of their sigmoids.
         logit = F.logsigmoid(top_K).logsumexp(0) - F.logsigmoid(-top_K).logsumexp(0)
         return AggregatorOutput(logit.reshape(1), None, logits_NC)

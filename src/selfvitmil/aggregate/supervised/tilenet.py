@@ -19,8 +19,8 @@ from scipy.special import expit
 from torch import Tensor, nn
 
 from selfvitmil import stain
+from selfvitmil.aggregate.bag_store import choose_device
 from selfvitmil.aggregate.scoring import BagScore
-from selfvitmil.aggregate.store import choose_device
 from selfvitmil.aggregate.supervised import files
 from selfvitmil.aggregate.supervised.scores import bag_score
 from selfvitmil.encoder import Encoder, EncoderConfig, build_backbone, check_fits

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.store import choose_device
+from selfvitmil.aggregate.bag_store import choose_device
 from selfvitmil.aggregate.supervised import files
 from selfvitmil.aggregate.supervised.balance import BalancedOrder
 from selfvitmil.aggregate.supervised.labels import (

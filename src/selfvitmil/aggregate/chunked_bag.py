@@ -1,12 +1,12 @@
-"""A bag as the layers see it: read in chunks, in the module's own dtype, never copied whole.
+"""Operations on a bag that is read in chunks, in the module's own dtype, and never copied whole.
 
-Aggregators touch the rows of a bag in few ways only: a linear map of every row, a weighted sum of rows or of mapped
-rows, picking some rows, and softmax attention that is linear before and after the softmax. `Rows` offers those. Each is
-exact, differentiable (once) and needs memory for its result and one chunk, so that a bag of 200,000 x 3840 float16 is
-trained on beside its own 1.5 GB. A chunk fits into the processor's cache, so that `attend` reads the bag once for
-everything: attention, score, and the gradient of the score, which is ready before the loss is known.
+Aggregators use few operations on the instances of a bag: a linear layer, a weighted sum of instances or of a function
+of them, selection of some instances, and softmax attention that is linear before and after the softmax. `ChunkedBag`
+offers those. Each is exact, differentiable (once) and needs memory for its result and one chunk, so that training on a
+bag of 200,000 x 3840 float16 needs little beyond the bag's own 1.5 GB. A chunk fits into the CPU cache, so that
+`attend` reads the bag once for attention, score and the gradient of the score, which is ready before the loss is known.
 
-N instances, D dimensions, C classes (or any few outputs), K picked instances.
+N instances, D dimensions, C classes (or any few outputs), K selected instances.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = {"cpu": 4 << 20}
-"""Bytes of a chunk in the module's dtype: what stays in the cache of a processor ..."""
+"""Bytes of a chunk in the module's dtype: on a CPU what fits into its cache ..."""
 CHUNK_BYTES_ELSEWHERE = 512 << 20
-"""... and on other devices what keeps them busy."""
+"""... and on other devices enough to keep them busy."""
 FEW = 8
-"""Up to so many outputs, one matrix-vector product each is faster on a CPU than a thin matrix product (6 times)."""
+"""Up to this many outputs, matrix-vector products are faster on a CPU than a thin matrix product (6 times)."""
 
 
-class Rows:
-    """The rows (h_i - mean) / std of a bag, in `dtype`; `mean_D` and `std_D` may be left out together."""
+class ChunkedBag:
+    """The instances (h_i - mean) / std of a bag, in `dtype`; `mean_D` and `std_D` may both be None."""
 
     def __init__(self, bag_ND: Tensor, dtype: torch.dtype, mean_D: Tensor | None = None, std_D: Tensor | None = None):
         self.bag_ND = bag_ND
@@ -46,25 +46,25 @@ class Rows:
         return self.bag_ND.shape[1]
 
     def project(self, layer: nn.Linear) -> Tensor:
-        """`layer(h_i)` for every row: (N, H)."""
+        """Return `layer(h_i)` for every instance: (N, H)."""
         weight_HD, bias_H = layer.weight, layer.bias
         if self.mean_D is not None and self.std_D is not None:
             weight_HD = weight_HD / self.std_D
             bias_H = bias_H - weight_HD @ self.mean_D
         if self.bag_ND.dtype == self.dtype and weight_HD.shape[0] > FEW:
-            return F.linear(self.bag_ND, weight_HD, bias_H)  # nothing to convert, and a product that BLAS does well
+            return F.linear(self.bag_ND, weight_HD, bias_H)  # no conversion needed, and efficient in BLAS
         return _apply(_Project, self.bag_ND, weight_HD, bias_H)
 
     def dot(self, weight_CD: Tensor) -> Tensor:
-        """`weight_c . h_i` for every row, up to a constant per class: (N, C)."""
+        """Return `weight_c . h_i` for every instance, up to a constant per class: (N, C)."""
         if self.std_D is not None:
             weight_CD = weight_CD / self.std_D
         return _apply(_Project, self.bag_ND, weight_CD.to(self.dtype), weight_CD.new_zeros(len(weight_CD)))
 
     def attend(self, query_CD: Tensor, direction_CD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention (N, C) = softmax over the rows of h_i . query_c, and score (C,) = its mean of h_i . direction_c.
+        """Return attention a_ic = softmax over i of h_i . query_c (N, C) and score sum_i a_ic h_i . direction_c (C,).
 
-        The loop it replaces: s = softmax([h_i @ query_c for h_i]); score_c = sum(s_i * h_i) @ direction_c.
+        Equivalent loop: s = softmax([h_i @ query_c for h_i]); score_c = sum(s_i * h_i) @ direction_c.
         """
         query_CD, direction_CD = query_CD.to(self.dtype), direction_CD.to(self.dtype)
         if self.mean_D is None or self.std_D is None:
@@ -74,11 +74,11 @@ class Rows:
         return attention_NC, score_C - direction_CD @ self.mean_D
 
     def pool(self, weights_NC: Tensor) -> Tensor:
-        """`sum_i weights_ic * h_i`: (C, D)."""
+        """Return `sum_i weights_ic * h_i`: (C, D)."""
         return self._standardized_sum(_apply(_Pool, self.bag_ND, weights_NC.to(self.dtype)), weights_NC)
 
     def pool_mapped(self, weights_NC: Tensor, map_rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """`sum_i weights_ic * map_rows(h_i)`; chunks are mapped anew in the backward pass instead of being kept."""
+        """Return `sum_i weights_ic * map_rows(h_i)`; `map_rows` is recomputed in the backward pass (checkpointing)."""
 
         def of_chunk(chunk: Tensor, weights: Tensor) -> Tensor:
             return weights.T @ map_rows(self._standardized(chunk.to(self.dtype)))
@@ -93,7 +93,7 @@ class Rows:
         return total_CV
 
     def take(self, index: Tensor) -> Tensor:
-        """The rows at `index` (any shape): (*index.shape, D)."""
+        """Return the instances at `index` (any shape): (*index.shape, D)."""
         rows = self.bag_ND.index_select(0, index.flatten()).to(self.dtype)
         return self._standardized(rows).view(*index.shape, self.dim)
 
@@ -106,16 +106,16 @@ class Rows:
         return (pooled_CD - weights_NC.sum(0)[:, None] * self.mean_D) / self.std_D
 
 
-def fold(head_CV: Tensor, weight_VD: Tensor, memory: Memory) -> Tensor:
-    """`head @ weight` for few rows and a large weight, whose gradient goes to recycled memory."""
+def fold(head_CV: Tensor, weight_VD: Tensor, memory: GradientBuffer) -> Tensor:
+    """Return `head @ weight` for few rows and a large weight, whose gradient is written to a reused buffer."""
     return _apply(_Fold, head_CV.to(weight_VD.dtype), weight_VD, memory)
 
 
-class Memory:
-    """Memory of one large CPU tensor that is handed out again as soon as nobody else uses it.
+class GradientBuffer:
+    """Memory of one large CPU tensor that is reused as soon as no other tensor refers to it.
 
-    The gradient of a 3840 x 3840 weight lives for one step; fresh pages for it each time cost the system more than all
-    arithmetic on them (49 against 7 ms where page faults are dear). Other devices keep such memory by themselves.
+    The gradient of a 3840 x 3840 weight lives for one step; allocating fresh pages each time costs more than the
+    arithmetic on them (49 against 7 ms where page faults are slow). Other devices have caching allocators.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Memory:
         self._alone = 0
 
     def empty(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """An uninitialised tensor of `shape`, of the device and dtype of `like`."""
+        """Return an uninitialized tensor of `shape` with the device and dtype of `like`."""
         kept = self._kept
         fits = kept is not None and kept.shape == shape and kept.dtype == like.dtype
         if like.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
@@ -131,25 +131,25 @@ class Memory:
         if kept is None or not fits or _uses(kept) != self._alone:
             kept = self._kept = torch.empty(shape, dtype=like.dtype)
             self._alone = _uses(kept)
-        # A second tensor on the same memory: autograd adopts it as the gradient, where it would copy a tensor we hold.
+        # A second tensor on the same memory: autograd takes it as the gradient without the copy a held tensor needs.
         return kept.view(shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
-        return Memory()
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientBuffer:
+        return GradientBuffer()
 
-    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
-        return Memory, ()
+    def __reduce__(self) -> tuple[type[GradientBuffer], tuple[()]]:
+        return GradientBuffer, ()
 
 
 def _uses(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# ---------------------------------------------------------------------------------------------------- the functions
+# ---------------------------------------------------------------------------------------------------- autograd
 
 
 def _apply(function: type[Function], bag_ND: Tensor, *arguments: Any) -> Any:
-    # These sums run over whole bags: they stay in the module's dtype also where autocast lowers that of other layers.
+    # These sums run over whole bags: they stay in the module's dtype even under autocast.
     with torch.autocast(bag_ND.device.type, enabled=False):
         return function.apply(bag_ND, *arguments)
 
@@ -162,7 +162,7 @@ def _spans(bag_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 def _chunks(bag_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Pieces of the bag in `dtype`, each valid until the next: converted ones share their memory."""
+    """Yield chunks of the bag in `dtype`, each valid until the next: converted chunks share one buffer."""
     buffer: Tensor | None = None
     for start, stop in _spans(bag_ND, dtype):
         chunk = bag_ND[start:stop]
@@ -174,21 +174,21 @@ def _chunks(bag_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
 
 
 def _dot(weight_CD: Tensor, rows_ND: Tensor) -> Tensor:
-    """`weight @ rows.T`, (C, N), by the faster way."""
+    """Return `weight @ rows.T`, (C, N), by the faster way."""
     if rows_ND.device.type != "cpu" or weight_CD.shape[0] > FEW:
         return weight_CD @ rows_ND.T
     return torch.stack([rows_ND.mv(weight_D) for weight_D in weight_CD])
 
 
 def _weighted(weights_CN: Tensor, rows_ND: Tensor) -> Tensor:
-    """`weights @ rows`, (C, D), by the faster way."""
+    """Return `weights @ rows`, (C, D), by the faster way."""
     if rows_ND.device.type != "cpu" or weights_CN.shape[0] > FEW:
         return weights_CN @ rows_ND
     return torch.stack([rows_ND.T.mv(weights_N) for weights_N in weights_CN])
 
 
 def _softmax(logits_CN: Tensor) -> Tensor:
-    """Softmax over the instances. On a CPU one class after the other: for several torch would wait for all threads."""
+    """Return the softmax over instances; on a CPU class by class, which avoids a barrier of all threads."""
     if logits_CN.device.type != "cpu" or logits_CN.shape[0] > FEW:
         return logits_CN.softmax(1)
     return torch.stack([logits_N.softmax(0) for logits_N in logits_CN])
@@ -221,19 +221,19 @@ class _Project(Function):
 
 
 class _Group(NamedTuple):
-    """Some rows as attention sees them, with t_i = h_i . direction: the mean of h_i and its covariance with t_i."""
+    """Attention statistics of some rows, with t_i = h_i . direction: mean of h_i and its covariance with t_i."""
 
     logits_CN: Tensor
     weights_CN: Tensor
     """Softmax over these rows alone: s_i."""
     total_C1: Tensor
-    """log of the sum of exp(logits)."""
+    """Logsumexp of the logits."""
     score_C1: Tensor
     """sum_i s_i t_i"""
     pooled_CD: Tensor
     """sum_i s_i h_i"""
     slope_CD: Tensor
-    """sum_i s_i (t_i - score) h_i; this and the mean are empty where no gradient is wanted."""
+    """sum_i s_i (t_i - score) h_i; this and `pooled_CD` are empty where no gradient is needed."""
 
     @classmethod
     def of(cls, rows_ND: Tensor, query_CD: Tensor, direction_CD: Tensor, learns: bool) -> _Group:
@@ -248,7 +248,7 @@ class _Group(NamedTuple):
         return cls(logits_CN, weights_CN, total_C1, score_C1, pooled_CD, slope_CD)
 
     def merge(self, other: _Group, learns: bool) -> _Group:
-        """Both groups as one, but for its logits and weights; overwrites what it no longer needs."""
+        """Return both groups merged, except for logits and weights; overwrites its inputs."""
         share_C1 = (other.total_C1 - self.total_C1).sigmoid()
         score_C1 = self.score_C1 + share_C1 * (other.score_C1 - self.score_C1)
         if learns:
@@ -260,10 +260,10 @@ class _Group(NamedTuple):
 
 
 class _Attend(Function):
-    """Chunk by chunk: what came before and the chunk are two groups of rows, merged by their shares of the softmax.
+    """Attention chunk by chunk: the rows so far and the next chunk are merged by their shares of the softmax.
 
-    The gradient of score = sum_i s_i t_i for the query is sum_i s_i (t_i - score) h_i. It is collected on the way, as a
-    covariance is: deviations from the group's own mean, corrected when groups merge.
+    The gradient of score = sum_i s_i t_i for the query is sum_i s_i (t_i - score) h_i. It is accumulated like a
+    covariance: deviations from the group's own mean, corrected when groups merge.
     """
 
     @staticmethod
@@ -333,7 +333,7 @@ class _Pool(Function):
 
 class _Fold(Function):
     @staticmethod
-    def forward(ctx: Any, head_CV: Tensor, weight_VD: Tensor, memory: Memory) -> Tensor:
+    def forward(ctx: Any, head_CV: Tensor, weight_VD: Tensor, memory: GradientBuffer) -> Tensor:
         ctx.save_for_backward(head_CV, weight_VD)
         ctx.memory = memory
         return _weighted(head_CV, weight_VD)

@@ -1,11 +1,11 @@
-"""Bags where the trainer needs them: on the GPU while they fit, else as the mapped files they are.
+"""Bags as tensors on the training device: cached in GPU memory while they fit, else memory-mapped files.
 
-On a CPU nothing is copied: a bag is a tensor on the mapped file, and `rows.py` reads it in chunks. On a GPU bags are
-uploaded in their own dtype (float16 for ours) and kept until `cache_gb` is full; further bags are uploaded each time
-they are asked for, through pinned memory, the next one (`prefetch`) while the current one is computed with. One store
-serves many trainings (folds, seeds, methods): a bag is uploaded, checked and measured once.
+On a CPU nothing is copied: a bag is a tensor on the mapped file, and `chunked_bag.py` reads it in chunks. On a GPU bags
+are uploaded in their own dtype (float16 for ours) and kept until `cache_gb` is full; further bags are uploaded on each
+request, through pinned memory, the next one (`prefetch`) during the computation on the current one. One store serves
+many training runs (folds, seeds, methods): each bag is uploaded, checked and measured once.
 
-Bags are told apart by identity, not by name: the same slide may come with other embeddings.
+Bags are keyed by identity, not by name: the same slide may come with other embeddings.
 
 N instances, D dimensions, P parts (chunks of a bag, or bags).
 """

@@ -1,0 +1,281 @@
+"""Base class, output type and registry of the aggregators.
+
+Input: one bag, (N, D) embeddings in float16, bfloat16, float32 or float64, and optionally the (N, 2) top-left corners
+of its tiles as (x, y) in any one unit. Output: an `AggregatorOutput`. A module computes in the dtype of its own weights
+and reads the bag in chunks (`chunked_bag.py`). `num_classes=1` means a binary label with one logit; with C >= 2 classes
+there is one logit per class, which `probabilities` turns into one sigmoid per class (DSMIL) or a softmax (all others).
+
+The trainer uses `loss(output, label)`, `probabilities(output)`, `is_order_dependent`, `config` (rebuilds the module:
+`build(**module.config)`), and with `standardize=True` the method `set_standardization`. Scoring and heatmaps use the
+per-tile evidence that each aggregator offers: `attention_evidence`, `tile_logits` and `critical_evidence`.
+
+N instances, D dimensions, C classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfvitmil.aggregate.chunked_bag import ChunkedBag
+from selfvitmil.errors import BagError, ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class AggregatorOutput:
+    """Output of an aggregator for one bag; the output class of a method may add fields."""
+
+    logits_C: Tensor
+    """Slide logit of each class, before `probabilities`."""
+    attention_NC: Tensor | None
+    """Weights that sum to 1 over the bag, a column per class (equal columns where one attention serves all classes)."""
+    instance_logits_NC: Tensor | None
+    """Logits of each instance alone, where the method trains an instance classifier."""
+
+    @property
+    def logits(self) -> Tensor:
+        """Slide logits (C,): the same as `logits_C`."""
+        return self.logits_C
+
+    @property
+    def attention(self) -> Tensor | None:
+        """Attention weights (N, C), None where the method has none: the same as `attention_NC`."""
+        return self.attention_NC
+
+    @property
+    def instance_logits(self) -> Tensor | None:
+        """Instance logits (N, C), None where the method has none: the same as `instance_logits_NC`."""
+        return self.instance_logits_NC
+
+    @property
+    def stream_logits(self) -> tuple[Tensor, Tensor] | None:
+        """Slide logits (C,) of the instance stream and of the attention stream; None for single-stream methods."""
+        return None
+
+
+class Aggregator(nn.Module):
+    """Base class of all aggregators. A subclass takes its settings as keywords and implements `aggregate`.
+
+    Args:
+        dim: Feature dimension D of the embeddings.
+        num_classes: Number of classes C; 1 means a binary label with a single logit.
+        standardize: Standardize every input dimension with the mean and standard deviation that
+            `set_standardization` sets; the trainer takes them from the training bags.
+
+    Raises ConfigError for an invalid argument.
+    """
+
+    one_sigmoid_per_class = False
+    """With C >= 2: one sigmoid per class (multi-label) instead of a softmax over the classes."""
+    is_order_dependent = False
+    """Whether permuting the instances changes more than the order of the outputs."""
+    attention_is_evidence = True
+    """Whether high attention means evidence for the shown class, so that it may be drawn as a heatmap."""
+    needs_coordinates = False
+    """Whether `coords_N2` is required."""
+    waits_for_device = False
+    """Whether a step copies values to the host or reads random states, which CUDA graphs do not allow."""
+    config: dict[str, Any]
+    """Arguments of `build` that recreate this module (without its weights); all settings, resolved."""
+
+    input_mean_D: Tensor
+    input_std_D: Tensor
+
+    def __init__(self, dim: int, num_classes: int, standardize: bool = False):
+        super().__init__()
+        for what, value in (("dim", dim), ("num_classes", num_classes)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{what}={value!r}", "it must be a positive integer")
+        self.dim = dim
+        self.num_classes = num_classes
+        self.standardize = standardize
+        if standardize:
+            self.register_buffer("input_mean_D", torch.zeros(dim))
+            self.register_buffer("input_std_D", torch.ones(dim))
+
+    def forward(self, bag_ND: Tensor, coords_N2: Tensor | None = None) -> AggregatorOutput:
+        """Return the output for one bag of embeddings (N, D); raise BagError where the bag does not fit this module."""
+        self._check(bag_ND, coords_N2)
+        dtype = next(self.parameters()).dtype
+        if self.standardize:
+            return self.aggregate(ChunkedBag(bag_ND, dtype, self.input_mean_D, self.input_std_D), coords_N2)
+        return self.aggregate(ChunkedBag(bag_ND, dtype), coords_N2)
+
+    @abstractmethod
+    def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
+        """Return the output for a bag that passed the checks."""
+
+    def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
+        """Return the method's loss on one bag. `label`: 0 or 1 for one class, a class index, or C targets."""
+        return self.bag_loss(output.logits_C, label)
+
+    def bag_loss(self, logits_C: Tensor, label: Tensor | float) -> Tensor:
+        """Return the cross-entropy of slide logits and label: sigmoids for one class or multi-label, else softmax."""
+        target_C = self.target(label, logits_C)
+        if self.num_classes == 1 or self.one_sigmoid_per_class:
+            return F.binary_cross_entropy_with_logits(logits_C, target_C)
+        return -(target_C * logits_C.log_softmax(0)).sum()
+
+    def probabilities(self, output: AggregatorOutput) -> Tensor:
+        """Return the probability of each class (C,); for one class that of the positive class."""
+        if self.num_classes == 1 or self.one_sigmoid_per_class:
+            return output.logits_C.sigmoid()
+        return output.logits_C.softmax(0)
+
+    def instance_probabilities(self, logits_NC: Tensor) -> Tensor:
+        """Return the class probabilities (N, C) of each instance alone, from its logits."""
+        if self.num_classes == 1 or self.one_sigmoid_per_class:
+            return logits_NC.sigmoid()
+        return logits_NC.softmax(1)
+
+    # ------------------------------------------------------------------------------------------ per-tile evidence
+
+    def attention_evidence(self, output: AggregatorOutput) -> Tensor | None:
+        """Return the attention (N, C) that may be drawn as a heatmap; None where the method offers none."""
+        return output.attention_NC if self.attention_is_evidence else None
+
+    def tile_logits(self, output: AggregatorOutput) -> Tensor | None:
+        """Return the tile scores (N, C), larger meaning more evidence for the class; None where there are none."""
+        return output.instance_logits_NC
+
+    def critical_evidence(self, output: AggregatorOutput) -> Tensor:
+        """Return the evidence (N, C) that ranks the tiles: attention where the method has one, else tile logits."""
+        evidence_NC = self.tile_logits(output) if output.attention_NC is None else output.attention_NC
+        assert evidence_NC is not None
+        return evidence_NC
+
+    # ------------------------------------------------------------------------------------------ inputs and labels
+
+    def target(self, label: Tensor | float, like: Tensor) -> Tensor:
+        """Return the label as (C,) values between 0 and 1, without synchronizing with the device."""
+        given = torch.as_tensor(label, device=like.device)
+        if given.ndim > 0 and given.numel() == self.num_classes:
+            return given.reshape(-1).to(like.dtype)
+        if given.numel() != 1:
+            raise ConfigError(f"a label of shape {tuple(given.shape)} for {self.num_classes} classes")
+        if self.num_classes == 1:
+            return given.reshape(1).to(like.dtype)
+        if not isinstance(label, Tensor) and not (0 <= label < self.num_classes and label == int(label)):
+            raise ConfigError(f"label {label!r} for {self.num_classes} classes", how="Classes are numbered from 0")
+        return (torch.arange(self.num_classes, device=like.device) == given).to(like.dtype).reshape(-1)
+
+    def set_standardization(self, mean_D: Tensor, std_D: Tensor) -> None:
+        """Standardize inputs as (h - mean) / std from now on; a constant dimension (std 0) is only centred."""
+        if not self.standardize:
+            raise ConfigError("this aggregator was built without standardize=True")
+        with torch.no_grad():
+            self.input_mean_D.copy_(mean_D)
+            self.input_std_D.copy_(torch.where(std_D > 0, std_D, torch.ones_like(std_D)))
+
+    def _check(self, bag_ND: Tensor, coords_N2: Tensor | None) -> None:
+        if bag_ND.ndim != 2 or not bag_ND.is_floating_point():
+            shape = tuple(bag_ND.shape)
+            raise BagError(f"a bag of shape {shape} and {bag_ND.dtype}", "one bag is (instances, dimensions) of floats")
+        if bag_ND.shape[0] == 0:
+            raise BagError("a bag without instances", "there is nothing to aggregate", "Exclude the slide")
+        if bag_ND.shape[1] != self.dim:
+            why = f"this aggregator was built for {self.dim}"
+            raise BagError(
+                f"embeddings of {bag_ND.shape[1]} dimensions", why, "Use the encoder that it was trained with"
+            )
+        if coords_N2 is not None and tuple(coords_N2.shape) != (bag_ND.shape[0], 2):
+            why = f"{bag_ND.shape[0]} instances need one (x, y) each"
+            raise BagError(f"coordinates of shape {tuple(coords_N2.shape)}", why)
+        if coords_N2 is None and self.needs_coordinates:
+            why, how = "this aggregator was built with coordinates=True", "Pass coords_N2, or build it without"
+            raise BagError("a bag without coordinates", why, how)
+
+
+# ---------------------------------------------------------------------------------------------------- registry
+
+_REGISTRY: dict[str, type[Aggregator]] = {}
+_Class = TypeVar("_Class", bound=type[Aggregator])
+
+
+def register(name: str, **defaults: Any) -> Callable[[_Class], _Class]:
+    """Class decorator: `build(name)` makes this class; `defaults` replace defaults of an inherited constructor.
+
+    A module constructed directly gets the same `config` as one from `build`.
+    """
+
+    def enter(aggregator: _Class) -> _Class:
+        _REGISTRY[name] = aggregator
+        inherited: Any = aggregator.__init__
+        signature = _with_defaults(inspect.signature(inherited), defaults)
+
+        @functools.wraps(inherited)
+        def constructor(self: Aggregator, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            inherited(*given.args, **given.kwargs)
+            if type(self) is aggregator:
+                _, *arguments = given.arguments.items()
+                self.config = {"name": name, **dict(arguments)}
+
+        constructor.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        aggregator.__init__ = constructor
+        return aggregator
+
+    return enter
+
+
+def _with_defaults(signature: inspect.Signature, defaults: dict[str, Any]) -> inspect.Signature:
+    parameters = signature.parameters.values()
+    return signature.replace(
+        parameters=[each.replace(default=defaults.get(each.name, each.default)) for each in parameters]
+    )
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the settings of a method with their defaults; raise ConfigError for an unknown name."""
+    if name not in _REGISTRY:
+        known = sorted(_REGISTRY)
+        raise ConfigError(f"unknown aggregator {name!r}{nearest(name, known)}", how=f"There are {', '.join(known)}")
+    parameters = inspect.signature(_REGISTRY[name]).parameters.values()
+    return {each.name: each.default for each in parameters if each.name not in ("dim", "num_classes")}
+
+
+def build(name: str, dim: int, num_classes: int, **settings: Any) -> Aggregator:
+    """Return a new aggregator for embeddings of `dim` dimensions; weights come from torch's random generator.
+
+    `name` is one of `selfvitmil.aggregate.NAMES`; `settings` are keywords of the method's class (`settings_of(name)`
+    lists them). `selfvitmil.aggregators` offers the classes themselves. Raises ConfigError for an unknown name or
+    setting and for an invalid value.
+    """
+    defaults = settings_of(name)
+    for key in settings:
+        if key not in defaults:
+            how = f"{name} has {', '.join(defaults)}"
+            raise ConfigError(f"unknown setting {key!r} of aggregator {name}{nearest(key, list(defaults))}", how=how)
+    return _REGISTRY[name](dim, num_classes, **settings)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return the end of an error message that suggests the closest known name; empty where none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def check_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        meant = nearest(value, [each for each in choices if isinstance(each, str)]) if isinstance(value, str) else ""
+        raise ConfigError(f"{setting}={value!r}{meant}", how=f"Choose one of {', '.join(map(repr, choices))}")
+
+
+def check_range(setting: str, value: float, low: float, high: float = float("inf"), whole: bool = False) -> None:
+    """Raise ConfigError unless `value` is a number from `low` to `high`, and an integer where `whole` is set."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (whole and value != int(value)):
+        kind = "integer" if whole else "number"
+        span = f"of at least {low}" if high == float("inf") else f"from {low} to {high}"
+        raise ConfigError(f"{setting}={value!r}", f"it must be {'an' if whole else 'a'} {kind} {span}")
