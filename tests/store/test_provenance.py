@@ -13,11 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from selfvitmil.store.failures import Failure
-from selfvitmil.store.outcome import BUILT, BuildOutcome, BuildStatus, failed, outcome_of, rebuilt
-from selfvitmil.store.outcome import UP_TO_DATE as LEFT
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, BuildStatus, failed, outcome_of, rebuilt
 from selfvitmil.store.provenance import (
+    FRESH,
     MISSING,
-    UP_TO_DATE,
     Change,
     ChangeKind,
     Freshness,
@@ -62,7 +61,7 @@ def value_at(settings: dict[str, Any], path: tuple[str, ...]) -> Any:
 @given(SETTINGS, INPUTS)
 def test_what_was_just_written_is_up_to_date(settings: dict[str, Any], inputs: dict[str, str]):
     now = Provenance("tile", 1, settings, inputs)
-    assert now.compare(stored(now)) == UP_TO_DATE
+    assert now.compare(stored(now)) == FRESH
     assert stored(now).digest == now.digest
     other_order = Provenance("tile", 1, dict(reversed(settings.items())), dict(reversed(inputs.items())))
     assert other_order.digest == now.digest
@@ -94,7 +93,7 @@ def test_added_and_removed_inputs_are_named(settings: dict[str, Any], inputs: di
     bare, more = Provenance("tile", 1, settings, inputs), Provenance("tile", 1, settings, {**inputs, "mask": "ab"})
     assert more.compare(bare) == stale(Change(ChangeKind.INPUT, "mask", None, "ab"))
     assert bare.compare(more) == stale(Change(ChangeKind.INPUT, "mask", "ab", None))
-    assert more.compare(bare, optional={"mask"}) == bare.compare(more, optional={"mask"}) == UP_TO_DATE
+    assert more.compare(bare, optional={"mask"}) == bare.compare(more, optional={"mask"}) == FRESH
     other = replace(more, inputs={**inputs, "mask": "cd"})
     assert other.compare(more, optional={"mask"}) == stale(Change(ChangeKind.INPUT, "mask", "ab", "cd"))
 
@@ -119,24 +118,24 @@ def test_several_changes_are_all_named():
 
 
 def test_hashes_alone_say_that_something_changed():
-    assert compare_digests("a", "a") == UP_TO_DATE
+    assert compare_digests("a", "a") == FRESH
     (unnamed,) = compare_digests("a", "b").changes
     assert unnamed.kind is ChangeKind.UNNAMED
     assert str(rebuilt(unnamed)) == "rebuilt: settings or inputs changed (recorded as a hash only)"
     lr = Change(ChangeKind.SETTING, "recipe.lr", 1, 2)
     assert compare_digests(None, "b", [lr]) == stale(lr)
-    assert compare_digests("a", "a", [lr]) == UP_TO_DATE
+    assert compare_digests("a", "a", [lr]) == FRESH
 
 
 def test_outcomes_follow_from_freshness():
     assert outcome_of(MISSING) == BUILT
-    assert outcome_of(UP_TO_DATE) == LEFT
+    assert outcome_of(FRESH) == UP_TO_DATE
     assert outcome_of(damaged(Path("x/a.h5"))) == rebuilt(Change(ChangeKind.DAMAGED_FILE, "a.h5"))
-    assert (str(BUILT), str(LEFT)) == ("built", "up to date")
+    assert (str(BUILT), str(UP_TO_DATE)) == ("built", "up to date")
     failure = Failure("a", "tile", "no tissue", "look")
     assert failed(failure).failure == failure
     assert str(failed(failure)) == "failed: no tissue"
-    for outcome in (BUILT, LEFT, failed(failure), outcome_of(damaged(Path("a.h5")))):  # workers send them back
+    for outcome in (BUILT, UP_TO_DATE, failed(failure), outcome_of(damaged(Path("a.h5")))):  # workers send them back
         assert pickle.loads(pickle.dumps(outcome)) == outcome
 
 

@@ -28,11 +28,12 @@ from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import (
     CohortSource,
     Summary,
-    changes,
     find_cohort,
     map_slides,
     num_tiles,
     open_study,
+    outcomes_of,
+    rebuilt_lines,
     store_cohort,
     study_cohort,
 )
@@ -40,6 +41,7 @@ from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout
+from selfvitmil.store.outcome import UP_TO_DATE
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
@@ -276,9 +278,13 @@ def embed_jobs(
 def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
     warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
     total = sum(result.num_tiles for result in done.values())
-    made = [result for result in done.values() if result.note != "current"]
+    made = [result for result in done.values() if result.outcome != UP_TO_DATE]
     wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
-    return [*changes(done), *warnings, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
+    return [
+        *rebuilt_lines(outcomes_of(done)),
+        *warnings,
+        f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}",
+    ]
 
 
 def export(

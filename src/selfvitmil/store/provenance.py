@@ -73,7 +73,7 @@ class Freshness:
         return self.state is State.UP_TO_DATE
 
 
-UP_TO_DATE = Freshness(State.UP_TO_DATE)
+FRESH = Freshness(State.UP_TO_DATE)
 MISSING = Freshness(State.MISSING)
 
 
@@ -126,7 +126,7 @@ class Provenance:
             for key in _keys(before, now, optional)
             if before.get(key) != now.get(key)
         ]
-        return stale(*changes) if changes else UP_TO_DATE
+        return stale(*changes) if changes else FRESH
 
 
 def compare_digests(stored: str | None, now: str, named: Iterable[Change] = ()) -> Freshness:
@@ -135,7 +135,7 @@ def compare_digests(stored: str | None, now: str, named: Iterable[Change] = ()) 
     `named` are the changes that what is stored beside the hash reveals; without any the change is unnamed.
     """
     if stored == now:
-        return UP_TO_DATE
+        return FRESH
     return stale(*(tuple(named) or (Change(ChangeKind.UNNAMED, "settings or inputs"),)))
 
 
