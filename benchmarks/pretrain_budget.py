@@ -81,6 +81,7 @@ def train_snapshots(
     source: TensorTiles, settings: PretrainSettings, steps: Sequence[int], device: str
 ) -> Iterator[Snapshot]:
     """The encoders of one run after each of these numbers of steps; the last number is the run's length."""
+    settings = settings.model_copy(update={"stop_early": False})  # all budgets are to be reached
     start = time.perf_counter()
     reached: dict[int, float] = {}
 

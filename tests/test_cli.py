@@ -79,7 +79,7 @@ def test_from_made_slides_to_tile_tables(made: Path, tmp_path: Path):
         if path.is_file() and path.suffix in (".csv", ".h5", ".geojson", ".toml"):
             assert str(tmp_path).encode() not in path.read_bytes(), path
     again = selfvitmil("tile", study, "--workers", 0)
-    assert "4 were up to date" in again.stdout
+    assert "4 were current and left alone" in again.stdout
 
 
 def test_processes_and_calling_process_give_the_same_bytes(made: Path, tmp_path: Path):

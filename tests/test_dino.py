@@ -31,6 +31,8 @@ from selfvitmil.pretrain.loss import (
     teacher_student_kl,
     update_center,
 )
+from selfvitmil.pretrain.objectives.choose import make_objective
+from selfvitmil.pretrain.objectives.contract import Objective
 from selfvitmil.pretrain.objectives.simclr import SimclrHead, nt_xent_loss
 from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, parameter_groups, update_teacher
 from selfvitmil.pretrain.schedule import (
@@ -232,6 +234,50 @@ def test_collapses_are_seen_from_logits():
         targets = teacher_probabilities(logits, zero, temp)
         entropy, kl = teacher_entropy(targets).item(), teacher_student_kl(logits, targets, temp).item()
         assert words in (collapse_reason(entropy, kl, outputs) or "")
+
+
+def course_of(entropies: np.ndarray, ranks: np.ndarray, seed: int = 0) -> list[dict[str, float]]:
+    """Lines of metrics with noise as a batch has it."""
+    rng = np.random.default_rng(seed)
+    noisy = zip(entropies + rng.normal(0, 0.1, len(entropies)), ranks + rng.normal(0, 5, len(ranks)), strict=True)
+    return [{"teacher_entropy": entropy, "kl": 0.2, "feature_rank": rank} for entropy, rank in noisy]
+
+
+def dino_of(outputs: int) -> Objective:
+    return make_objective(PretrainSettings(), out_dim=outputs, freeze_steps=0)
+
+
+def test_a_teacher_on_its_way_to_uniform_outputs_raises_an_alarm_before_it_is_there():
+    """Preset `quick`, 80 slides, 3,400 steps: from step 1,000 on the entropy rose from 3.0 to 6.4 of 6.93 nats, while
+    the rank fell from 160 to 83."""
+    lines = course_of(
+        np.concatenate([np.full(50, 3.0), np.linspace(3.0, 6.4, 240)]),
+        np.concatenate([np.linspace(100, 160, 50), np.linspace(160, 83, 240)]),
+    )
+    dino = dino_of(1024)
+    told = [dino.collapse_advice(lines[:count]) for count in range(10, len(lines) + 1)]
+    first = next(place for place, advice in enumerate(told) if advice) + 10
+    assert 50 < first < 240, "after the decline began, well before its end"
+    assert all(told[-30:])
+    assert "its entropy rose from 3." in (told[-1] or "")
+    assert "of log(1024) = 6.9, while the feature rank fell from 1" in (told[-1] or "")
+    assert "--pretrain.method lejepa" in (told[-1] or "")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("entropies", "ranks"),
+    [
+        pytest.param(np.linspace(1.0, 5.0, 290), np.linspace(54, 185, 290), id="both rise"),
+        pytest.param(np.full(290, 3.0), np.full(290, 120.0), id="noise"),
+        pytest.param(np.full(290, 3.0), np.linspace(160, 83, 290), id="rank falls alone"),
+        pytest.param(np.linspace(3.0, 6.4, 290), np.linspace(160, 120, 290), id="rank falls by a quarter"),
+        pytest.param(np.linspace(5.0, 3.0, 290), np.linspace(160, 83, 290), id="entropy falls"),
+    ],
+)
+def test_a_sound_run_raises_no_alarm(entropies: np.ndarray, ranks: np.ndarray, seed: int):
+    lines, dino = course_of(entropies, ranks, seed), dino_of(1024)
+    assert not any(dino.collapse_advice(lines[:count]) for count in range(10, len(lines) + 1, 7))
 
 
 # ---- several processes ---------------------------------------------------------------------------------------------

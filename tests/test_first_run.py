@@ -157,7 +157,7 @@ def test_a_folder_and_an_excel_sheet_end_with_a_report(tmp_path: Path, slides: i
     again = selfvitmil("run", study, "--cohort", folder, "--labels", labels, "--until", "embed")
     assert again.returncode == 0, again.stderr
     assert (study / "cohort.csv").read_bytes() == stored
-    assert "up to date (encoders/dino" in again.stdout
+    assert "current (encoders/dino" in again.stdout
 
 
 def test_pretrain_alone_makes_the_same_proposal(tmp_path: Path):

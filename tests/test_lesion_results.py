@@ -146,8 +146,8 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
     assert told == {f"best on {len(judges)} annotated validation slides (average precision of tiles: "
                     f"instance {found['instance']:.3f}, attention {found['attention']:.3f})"}  # fmt: skip
     assert any(next(iter(told)) in line for line in summary.lines)
-    spoil("tumor_12_0")  # a test slide: its own map alone is rebuilt
-    again = [line for line in localized(parts=("test", "val")).lines if "rebuilt: " in line]
+    spoil("tumor_12_0")  # a test slide: its own map alone is made again
+    again = [line for line in localized(parts=("test", "val")).lines if "made again" in line]
     assert len(again) == 1
     assert "tumor_12_0" in again[0]
     spoil(judges[0].slide)  # a validation slide: all maps are

@@ -38,8 +38,7 @@ from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary, products
 from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
 from selfvitmil.slides import synthetic
-from selfvitmil.store.provenance import Provenance
-from selfvitmil.tiles import FORMAT_VERSION, TileTable, write_tiles
+from selfvitmil.tiles import TileTable, write_tiles
 
 DIM = 6
 SMALL: dict[str, dict[str, Any]] = {
@@ -626,17 +625,17 @@ def test_what_is_current_is_left_alone_and_the_rest_says_why(work: StudyAt):
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")}
     again = work.run(pipeline.localize)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")} == before
-    assert any("4 maps (4 were up to date), 0 pictures and exports made" in line for line in again.lines)
+    assert any("4 maps (4 were current and left alone), 0 pictures and exports made" in line for line in again.lines)
     told = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert "4 slides rebuilt: localize.scale winsor -> percentile" in told.lines
+    assert "4 slides made again: localize.scale winsor -> percentile" in told.lines
     assert {made.scale for made in work.maps().values()} == {"percentile"}
     assert len(list(folder.glob("*.geojson.gz"))) == 4
     assert not list(folder.glob("*.geojson"))  # of maps that are no more
     lower = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip", "lesion_threshold": 0.9})
-    assert any("4 were up to date" in line and "4 pictures and exports" in line for line in lower.lines)
+    assert any("4 were current" in line and "4 pictures and exports" in line for line in lower.lines)
     (folder / f"{work.test_slides[0]}.h5").write_bytes(b"broken")
     mended = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert f"{work.test_slides[0]} rebuilt: {work.test_slides[0]}.h5 damaged" in mended.lines
+    assert f"{work.test_slides[0]} made again: the map was damaged or of another version" in mended.lines
 
 
 def test_equal_runs_give_equal_bytes(work: StudyAt, tmp_path: Path):
@@ -793,7 +792,7 @@ def two_scale_study(study: Path) -> list[str]:
             features = rng.normal(size=(len(table), DIM))
             if table is fine:
                 features[:2, 0] += 7 * label
-            write_tiles(study / "tiles" / tiling / f"{slide}.h5", table, Provenance("tile", FORMAT_VERSION, {}, {}))
+            write_tiles(study / "tiles" / tiling / f"{slide}.h5", table, {"settings": {}, "inputs": {}})
             write_bag(study / "bags" / tiling / "features_vit" / f"{slide}.h5", features, table, "vit", {})
         outlines = {19: "other.xml", 21: "own.xml"}.get(number, "")
         side = "test" if number >= 18 else "train"

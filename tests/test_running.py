@@ -224,8 +224,8 @@ def test_a_second_run_redoes_nothing(study: Path):
     before = snapshot(study)
     done = run(study, "--until", "embed")
     assert done.returncode == 0, done.stderr
-    assert said(done).count("up to date (10 slides)") == 6  # check, tile and embed, first and last
-    assert "up to date (encoders/dino)" in said(done)
+    assert said(done).count("current (10 slides)") == 6  # check, tile and embed, first and last
+    assert "current (encoders/dino)" in said(done)
     assert snapshot(study) == before
 
 
@@ -241,7 +241,7 @@ def test_a_broken_slide_stops_no_other_and_ends_with_3(fresh: Path):
     again = run(fresh, "--until", "embed")
     assert again.returncode == 3
     assert "1 that failed the last time (broken)" in said(again)
-    assert "up to date (encoders/dino)" in said(again)  # what fails again changes nothing
+    assert "current (encoders/dino)" in said(again)  # what fails again changes nothing
 
 
 def test_an_interrupted_run_goes_on_with_the_same_command(fresh: Path, monkeypatch: pytest.MonkeyPatch):
@@ -297,7 +297,7 @@ def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path)
     assert len(list((fresh / "bags" / TILING / "features_tiny_vit").glob("*.h5"))) == 10
     again = run(fresh, "--until", "embed")
     assert "pretrain" not in again.stdout
-    assert "up to date (10 slides)" in said(again)
+    assert "current (10 slides)" in said(again)
     assert str(fresh.parent) not in (fresh / "run.json").read_text()
     refused = run(fresh, "--until", "pretrain")
     assert refused.returncode == 2
@@ -323,7 +323,7 @@ def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
     assert "study.toml written" in done.stdout
     told = tomllib.loads((study / "study.toml").read_text())
     assert told == {"tile": {"mpp": 1.0, "size_px": 64}, "pretrain": {"probe_table": str(Path("p.csv").absolute())}}
-    assert "up to date (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
+    assert "current (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
@@ -448,7 +448,7 @@ def test_an_older_format_is_made_again_and_said_so(study: Path, folder: str, sta
     set_format(table, 0)
     done = run(study, "--until", stage)
     assert done.returncode == 0, done.stderr
-    assert f"1 stale: {stage} version 0 -> 1 ({table.stem}); 9 up to date" in said(done)
+    assert f"1 again: written in format 0, now 1 ({table.stem}); 9 current and left alone" in said(done)
     after = snapshot(study)
     assert after[f"{folder}/{table.name}"][1] == before[f"{folder}/{table.name}"][1]
     untouched = [name for name in before if name.endswith(".h5") and table.stem not in name]
@@ -476,10 +476,10 @@ def test_a_changed_tile_setting_is_said_before_it_is_done(study: Path):
     done = run(study, "--tile.min-tissue", 0.9, "--until", "embed")
     assert done.returncode == 0, done.stderr
     for text in (said(planned), said(done)):
-        assert "10 stale: tile.min_tissue 0.5 -> 0.9" in text
+        assert "10 again: tile.min_tissue 0.5 -> 0.9" in text
         assert "encoders/dino is kept, though its tiles have changed" in text
-        assert "10 stale: its tiles are rebuilt" in text
-    assert re.search(r"\d+ slides rebuilt: .*tiles changed", said(done))
+        assert "10 again: its tiles are made anew" in text
+    assert re.search(r"\d+ slides made again: another tiles", said(done))
 
 
 def test_another_resolution_leaves_the_tiles_that_are_there(study: Path):
@@ -506,8 +506,8 @@ def test_other_settings_of_the_encoder_throw_none_away(study: Path):
     assert (study / "encoders" / "other" / "config.json").exists()
     assert snapshot(study)["encoders/dino/model.safetensors"] == before["encoders/dino/model.safetensors"]
     kept = run(study, "--pretrain.steps", 3, "--encoder", "dino", "--until", "embed")
-    assert "up to date (10 slides)" in said(kept)
-    assert "up to date (encoders/other)" in said(
+    assert "current (10 slides)" in said(kept)
+    assert "current (encoders/other)" in said(
         run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
     )
     assert run(study, "--encoder", "dino", "--name", "other").returncode == 2
@@ -520,7 +520,7 @@ def test_a_slide_added(study: Path, place: Path):
     write_rows(study, [*rows, new])
     done = run(study, "--until", "embed")
     assert done.returncode == 0, done.stderr
-    assert "1 new (new); 10 up to date" in said(done)
+    assert "1 new (new); 10 current and left alone" in said(done)
     assert "encoders/dino is kept" in said(done)
     assert (study / "bags" / TILING / "features_dino" / "new.h5").exists()
 
@@ -587,7 +587,7 @@ def test_a_read_only_folder(study: Path, monkeypatch: pytest.MonkeyPatch):
         planned = selfvitmil("plan", study, "--until", "embed")
         asked = selfvitmil("status", study)
     assert done.returncode == 3
-    assert "up to date (10 slides)" in said(done)  # what it found
+    assert "current (10 slides)" in said(done)  # what it found
     assert "nothing can be written into this study" in done.stderr
     assert "choose another folder" in done.stderr
     assert planned.returncode == asked.returncode == 0

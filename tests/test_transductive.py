@@ -207,7 +207,7 @@ def test_a_second_run_keeps_the_encoders_and_a_package_takes_that_of_its_fold(pe
     study, _ = per_split
     again = selfvitmil("run", study, "--until", "embed")
     assert again.returncode == 0, again.stderr
-    assert "up to date (encoders/dino_fold0); up to date (encoders/dino_fold1)" in " ".join(again.stdout.split())
+    assert "current (encoders/dino_fold0); current (encoders/dino_fold1)" in " ".join(again.stdout.split())
     packed = selfvitmil("package", study, "--split", "fold1", "--out", study.parent / "model")
     assert packed.returncode == 0, packed.stderr
     about = json.loads((study.parent / "model" / "package.json").read_text())

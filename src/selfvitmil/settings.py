@@ -417,6 +417,12 @@ class PretrainSettings(Settings):
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to tensorboard/ in the encoder's folder."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights become the encoder: `best` those with the best quality, measured without labels about 20 times in
+    the run (later ones where the measure cannot tell them apart), `last` those of the last step. Runs too short to be
+    measured keep the last ones."""
+    stop_early: bool = True
+    """End the run when its quality stays clearly below its best for a fifth of the run."""
     probe_table: Path | None = None
     """Labelled tiles on which the encoder is tried out now and then: a table with tile, label, split and patient."""
     probe_epochs: int | None = Field(default=None, gt=0)

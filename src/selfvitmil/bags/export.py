@@ -65,6 +65,7 @@ class ExportResult:
     """What became of one slide."""
 
     num_tiles: int
+    note: str = "made"
 
 
 def plan_export(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportJob]:

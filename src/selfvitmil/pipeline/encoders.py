@@ -28,12 +28,11 @@ from selfvitmil.pipeline.splitting import propose_split
 from selfvitmil.pipeline.study import (
     CohortSource,
     Summary,
+    changes,
     find_cohort,
     map_slides,
     num_tiles,
     open_study,
-    outcomes_of,
-    rebuilt_lines,
     store_cohort,
     study_cohort,
 )
@@ -41,7 +40,6 @@ from selfvitmil.settings import StudySettings, TokenLayout, tiling_name, to_toml
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout
-from selfvitmil.store.outcome import UP_TO_DATE
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
@@ -93,7 +91,12 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
         write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
     lines = [f"note: {warning}" for warning in result.warnings]
     loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
-    lines.append(f"encoders/{name}: {result.note}, step {result.step} of {result.total_steps}{loss}")
+    steps = f"step {result.step} of {result.total_steps}{loss}"
+    if result.ending is not None and result.ending.stopped_early:
+        steps = result.ending.words
+    elif result.ending is not None and result.ending.words:
+        steps += f"; {result.ending.words}"
+    lines.append(f"encoders/{name}: {result.note}, {steps}")
     return lines, not result.finished
 
 
@@ -114,11 +117,17 @@ def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tup
 
 
 def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
-    """Prints how training goes, the first line at once and then no more often than every `seconds`."""
-    last = -math.inf
+    """Prints how training goes, the first line at once and then no more often than every `seconds`.
+
+    The first alarm is printed at once: whoever looks on can end a run that gets worse.
+    """
+    last, alarmed = -math.inf, False
 
     def show(line: dict[str, Any]) -> None:
-        nonlocal last
+        nonlocal last, alarmed
+        if "alarm" in line and not alarmed:
+            alarmed = True
+            print(f"pretrain: step {line['step']}, warning: {line['alarm']}", file=sys.stderr, flush=True)
         if time.monotonic() - last < seconds:
             return
         last = time.monotonic()
@@ -128,7 +137,16 @@ def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
     return show
 
 
-SHOWN_METRICS = ("loss", "teacher_entropy", "feature_rank", "knn20", "linear", "tiles_per_s", "data_wait_share")
+SHOWN_METRICS = (
+    "loss",
+    "teacher_entropy",
+    "feature_rank",
+    "quality",
+    "knn20",
+    "linear",
+    "tiles_per_s",
+    "data_wait_share",
+)
 
 
 def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
@@ -278,13 +296,9 @@ def embed_jobs(
 def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
     warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
     total = sum(result.num_tiles for result in done.values())
-    made = [result for result in done.values() if result.outcome != UP_TO_DATE]
+    made = [result for result in done.values() if result.note != "current"]
     wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
-    return [
-        *rebuilt_lines(outcomes_of(done)),
-        *warnings,
-        f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}",
-    ]
+    return [*changes(done), *warnings, f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}"]
 
 
 def export(

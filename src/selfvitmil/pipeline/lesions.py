@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from selfvitmil import formatting
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, below, prepare, results_name
-from selfvitmil.pipeline.localizing import Mapper, choose_slides, split_failures
+from selfvitmil.pipeline.localizing import Mapper, choose_slides
 from selfvitmil.pipeline.methods import TWO_SCALES, compared_methods, heatmap_settings, lesion_baseline, options_for
 from selfvitmil.pipeline.study import CohortSource, Summary, open_study
 from selfvitmil.settings import StudySettings
@@ -108,7 +108,7 @@ def _judged(
         own = settings.model_copy(update={"train": train, "localize": localize})
         model = results_name(f"{features.encoder}_{method}", settings)
         mapper = Mapper(study, own, trial, cases.cohort, features, model)
-        mapped, unmapped = split_failures(mapper.map_all(wanted))
+        mapped, unmapped = mapper.map_all(wanted)
         # A slide that failed now may have a map of other models: it is not judged.
         maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
         failures += [replace(failure, stage="lesions") for failure in unmapped]

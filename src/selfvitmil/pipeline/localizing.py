@@ -24,13 +24,11 @@ from selfvitmil.engine.progress import show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pipeline.learning import FeatureChoice, Features, below, prepare, results_name
 from selfvitmil.pipeline.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
-from selfvitmil.pipeline.study import CohortSource, Summary, few, map_slides, open_study, rebuilt_lines
+from selfvitmil.pipeline.study import CohortSource, Summary, changes, few, map_slides, open_study
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import file_fingerprint, hash_of, write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, failed, outcome_of
-from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
@@ -82,7 +80,7 @@ def localize(
         wanted, notes = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
         model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
         mapper = Mapper(study, settings, trial, cases.cohort, features, model)
-        mapped, failures = split_failures(mapper.map_all(wanted))
+        mapped, failures = mapper.map_all(wanted)
         record_failures(study, "localize", wanted, failures)
         jobs = {slide: mapper.product_job(slide) for slide in wanted if slide in mapped}
         made, unmade = map_slides(engine, study, "localize", make_products, jobs)
@@ -92,7 +90,7 @@ def localize(
         write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
     lines += [
-        *rebuilt_lines(mapped),
+        *changes(mapped),
         *_warning_lines(made),
         *_source_lines(made),
         *_last_lines(study, mapper.folder, mapped, made),
@@ -161,6 +159,14 @@ def choose_slides(
 # ---------------------------------------------------------------------------------------------------- maps
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """What became of the map of one slide."""
+
+    note: str
+    """`made`, `current`, or `made again: ...`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """What is known of a slide before anything is scored."""
@@ -169,8 +175,8 @@ class Prepared:
     bag: Bag
     table: TileTable | None
     places: Places
-    provenance: Provenance
-    freshness: Freshness
+    made_from: Mapping[str, Any]
+    note: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,23 +198,24 @@ class Mapper:
     def method(self) -> str:
         return self.settings.train.aggregator
 
-    def map_all(self, wanted: Mapping[str, Wanted]) -> dict[str, BuildOutcome]:
-        """Write the heatmaps that are missing or stale; the outcome of every slide, also of those that failed."""
+    def map_all(self, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Mapped], list[Failure]]:
+        """Write the maps that are not current; slides that have one in the end, and those that failed."""
         from selfvitmil.aggregate.train import BagStore
 
         store = BagStore.of(self.settings.train)
         splits = {each.split.name: each.split for each in wanted.values()}
         models = self._check_models(splits.values())
-        outcomes: dict[str, BuildOutcome] = {}
+        mapped: dict[str, Mapped] = {}
+        failures: list[Failure] = []
         stale: dict[str, list[Prepared]] = {}
         for slide, each in wanted.items():
             try:
                 prepared = self._prepared(each, models[each.split.name])
             except (SelfVitMilError, OSError) as error:
-                outcomes[slide] = failed(Failure.of(slide, "localize", error))
+                failures.append(Failure.of(slide, "localize", error))
                 continue
-            if prepared.freshness.is_up_to_date:
-                outcomes[slide] = UP_TO_DATE
+            if prepared.note == "current":
+                mapped[slide] = Mapped("current")
             else:
                 stale.setdefault(each.split.name, []).append(prepared)
         with show_progress("localize", "slides", sum(map(len, stale.values()))) as progress:
@@ -218,9 +225,11 @@ class Mapper:
                 for prepared in batch:
                     failure = self._write(prepared, of_split, source, store)
                     progress.advance(failure is not None, 1)
-                    slide = prepared.wanted.case.slide
-                    outcomes[slide] = outcome_of(prepared.freshness) if failure is None else failed(failure)
-        return outcomes
+                    if failure is None:
+                        mapped[prepared.wanted.case.slide] = Mapped(prepared.note)
+                    else:
+                        failures.append(failure)
+        return mapped, failures
 
     def product_job(self, slide: str) -> ProductJob:
         """What a worker has to make from the map of a slide."""
@@ -248,11 +257,12 @@ class Mapper:
         bag, table, places = self._placed(wanted.case)
         if self.settings.localize.score == "effect":
             check_effect(bag)
-        settings = {
-            "localize": self.settings.localize.model_dump(mode="json", include=MAP_SETTINGS),
-            "evaluate": self.settings.evaluate.model_dump(mode="json", include=DECISIONS),
-        }
-        inputs = {
+        made_from = {
+            "version": VERSION,
+            "settings": {
+                "localize": self.settings.localize.model_dump(mode="json", include=MAP_SETTINGS),
+                "evaluate": self.settings.evaluate.model_dump(mode="json", include=DECISIONS),
+            },
             "models": models,
             "split": [wanted.split.name, wanted.part],
             "features": wanted.case.identity,
@@ -261,9 +271,8 @@ class Mapper:
             "annotation": None if row.annotation is None else file_fingerprint(row.annotation),
             "validation annotations": self._evidence_identity,
         }
-        provenance = Provenance("localize", VERSION, settings, inputs)
-        freshness = heatmap_freshness(self.folder / f"{row.slide}.h5", provenance)
-        return Prepared(wanted, bag, table, places, provenance, freshness)
+        note = why_stale(self.folder / f"{row.slide}.h5", made_from)
+        return Prepared(wanted, bag, table, places, made_from, note)
 
     def _table_file(self, slide: str) -> Path:
         return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
@@ -344,7 +353,7 @@ class Mapper:
                 source=source, annotated=shares, warnings=(*places.warnings, *notes, *doubts),
                 details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
             )  # fmt: skip
-            write_map(self.folder / f"{slide}.h5", slide_map, _to_json(prepared.provenance))
+            write_map(self.folder / f"{slide}.h5", slide_map, json.dumps(prepared.made_from, sort_keys=True))
         except ConfigError:
             raise  # what was asked for cannot be, whatever the slide
         except (SelfVitMilError, OSError) as error:
@@ -385,30 +394,32 @@ def _shares(places: Places, table: TileTable | None, outlines: tuple[Annotation,
     return annotated_shares(places, table, outlines)
 
 
-def heatmap_freshness(path: Path, now: Provenance) -> Freshness:
-    """Return whether the heatmap at `path` is up to date."""
+def why_stale(path: Path, made_from: Mapping[str, Any]) -> str:
+    """`current`, `made`, or `made again: ...` with the reason, of the map at `path`."""
     from selfvitmil.localize.maps import map_made_from
 
     if not path.exists():
-        return MISSING
+        return "made"
     try:
-        record = json.loads(map_made_from(path) or "")
-        version, settings = record.pop("version", None), record.pop("settings", {})
-    except (ValueError, TypeError, AttributeError):
-        return damaged(path)
-    return now.compare(Provenance("localize", version, settings, record))
+        before = json.loads(map_made_from(path) or "")
+    except ValueError:
+        return "made again: the map was damaged or of another version"
+    if not isinstance(before, Mapping) or before.get("version") != made_from["version"]:
+        return "made again: maps are made otherwise now"
+    changed = [key for key in made_from if before.get(key) != json.loads(json.dumps(made_from[key]))]
+    reasons = [f"other {key}" for key in changed if key != "settings"]
+    if "settings" in changed:
+        reasons += _changed_settings(before["settings"], made_from["settings"])
+    return f"made again: {', '.join(reasons)}" if reasons else "current"
 
 
-def _to_json(provenance: Provenance) -> str:
-    """Return what a heatmap stores of its provenance."""
-    record = {"version": provenance.version, "settings": provenance.settings, **provenance.inputs}
-    return json.dumps(record, sort_keys=True)
-
-
-def split_failures(outcomes: Mapping[str, BuildOutcome]) -> tuple[dict[str, BuildOutcome], list[Failure]]:
-    """Return the outcomes of slides that have a heatmap now, and the failures of the others."""
-    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure is not None]
-    return {slide: outcome for slide, outcome in outcomes.items() if outcome.failure is None}, failures
+def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{section}.{key} {before.get(section, {}).get(key)} -> {value}"
+        for section, values in now.items()
+        for key, value in sorted(values.items())
+        if before.get(section, {}).get(key) != value
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -451,14 +462,12 @@ def _source_lines(made: Mapping[str, Products]) -> list[str]:
     return list(dict.fromkeys(f"heatmaps show {result.shows}" for result in made.values() if result.shows))
 
 
-def _last_lines(
-    study: Path, folder: Path, mapped: Mapping[str, BuildOutcome], made: Mapping[str, Products]
-) -> list[str]:
+def _last_lines(study: Path, folder: Path, mapped: Mapping[str, Mapped], made: Mapping[str, Products]) -> list[str]:
     from selfvitmil.localize.lesions import RANKS_ONLY
 
-    up_to_date = sum(outcome == UP_TO_DATE for outcome in mapped.values())
+    current = sum(each.note == "current" for each in mapped.values())
     negative = sum(result.only_ranks for result in made.values())
-    left_alone = f" ({up_to_date} were up to date)" if up_to_date else ""
+    left_alone = f" ({current} were current and left alone)" if current else ""
     files = sum(result.num_made for result in made.values())
     where = below(study, folder)
     return [

@@ -27,13 +27,13 @@ from selfvitmil.pipeline.study import CohortSource, find_cohort
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import describe_changes
-from selfvitmil.store.provenance import FRESH, MISSING, Freshness
 
 STAGES = ("check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report")
 """All stages of a run, in their order."""
 PRETRAIN = "pretrain"
 """As an encoder: the one that the study trains for itself."""
+NEW = "made"
+"""What stages note of a slide that has no file yet; else they note `made again: ...`."""
 NO_TILES = "without tiles"
 
 
@@ -92,12 +92,12 @@ class StageOutlook:
         if self.words:
             return self.words
         if not self.todo:
-            return f"up to date ({self.num_current} slides)"
+            return f"current ({self.num_current} slides)"
         reasons: dict[str, list[str]] = {}
         for slide, reason in self.todo.items():
             reasons.setdefault(reason, []).append(slide)
         parts = [f"{len(slides)} {why}" + (f" ({slides[0]})" * (len(slides) == 1)) for why, slides in reasons.items()]
-        left = f"; {self.num_current} up to date" if self.num_current else ""
+        left = f"; {self.num_current} current and left alone" if self.num_current else ""
         return f"{len(self.todo)} slides to do: {', '.join(parts)}{left}"
 
 
@@ -238,23 +238,23 @@ class _Ahead:
 
     @cached_property
     def tile(self) -> StageOutlook:
-        from selfvitmil.tiles import tiles_freshness
+        from selfvitmil.tiles import stale_reason
 
         failed = {failure.slide for failure in read_failures(self.study) if failure.stage == "tile"}
         todo: dict[str, str] = {}
         hopeless: set[str] = set()
         for slide, job in tile_jobs(self.study, self.cohort, self.settings).items():
             try:
-                freshness = tiles_freshness(job)
+                note = stale_reason(job)
             except (SelfVitMilError, OSError):
-                todo[slide] = "stale: its file cannot be read"
+                todo[slide] = "again: its file cannot be read"
                 hopeless.add(slide)
                 continue
-            if freshness == MISSING and slide in failed:
+            if note == NEW and slide in failed:
                 todo[slide] = "that failed the last time"
                 hopeless.add(slide)
-            elif not freshness.is_up_to_date:
-                todo[slide] = _why(freshness)
+            elif note is not None:
+                todo[slide] = _why(note)
         return StageOutlook("tile", todo, len(self.cohort) - len(todo), frozenset(hopeless))
 
     # ------------------------------------------------------------------------------------------------ encoder
@@ -273,7 +273,7 @@ class _Ahead:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         made_from = content.get("selfvitmil", {}).get("provenance", {}).get("made_from")
         if not self._training_tiles_change(run) and made_from == self._made_from(run):
-            return StageOutlook("pretrain", words=f"up to date (encoders/{name})")
+            return StageOutlook("pretrain", words=f"current (encoders/{name})")
         kept = (
             f"encoders/{name} is kept, though its tiles have changed since it was trained or another version of "
             "selfvitmil trained it; --name NEW trains another"
@@ -333,18 +333,18 @@ class _Ahead:
 
     def _bag(self, slide: str, job: Any, untrained: bool, identity: str | None) -> str | None:
         """Why a slide's vectors are to be made; None when they are current, or when nobody can tell without a hub."""
-        from selfvitmil.embed import features_freshness
+        from selfvitmil.embed import stale_reason
 
         if job is None and slide not in self.tile.changing:
             return NO_TILES
         if job is None or not job.bag.exists():
             return "new"
         if slide in self.tile.changing:
-            return "stale: its tiles are rebuilt"
+            return "again: its tiles are made anew"
         if untrained:
-            return "stale: the encoder is trained again"
-        freshness = FRESH if identity is None else features_freshness(job, identity)
-        return None if freshness.is_up_to_date else _why(freshness)
+            return "again: the encoder is trained anew"
+        note = None if identity is None else stale_reason(job, identity)
+        return None if note is None else _why(note)
 
     @cached_property
     def loaded(self) -> dict[str, Any]:
@@ -403,6 +403,6 @@ class _Ahead:
         return StageOutlook("report", words=f"write report/index.html{again}")
 
 
-def _why(freshness: Freshness) -> str:
-    """Return why an artefact is to be built."""
-    return "new" if freshness == MISSING else f"stale: {describe_changes(freshness.changes)}"
+def _why(note: str) -> str:
+    """A stage's own note on a slide, as a reason."""
+    return "new" if note == NEW else note.removeprefix("made ")

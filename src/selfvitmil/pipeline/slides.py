@@ -16,19 +16,17 @@ from selfvitmil.pipeline.study import (
     CohortSource,
     Summary,
     cell,
+    changes,
     few,
     map_slides,
     num_tiles,
     open_study,
-    outcomes_of,
-    rebuilt_lines,
     study_cohort,
 )
 from selfvitmil.settings import StudySettings, SynthSettings, tiling_name, to_toml
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import UP_TO_DATE
 
 
 def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
@@ -149,7 +147,7 @@ def _pack(
     }  # fmt: skip
     done, failures = map_slides(engine, study, "pack", pack_slide, jobs, unit="tiles", count=num_tiles)
     size_gb = sum(result.num_bytes for result in done.values()) / 1e9
-    return [*rebuilt_lines(outcomes_of(done)), f"{len(done)} packs of {size_gb:.2f} GB in tiles/{name}/packs"], failures
+    return [*changes(done), f"{len(done)} packs of {size_gb:.2f} GB in tiles/{name}/packs"], failures
 
 
 TILES_HEADER = (
@@ -181,7 +179,7 @@ def _tile_lines(done: Mapping[str, Any], asked: int, name: str) -> list[str]:
             for slide, result in done.items()
             if not middle / 10 <= result.num_tiles <= middle * 10
         ]
-    up_to_date = sum(result.outcome == UP_TO_DATE for result in done.values())
+    current = sum(result.note == "current" for result in done.values())
     total = f"{counts.sum():,} tiles of {len(done)} of {asked} slides in tiles/{name}"
-    left_alone = f" ({up_to_date} were up to date)" if up_to_date else ""
-    return [*rebuilt_lines(outcomes_of(done)), *few(warnings, f"tiles/{name}/tiles.csv"), total + left_alone]
+    left_alone = f" ({current} were current and left alone)" if current else ""
+    return [*changes(done), *few(warnings, f"tiles/{name}/tiles.csv"), total + left_alone]

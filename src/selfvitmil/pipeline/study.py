@@ -16,7 +16,6 @@ from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import remove_leftovers
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.lock import study_lock
-from selfvitmil.store.outcome import BuildOutcome, BuildStatus
 
 T = TypeVar("T")
 
@@ -162,18 +161,13 @@ def map_slides(
     return {name: done[name] for name in jobs if name in done}, failures
 
 
-def rebuilt_lines(outcomes: Mapping[str, BuildOutcome]) -> list[str]:
-    """Return why slides were rebuilt, one line per reason."""
+def changes(done: Mapping[str, Any]) -> list[str]:
+    """Why slides were made again, one line per reason."""
     reasons: dict[str, list[str]] = {}
-    for slide, outcome in outcomes.items():
-        if outcome.status is BuildStatus.REBUILT:
-            reasons.setdefault(str(outcome), []).append(slide)
-    return [f"{slides[0] if len(slides) == 1 else f'{len(slides)} slides'} {why}" for why, slides in reasons.items()]
-
-
-def outcomes_of(done: Mapping[str, Any]) -> dict[str, BuildOutcome]:
-    """Return the outcomes of a stage's results, by slide."""
-    return {slide: result.outcome for slide, result in done.items()}
+    for slide, result in done.items():
+        if result.note not in ("made", "current"):
+            reasons.setdefault(result.note, []).append(slide)
+    return [f"{slides[0] if len(slides) == 1 else f'{len(slides)} slides'} {note}" for note, slides in reasons.items()]
 
 
 def few(lines: list[str], where: str, most: int = 40) -> list[str]:

@@ -150,7 +150,7 @@ def _pretraining(layout: StudyLayout, folder: Path) -> Progress:
     step = int(last.get("step", -1)) + 1
     told = [f"loss {last['loss']:.3f}"] if "loss" in last else []
     told += [f"{last['tiles_per_s']:.0f} tiles/s"] if "tiles_per_s" in last else []
-    told += ["COLLAPSE ALARM"] if "alarm" in last else []
+    told += ["ALARM"] if "alarm" in last else []
     newest = _newest([path for path in (metrics, folder / "config.json", folder / "state.pt") if path.exists()])
     if (folder / "config.json").exists():
         return Progress("pretrain", layout.name(folder), 1, 1, 0, newest, ", ".join(["finished", *told]))

@@ -340,18 +340,21 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
     The student's forward counts three times (backward costs two of them), the teacher's once; both as the network as a
     whole has it, so the shortcut of `tokens` counts as speed.
     """
+    with torch.device("meta"):
+        objective = make_objective(settings, out_dim, freeze_steps=0)
+        head = objective.make_head(width_of(encoder.backbone))
+        in_head = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2) / 1e9
+    costs = {size: forward_gflop(encoder, size) + in_head for size in {recipe.size_px for recipe in recipes}}
+    student = 3 * sum(costs[recipe.size_px] for recipe in recipes)
+    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * objective.has_teacher
+    return student + teacher
+
+
+def forward_gflop(encoder: Encoder, size_px: int) -> float:
+    """The same of the network's forward pass of one image, without a head."""
     config = encoder.config
     with torch.device("meta"):
         backbone = build_backbone(config.architecture, config.model_args).eval()
-        dim = width_of(backbone)
-        objective = make_objective(settings, out_dim, freeze_steps=0)
-        head = objective.make_head(dim)
-        in_head = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
-        costs: dict[int, float] = {}
-        for size in {recipe.size_px for recipe in recipes}:
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                backbone(torch.empty(1, 3, size, size))
-            costs[size] = counter.get_total_flops() + in_head
-    student = 3 * sum(costs[recipe.size_px] for recipe in recipes)
-    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * objective.has_teacher
-    return (student + teacher) / 1e9
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            backbone(torch.empty(1, 3, size_px, size_px))
+    return counter.get_total_flops() / 1e9

@@ -16,8 +16,11 @@ Axes in names: V views, B tiles, K outputs, D dimensions, R rows (views times ti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -270,3 +273,36 @@ def collapse_reason(entropy: float, kl: float, num_outputs: int) -> str | None:
             "is scaled to the batch"
         )
     return None
+
+
+DRIFT_PARTS = 5
+"""Parts of the time since the rank was highest; the entropy must be higher in each than in the one before."""
+DRIFT_WAY = 1 / 3
+"""Share of the way to log K that the entropy must have gone in that time."""
+DRIFT_RANK = 2 / 3
+"""Share of its highest value below which the rank must have fallen."""
+
+
+def drift_reason(entropies: Sequence[float], ranks: Sequence[float], num_outputs: int, window: int = 10) -> str | None:
+    """Whether a run is on its way to uniform outputs, long before it is there; None while all is well.
+
+    `entropies` of the teacher and `ranks` of the features come from the lines of metrics since the warm-up. While a
+    sound run learns its entropy may rise, but its rank rises too or stays. Here the entropy has risen steadily since
+    the rank (averaged over `window` lines) was highest, and the rank has fallen by a third and more.
+    """
+    if len(ranks) < 2 * window:
+        return None
+    smooth = np.convolve(ranks, np.full(window, 1 / window), mode="valid")
+    highest = int(smooth.argmax())
+    since = np.asarray(entropies[highest:])
+    if smooth[-1] > DRIFT_RANK * smooth[highest] or len(since) < 2 * max(DRIFT_PARTS, window):
+        return None
+    means = [part.mean() for part in np.array_split(since, DRIFT_PARTS)]
+    before, now, most = since[:window].mean(), since[-window:].mean(), math.log(num_outputs)
+    is_steady = all(earlier < later for earlier, later in pairwise(means))
+    if not is_steady or now - before < DRIFT_WAY * (most - before):
+        return None
+    return (
+        f"the teacher loses its opinion: its entropy rose from {before:.1f} to {now:.1f} of log({num_outputs}) = "
+        f"{most:.1f}, while the feature rank fell from {smooth[highest]:.0f} to {smooth[-1]:.0f}"
+    )

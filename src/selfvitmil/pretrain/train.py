@@ -1,5 +1,8 @@
 """Training an encoder on tiles without labels: from tile tables (or a folder of images) to the folder of an encoder.
 
+Now and then the quality of the embeddings is measured without labels (`quality`); the weights with the best one become
+the encoder, and a run whose quality fell ends early (`watch`).
+
 The loop is plain PyTorch. Under `torchrun` every process takes an equal part of each batch; `batch` stays what it is,
 so more GPUs make a run faster and do not change it (to rounding; which paths are dropped differs, and batch norms see
 their own part only). All that is random depends on (seed, step, tile) or (seed, step,
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +37,10 @@ from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, 
 from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.learner import Learner, Numbers
-from selfvitmil.pretrain.objectives.contract import Outcome, Part
+from selfvitmil.pretrain.objectives.contract import RECENT_LINES, Outcome, Part
 from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, parameter_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
+from selfvitmil.pretrain.quality import plan_evaluations, read_sample
 from selfvitmil.pretrain.recipes import made_for_px, recipes_of
 from selfvitmil.pretrain.sources import TileSource
 from selfvitmil.pretrain.surroundings import (
@@ -50,22 +54,22 @@ from selfvitmil.pretrain.surroundings import (
     stop_on_signal,
 )
 from selfvitmil.pretrain.views import make_views, render_view
+from selfvitmil.pretrain.watch import Course, Ending, Watch, patience_of
 from selfvitmil.settings import PretrainSettings
 from selfvitmil.store.files import hash_of
 
-STAGE_VERSION = 2
+STAGE_VERSION = 3
 """Part of the hash of a run: raised when the same settings come to mean something else."""
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-ALARM_LINES = 10
-"""Lines of metrics over which the collapse alarm averages."""
 ALARM_FROM_STEP = 500
 """No alarm before: in its first hundreds of steps a sound run cannot be told from a collapsed one."""
 COMPILE_FROM_STEPS = 3000
 """Steps from which compiling, which takes minutes and saves a quarter of a step's time, is worth it."""
 PROBES = 10
 """Probes of a run, where `probe_epochs` does not say how many."""
-WAIT_FOR_PROBE = timedelta(days=1)
-"""How long other processes wait while the first one probes; those that wait for a gradient give up in minutes."""
+WAIT_FOR_FIRST = timedelta(days=1)
+"""How long other processes wait while the first one probes or measures; those that wait for a gradient give up in
+minutes."""
 NOT_IN_HASH = {
     "per_split",
     "packs",
@@ -106,6 +110,8 @@ class PretrainResult:
     metrics: dict[str, Any]
     """The last line of metrics.jsonl."""
     warnings: tuple[str, ...]
+    ending: Ending | None = None
+    """Which weights became the encoder, and whether the run was stopped early; None while it is not finished."""
 
 
 def pretrain(
@@ -138,7 +144,7 @@ def pretrain(
         finished = run.train(report or (lambda line: None), snapshots or {})
         last = run.metrics.lines[-1] if run.metrics is not None and run.metrics.lines else {}
         if finished:
-            run.save_encoder(out)
+            run.finish()
         else:
             note = f"stopped by a signal at step {run.step} of {run.numbers.total_steps}"
         if place.world > 1:
@@ -194,6 +200,7 @@ class _Run:
         self.step = 0
         self.warnings: list[str] = []
         self.metrics: Metrics | None = None
+        self.ending: Ending | None = None
         self.threads: ThreadPoolExecutor | None = None
         self.order = order_of(source, settings)
         self._check_size()
@@ -243,9 +250,10 @@ class _Run:
         """Whether the folder holds the encoder that this run would make. Raises when it holds another one."""
         if not (self.out / "config.json").exists():
             return False
-        made_from = load_encoder(self.out).config.provenance.get("made_from")
-        if made_from == self.made_from:
-            self.step = self.numbers.total_steps
+        provenance: dict[str, Any] = load_encoder(self.out).config.provenance
+        if provenance.get("made_from") == self.made_from:
+            self.ending = Ending(**{each.name: provenance[each.name] for each in fields(Ending)})
+            self.step = self.ending.ended_step
             return True
         raise ConfigError(
             f"{self.out.name}: this encoder was made with other settings, other tiles or by another version",
@@ -255,7 +263,8 @@ class _Run:
 
     def result(self, note: str, finished: bool, last: dict[str, Any]) -> PretrainResult:
         total = self.numbers.total_steps
-        return PretrainResult(self.out, self.step, total, finished, note, last, tuple(self.warnings))
+        ending = self.ending if finished else None
+        return PretrainResult(self.out, self.step, total, finished, note, last, tuple(self.warnings), ending)
 
     # ------------------------------------------------------------------------------------------------ before
 
@@ -279,6 +288,8 @@ class _Run:
                 f"large views have {self.made_for_px} px and tiles {self.source.size_px}: the encoder is for "
                 f"tiles of {self.made_for_px} px at {self._made_for_mpp():g} microns per pixel"
             )
+        if self.place.world > 1:
+            self.waiting_group: Any = dist.new_group(backend="gloo", timeout=WAIT_FOR_FIRST)
         self._prepare_probes()
         self.mean, self.std = self._colours(state)
         self.schedules = self.numbers.schedules(settings)
@@ -301,6 +312,7 @@ class _Run:
         out_dim = self.numbers.out_dim
         self.gflop = learning.gflop_per_tile(self.encoder, settings, self.recipes, out_dim)
         self.peak = peak_tflops(device, self.dtype)
+        self._prepare_quality(state)
         return "made" if state is None else f"continued from step {self.step}"
 
     def _colours(self, state: dict[str, Any] | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -327,8 +339,6 @@ class _Run:
             self.probe_steps = settings.probe_epochs * numbers.steps_per_epoch
         if settings.probe_table is None:
             return
-        if self.place.world > 1:
-            self.waiting_group: Any = dist.new_group(backend="gloo", timeout=WAIT_FOR_PROBE)
         if self.place.rank == 0:
             self.probe_table = table = read_probe_table(settings.probe_table)
             size = self.made_for_px
@@ -344,6 +354,23 @@ class _Run:
                     f"{settings.probe_table.name}: its tiles are taken with the colours they have, while the stains of "
                     "the training tiles are normalized"
                 )
+
+    def _prepare_quality(self, state: dict[str, Any] | None) -> None:
+        """Plan when the quality is measured, and make the views for it in the process that will measure."""
+        settings, numbers, recipe = self.settings, self.numbers, self.recipes[0]
+        training = numbers.total_steps * settings.batch * self.gflop
+        view = learning.forward_gflop(self.encoder, recipe.size_px)
+        plan = plan_evaluations(numbers.total_steps, training, view, sum(self.source.counts))
+        course = Course(patience_of(plan) if plan else 0, first_step=numbers.warmup_steps)
+        self.quality = Watch(
+            plan, course, self.learner.objective.remedy, keeps=settings.keep == "best", stops=settings.stop_early
+        )
+        if self.place.world > 1:
+            self.quality.group = self.waiting_group
+        if state is not None:
+            self.quality.load(state["quality"])
+        if plan is not None and self.place.rank == 0:
+            self.quality.sample = read_sample(self.source, recipe, plan.tiles, settings.seed, self.workers)
 
     def _compile(self) -> None:
         """Compile what is worth it. Where that fails, the first step tells (see `_try_compiled`)."""
@@ -371,6 +398,7 @@ class _Run:
             "learner": self.learner.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "quality": self.quality.state(),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -382,10 +410,12 @@ class _Run:
     # ------------------------------------------------------------------------------------------------ steps
 
     def train(self, report: Callable[[dict[str, Any]], None], snapshots: Mapping[int, Path]) -> bool:
-        """All steps that are left; whether they were done. A checkpoint is written in either case."""
+        """All steps that are left; False where a signal ended them. A checkpoint is written in either case."""
         place, total = self.place, self.numbers.total_steps
         if place.rank == 0:
             self.metrics = Metrics(self.out, self.step, tensorboard=self.settings.tensorboard)
+        if self.quality.ends:  # killed after the checkpoint of its early end
+            return True
         feed = Feed(
             self.source,
             self.order,
@@ -413,14 +443,15 @@ class _Run:
                 asked = self._check(pending, self.step - 1) or asked
                 pending = checked
                 self.step += 1
-                probing = self._probe_is_due()
-                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total or probing:
+                probing, measuring = self._probe_is_due(), self.quality.is_due(self.step)
+                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total or probing or measuring:
                     asked = self._check(pending, self.step - 1) or asked
                     pending = None
                     found = self._probe() if probing else {}
+                    found |= self._measure_quality() if measuring else {}
                     self._log(outcome, numbers, checked, feed, report, found)
                 due = time.monotonic() - self.pace.saved > self.settings.checkpoint_minutes * 60
-                ends = asked or self.step == total
+                ends = asked or self.step == total or self.quality.ends
                 if ends:
                     self._check(pending, self.step - 1)
                 # A broken step is never saved. The error comes at the next look, which all processes take at the same
@@ -428,12 +459,12 @@ class _Run:
                 if ends or (due and (pending is None or _Checked(*pending.values()).is_sound)):
                     self._save()
                 if self.step in snapshots:
-                    self.save_encoder(snapshots[self.step])
-                if asked:
+                    self.save_encoder(snapshots[self.step], Ending(total, self.step, self.step))
+                if asked or self.quality.ends:
                     break
         if self.unfitted:
             self.warnings.append(f"the stains of {self.unfitted} tiles could not be found: they kept their colours")
-        return self.step == total
+        return self.step == total or self.quality.ends
 
     @contextmanager
     def _part_threads(self) -> Iterator[ThreadPoolExecutor | None]:
@@ -709,7 +740,7 @@ class _Run:
         checked: Later,
         feed: Feed,
         report: Callable[[dict[str, Any]], None],
-        probed: dict[str, float],
+        measured: dict[str, Any],
     ) -> None:
         if self.metrics is None:
             return
@@ -721,17 +752,23 @@ class _Run:
         line["data_wait_share"] = round(pace.data_wait_share, 4)
         line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
         line["phase_s"] = self.watch.last_step()
-        line |= probed
-        recent = [*self.metrics.lines, line][-ALARM_LINES:]
-        first_judged = max(self.numbers.warmup_steps, ALARM_FROM_STEP)
-        if len(recent) == ALARM_LINES and recent[0]["step"] >= first_judged:
-            advice = self.learner.objective.collapse_advice(recent)
-            if advice:
-                line["alarm"] = advice
-                if not any("alarm" in before for before in self.metrics.lines):
-                    self.warnings.append(f"at step {self.step - 1}: {advice}")
+        line |= measured
+        alarms = [measured["alarm"]] if "alarm" in measured else []
+        advice = self._collapse_advice(line)
+        alarms += [advice] if advice else []
+        if alarms:
+            line["alarm"] = "; ".join(alarms)
+            if not any("alarm" in before for before in self.metrics.lines):
+                self.warnings.append(f"at step {self.step - 1}: {line['alarm']}")
         self.metrics.add(line)
         report(line)
+
+    def _collapse_advice(self, line: dict[str, Any]) -> str | None:
+        """What the objective says of the lines of metrics, as soon as these can tell anything."""
+        assert self.metrics is not None
+        first = max(self.numbers.warmup_steps, ALARM_FROM_STEP)
+        lines = [each for each in (*self.metrics.lines, line) if each["step"] >= first]
+        return self.learner.objective.collapse_advice(lines) if len(lines) >= RECENT_LINES else None
 
     def _probe_is_due(self) -> bool:
         """After every so many steps and after the last one, counted from the start of the run, whoever resumed it."""
@@ -763,6 +800,17 @@ class _Run:
         self.pace.leave_out(seconds)
         return found | {"probe_s": round(seconds, 3)} if found else {}
 
+    def _measure_quality(self) -> dict[str, Any]:
+        """The quality of the weights so far, without labels, and the seconds that took, which no pace counts.
+
+        A signal does not cut it short: which weights are kept must not depend on when a run was interrupted.
+        """
+        start = time.perf_counter()
+        found = self.quality.look(Encoder(self.learner.result, self._config()).to(self.place.device), self.step)
+        seconds = time.perf_counter() - start
+        self.pace.leave_out(seconds)
+        return found | {"quality_s": round(seconds, 3)} if found else {}
+
     def _save(self) -> None:
         if self.place.rank == 0:
             write_state(self.out, self._state())
@@ -772,8 +820,15 @@ class _Run:
         """Microns per pixel of the tiles that the encoder is for."""
         return None if self.source.mpp is None else self.source.mpp * self.source.size_px / self.made_for_px
 
-    def save_encoder(self, folder: Path) -> None:
-        """Write an encoder's folder: the weights worth keeping so far and what they were made from."""
+    def finish(self) -> None:
+        """Write the encoder of this run: the weights worth keeping."""
+        self.ending = self.quality.ending(self.step, self.numbers.total_steps)
+        if self.place.rank == 0 and self.ending.kept_step < self.step:
+            self.learner.result.load_state_dict(self.quality.kept)
+        self.save_encoder(self.out, self.ending)
+
+    def save_encoder(self, folder: Path, ending: Ending) -> None:
+        """Write an encoder's folder: the weights as they are and what they were made from."""
         if self.place.rank != 0:
             return
         provenance = {
@@ -786,6 +841,7 @@ class _Run:
             "tiles": sum(self.source.counts),
             "gflop_per_tile": round(self.gflop, 2),
             **asdict(self.numbers),
+            **asdict(ending),
             "made_from": self.made_from,
         }
         save_encoder(folder, Encoder(self.learner.result, self._config(provenance)))

@@ -20,6 +20,9 @@ from torch import nn
 
 from selfvitmil.pretrain.joint import JointBatch
 
+RECENT_LINES = 10
+"""Lines of metrics over which the alarms average."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -79,6 +82,8 @@ class Objective(nn.Module, ABC):
     the large views, or everything (`head`: the head itself sees the embeddings of all views of the whole batch)."""
     joins_teacher: bool = False
     """Whether the teacher's outputs of all tiles of a batch are compared."""
+    remedy: str = "Use a lower --pretrain.lr or fewer steps"
+    """What to change where the embeddings get worse from some step on."""
 
     @abstractmethod
     def make_head(self, dim: int) -> nn.Module:
@@ -96,8 +101,12 @@ class Objective(nn.Module, ABC):
         """Change gradients of the head, before the optimizer's step."""
         del head, step
 
-    def collapse_advice(self, recent: Sequence[Mapping[str, Any]]) -> str | None:
-        """What went wrong and what to do, by the mean of recent lines of metrics; None while all is well."""
+    def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
+        """What went wrong and what to do, by the lines of metrics since the warm-up; None while all is well.
+
+        There are `RECENT_LINES` of them at least.
+        """
+        recent = lines[-RECENT_LINES:]
         rank = sum(line["feature_rank"] for line in recent) / len(recent)
         spread = sum(line["feature_std"] for line in recent) / len(recent)
         if rank < 1.5 or spread < 0.01:

@@ -17,7 +17,7 @@ from torch import nn
 
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain.head import DinoHead
-from selfvitmil.pretrain.objectives.contract import Objective, Outcome, Seen
+from selfvitmil.pretrain.objectives.contract import RECENT_LINES, Objective, Outcome, Seen
 from selfvitmil.pretrain.optim import cancel_gradients
 
 
@@ -43,6 +43,7 @@ class Dino(Objective):
     """Cross-entropy between views, with its centre."""
 
     has_teacher = True
+    remedy = "Use --pretrain.method lejepa or --pretrain.centering sinkhorn, a lower --pretrain.lr or fewer steps"
     center_K: torch.Tensor
 
     def __init__(self, numbers: DinoNumbers):
@@ -99,6 +100,11 @@ class Dino(Objective):
             assert isinstance(head, DinoHead)
             cancel_gradients(head.last_layer)
 
-    def collapse_advice(self, recent: Sequence[Mapping[str, Any]]) -> str | None:
-        entropy, kl = (sum(line[key] for line in recent) / len(recent) for key in ("teacher_entropy", "kl"))
-        return losses.collapse_reason(entropy, kl, self.numbers.out_dim)
+    def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
+        entropies, kls, ranks = ([line[key] for line in lines] for key in ("teacher_entropy", "kl", "feature_rank"))
+        entropy, kl = (sum(each[-RECENT_LINES:]) / RECENT_LINES for each in (entropies, kls))
+        reached = losses.collapse_reason(entropy, kl, self.numbers.out_dim)
+        if reached:
+            return reached
+        drift = losses.drift_reason(entropies, ranks, self.numbers.out_dim, RECENT_LINES)
+        return f"{drift}. {self.remedy}" if drift else None
