@@ -576,17 +576,12 @@ PROCESS = """
 """
 
 
-@pytest.mark.slow
-def test_two_processes_do_what_one_does_with_the_joint_batch(images: Path, tmp_path: Path):
-    runs = {
-        f"{name}, {parts} parts": change | {"accumulate": parts} for name, change in JOINT.items() for parts in (1, 2)
-    }
-    runs["no compiler in one process"] = {"koleo": 0.3}
-    settings = {name: tiny(drop_path=0.0, steps=5, **change) for name, change in runs.items()}
+def compare_with_two_processes(images: Path, folder: Path, settings: dict[str, PretrainSettings]) -> None:
+    """Each of these runs in two processes, and with the whole batch in one part of this process: the same outcome."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(images), str(tmp_path / "two")]
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(images), str(folder / "two")]
     command.append(json.dumps({name: each.model_dump(mode="json") for name, each in settings.items()}))
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
@@ -596,9 +591,36 @@ def test_two_processes_do_what_one_does_with_the_joint_batch(images: Path, tmp_p
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     for name, each in settings.items():
         alone = each.model_copy(update={"accumulate": 1})
-        pretrain(ImageTiles(images), tmp_path / "one" / name, alone, Origin("made"), device="cpu")
-        assert len(read_metrics(tmp_path / "two" / name)) == 5
-        assert_same_outcome(tmp_path / "two" / name, tmp_path / "one" / name)
+        pretrain(ImageTiles(images), folder / "one" / name, alone, Origin("made"), device="cpu")
+        assert len(read_metrics(folder / "two" / name)) == each.steps
+        assert_same_outcome(folder / "two" / name, folder / "one" / name)
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does_with_the_joint_batch(images: Path, tmp_path: Path):
+    runs = {
+        f"{name}, {parts} parts": change | {"accumulate": parts} for name, change in JOINT.items() for parts in (1, 2)
+    }
+    runs["no compiler in one process"] = {"koleo": 0.3}
+    settings = {name: tiny(drop_path=0.0, steps=5, **change) for name, change in runs.items()}
+    compare_with_two_processes(images, tmp_path, settings)
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does_with_other_networks(images: Path, tmp_path: Path):
+    """Batch norms of a ResNet normalize by the tiles of both processes; for their gradients see test_batch_norm."""
+    stem: dict[str, Any] = {"architecture": "vit_tiny_patch16_convstem_224"}
+    resnet: dict[str, Any] = {"architecture": "resnet18"} | dict.fromkeys(("width", "depth", "heads", "patch_px"))
+    runs = {
+        "sinkhorn alone": {"centering": "sinkhorn"},
+        "stem, dino": stem,
+        "stem, simclr": stem | JOINT["simclr"],
+        "resnet, dino": resnet,
+        "resnet, lejepa": resnet | JOINT["lejepa"],
+        "resnet, simclr": resnet | JOINT["simclr"],
+    }
+    settings = {name: tiny(drop_path=0.0, steps=2, **change) for name, change in runs.items()}
+    compare_with_two_processes(images, tmp_path, settings)
 
 
 # ---------------------------------------------------------------------------------------------------- what goes wrong

@@ -237,7 +237,8 @@ class PretrainSettings(Settings):
     DSMIL)."""
     architecture: str | None = None
     """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm.
-    `vit_tiny_patch16_convstem_224`, `vit_small_...` and `vit_base_...` are timm's ViTs with a convolutional stem."""
+    `vit_tiny_patch16_convstem_224`, `vit_small_...` and `vit_base_...` are timm's ViTs with a convolutional stem;
+    `resnet18` and `resnet50` have batch norms, whose statistics are recomputed on plain tiles at the end."""
     width: int | None = Field(default=None, gt=0)
     """Width of the ViT's tokens, where it shall differ from the architecture's."""
     depth: int | None = Field(default=None, gt=0)

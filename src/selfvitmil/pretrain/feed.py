@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from selfvitmil import stain
@@ -391,6 +392,48 @@ class Feed:
         return Batch(step, tiles_B3HW, ids_B, view_ids_B, self.source.maps(groups), unfitted)
 
 
+def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:
+    """Numbers of about so many tiles, in rising order: as many from every slide, rounded up."""
+    per_slide = -(-num_tiles // len(source.counts))
+    order = Order(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
+    return np.sort(order.epoch(0))
+
+
+def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[torch.Tensor]:
+    """These tiles in order, not augmented, their stains normalized: uint8 (B, 3, H, W), some at a time."""
+    firsts = np.concatenate([[0], np.cumsum(source.counts)])
+    done = 0
+    for pixels in read_all(source, requests_of(source, tiles), workers):
+        tiles_B3HW = pixels.tiles_B3HW
+        groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right") - 1
+        maps_B33 = source.maps(groups)
+        yield tiles_B3HW if maps_B33 is None else stain.apply_maps(tiles_B3HW, maps_B33)
+        done += len(tiles_B3HW)
+
+
+def read_plain_sample(source: TileSource, num_tiles: int, size_px: int, seed: int, workers: int) -> torch.Tensor:
+    """At most so many tiles, uint8 (N, 3, S, S) of this size, in random order: the same ones whenever it is asked."""
+    parts = [
+        fit_tiles(tiles_B3HW, size_px)
+        for tiles_B3HW in read_plain(source, sample_tiles(source, num_tiles, seed), workers)
+    ]
+    tiles_N3SS = torch.cat(parts)
+    order = np.random.default_rng([seed, 3]).permutation(len(tiles_N3SS))[:num_tiles]
+    return tiles_N3SS[torch.from_numpy(order)]
+
+
+def fit_tiles(tiles_B3HW: torch.Tensor, size_px: int) -> torch.Tensor:
+    """The middle square of uint8 tiles, resampled where its edge is another one."""
+    height, width = tiles_B3HW.shape[2:]
+    edge = min(height, width)
+    top, left = (height - edge) // 2, (width - edge) // 2
+    squares_B3SS = tiles_B3HW[:, :, top : top + edge, left : left + edge]
+    if edge == size_px:
+        return squares_B3SS
+    resized_B3SS = functional.interpolate(squares_B3SS.float(), (size_px, size_px), mode="bicubic", antialias=True)
+    return resized_B3SS.round().clamp(0, 255).to(torch.uint8)
+
+
 def measure_colours(
     source: TileSource, num_tiles: int, seed: int, workers: int
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
@@ -398,21 +441,10 @@ def measure_colours(
 
     Sums of grey levels are whole numbers, so the result does not depend on the order. Every slide counts alike.
     """
-    per_slide = -(-num_tiles // len(source.counts))
-    order = Order(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
-    tiles = np.sort(order.epoch(0))
-    firsts = np.concatenate([[0], np.cumsum(source.counts)])
     histogram = np.zeros((3, 256), dtype=np.int64)
-    done = 0
-    for pixels in read_all(source, requests_of(source, tiles), workers):
-        images_B3HW = pixels.tiles_B3HW
-        groups = np.searchsorted(firsts, tiles[done : done + len(images_B3HW)], side="right") - 1
-        maps_B33 = source.maps(groups)
-        if maps_B33 is not None:
-            images_B3HW = stain.apply_maps(images_B3HW, maps_B33)
+    for images_B3HW in read_plain(source, sample_tiles(source, num_tiles, seed), workers):
         for channel in range(3):
             histogram[channel] += np.bincount(images_B3HW[:, channel].numpy().ravel(), minlength=256)
-        done += len(images_B3HW)
     levels = np.arange(256) / 255
     mean = histogram @ levels / histogram.sum(axis=1)
     std = np.sqrt(np.maximum(histogram @ levels**2 / histogram.sum(axis=1) - mean**2, 0))

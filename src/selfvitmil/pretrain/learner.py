@@ -21,6 +21,7 @@ from selfvitmil.encoder.network import has_class_token
 from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain import schedule
+from selfvitmil.pretrain.batch_norm import batch_norms_of
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.objectives.choose import make_objective
 from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
@@ -242,6 +243,8 @@ class Learner(nn.Module):
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()  # no path of the teacher is ever dropped
+            for norm in batch_norms_of(self.teacher.backbone) if self.objective.has_teacher else ():
+                norm.train(mode)  # by its own batch, as DINO's teacher: stored statistics are the student's
         return self
 
     @property

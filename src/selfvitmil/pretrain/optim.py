@@ -59,8 +59,8 @@ def cancel_gradients(*modules: nn.Module) -> None:
 def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     """Move every weight of the teacher towards the student's: momentum * teacher + (1 - momentum) * student.
 
-    Call it after the optimizer's step. Buffers (running means of batch norms) become the student's: the teacher sees
-    batches only with them, and so never moves its own.
+    Call it after the optimizer's step. Buffers (running means of batch norms) become the student's, until `batch_norm`
+    computes those that belong to the averaged weights.
     """
     for mine, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
         mine.copy_(theirs)

@@ -4,9 +4,10 @@ Now and then the quality of the embeddings is measured without labels (`quality`
 the encoder, and a run whose quality fell ends early (`watch`).
 
 The loop is plain PyTorch. Under `torchrun` every process takes an equal part of each batch; `batch` stays what it is,
-so more GPUs make a run faster and do not change it (to rounding; which paths are dropped differs, and batch norms see
-their own part only). All that is random depends on (seed, step, tile) or (seed, step,
-process), so a checkpoint holds weights, optimizer, centre and step, and no state of any generator.
+so more GPUs make a run faster and do not change it (to rounding; which paths are dropped differs). Batch norms of a
+ResNet see the tiles of all processes, but each part of `accumulate` by itself. All that is random depends on (seed,
+step, tile) or (seed, step, process), so a checkpoint holds weights, optimizer, centre and step, and no state of any
+generator.
 
 Going on: when the folder holds a `state.pt` of the same settings and tiles, the run continues from it; on a CPU with
 the same number of threads the weights come out as if it had never stopped, to the bit. A finished run is left alone.
@@ -32,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError, EngineError
+from selfvitmil.pretrain import batch_norm
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
-from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of
+from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of, read_plain_sample
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.learner import Learner, Numbers
 from selfvitmil.pretrain.objectives.contract import RECENT_LINES, Outcome, Part
@@ -202,6 +204,7 @@ class _Run:
         self.metrics: Metrics | None = None
         self.ending: Ending | None = None
         self.threads: ThreadPoolExecutor | None = None
+        self.plain_tiles: tuple[torch.Tensor, ...] | None = None
         self.order = order_of(source, settings)
         self._check_size()
         self.numbers: Numbers = learning.settle_numbers(settings, sum(source.counts), self.order.steps_per_epoch)
@@ -305,6 +308,9 @@ class _Run:
             self._load(state)
         self.student: nn.Module = self.learner.student
         if self.place.world > 1:
+            for branch in (self.learner.student, self.learner.teacher):
+                if branch is not None:  # heads see the rows of all processes where their batch norms need them
+                    batch_norm.join_processes(branch.backbone)
             on = [device] if device.type == "cuda" else None
             self.student = DistributedDataParallel(self.learner.student, device_ids=on, gradient_as_bucket_view=True)
         self._compile()
@@ -505,9 +511,9 @@ class _Run:
         try:
             views = self._make_views(batch, self._part(batch, 0))
             if self.settings.accumulate > 1 and self.learner.objective.joins != "nothing":
-                with torch.no_grad(), self._autocast():
+                with torch.no_grad(), self._autocast(), batch_norm.alone(self.learner):
                     self.learner.look_ahead(views)
-            self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
+            self._try_part(views, numbers)
         except torch.OutOfMemoryError:
             pass  # no fault of the compiler's: the step itself tells what would fit
         except Exception as error:
@@ -643,6 +649,11 @@ class _Run:
         self.watch("backward")
         return outcome
 
+    def _try_part(self, views: list[torch.Tensor], numbers: dict[str, float]) -> None:
+        """`_forward_backward` of what no other process computes, and without waiting for any."""
+        with batch_norm.alone(self.learner):
+            self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
+
     def _forward(
         self,
         views: list[torch.Tensor],
@@ -715,7 +726,7 @@ class _Run:
             torch.cuda.empty_cache()
             try:
                 views = self._make_views(batch, slice(0, trial))
-                self._forward_backward(views, numbers, Part(JointBatch(alone=True)), self.learner.student)
+                self._try_part(views, numbers)
                 fitting = trial
             except torch.OutOfMemoryError:
                 trial //= 2
@@ -785,15 +796,15 @@ class _Run:
         start = time.perf_counter()
         found: dict[str, float] = {}
         if self.probe_table is not None:
-            encoder = Encoder(self.learner.result, self._config()).to(self.place.device)
-            found = probe_encoder(
-                encoder,
-                self.probe_table,
-                batch=self.settings.batch // self.place.world // self.settings.accumulate,
-                dtype=self.dtype,
-                threads=max(self.workers, 1),
-                stop=self.stop.is_set,
-            )
+            with self._kept_encoder() as encoder:
+                found = probe_encoder(
+                    encoder,
+                    self.probe_table,
+                    batch=self.settings.batch // self.place.world // self.settings.accumulate,
+                    dtype=self.dtype,
+                    threads=max(self.workers, 1),
+                    stop=self.stop.is_set,
+                )
         if self.place.world > 1:
             dist.barrier(self.waiting_group)
         seconds = time.perf_counter() - start
@@ -844,7 +855,24 @@ class _Run:
             **asdict(ending),
             "made_from": self.made_from,
         }
-        save_encoder(folder, Encoder(self.learner.result, self._config(provenance)))
+        with self._kept_encoder(provenance) as encoder:
+            save_encoder(folder, encoder)
+
+    @contextmanager
+    def _kept_encoder(self, provenance: dict[str, Any] | None = None) -> Iterator[Encoder]:
+        """The encoder that the weights so far make, for the first process to assess or save in a `with` block.
+
+        Its batch norms have statistics of plain tiles meanwhile, computed with these very weights; afterwards those of
+        the training are back.
+        """
+        network, device = self.learner.result, self.place.device
+        encoder = Encoder(network, self._config(provenance)).to(device)
+        if self.plain_tiles is None and batch_norm.batch_norms_of(network):
+            told = (batch_norm.NUM_TILES, self.made_for_px, self.settings.seed, self.workers)
+            self.plain_tiles = batch_norm.passes_of(read_plain_sample(self.source, *told))
+        images = (encoder.normalize(tiles_B3SS.to(device)) for tiles_B3SS in self.plain_tiles or ())
+        with batch_norm.statistics_of(network, images):
+            yield encoder
 
     def _config(self, provenance: dict[str, Any] | None = None) -> EncoderConfig:
         """What the encoder is made for, with the layout that it starts with."""
