@@ -17,9 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from selfvitmil import pipeline
+from selfvitmil.commands import demo as demo_command
+from selfvitmil.commands.demo import SLIDES, start_demo
+from selfvitmil.commands.synth import synth
 from selfvitmil.engine import Engine
-from selfvitmil.pipeline.demo import SLIDES, start_demo
+from selfvitmil.study.folder import study_settings
 
 ROWS = ("untrained encoder", "mean colour", "supervised probe")
 
@@ -28,10 +30,10 @@ def demo(study: Path, seed: int) -> dict[str, float]:
     """One whole demo; AUC of the rows, share of hits and seconds."""
     begin = time.perf_counter()
     start_demo(study)
-    settings = pipeline.study_settings(study, {"pretrain": {"seed": seed}, "train": {"seed": seed}})
+    settings = study_settings(study, {"pretrain": {"seed": seed}, "train": {"seed": seed}})
     with Engine(settings.engine) as engine:
-        pipeline.synth(study / "slides", SLIDES.model_copy(update={"seed": seed}), engine)
-        for _ in pipeline.demo(study, settings, engine):
+        synth(study / "slides", SLIDES.model_copy(update={"seed": seed}), engine)
+        for _ in demo_command.demo(study, settings, engine):
             pass
     method = settings.train.aggregator
     with (study / "results" / "compare" / "table.csv").open(newline="", encoding="utf-8") as file:

@@ -32,8 +32,8 @@ from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.choices import Choice
 from selfvitmil.localize.maps import write_map
+from selfvitmil.localize.products import ProductJob, make_products
 from selfvitmil.package import SETTINGS, Judge, Measures, Package, PackageParts, expect, open_package, write_package
-from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide

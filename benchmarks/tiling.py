@@ -25,6 +25,7 @@ import numpy as np
 from selfvitmil import tiles
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.store.provenance import Provenance
 from selfvitmil.tiles import TileJob, TileTable, tile_slide, write_tiles
 from selfvitmil.tissue import find_tissue
 
@@ -40,7 +41,7 @@ def table_only(path: Path, folder: Path) -> int:
         fractions = tiles.mask_fractions(boxes, tissue, slide.mpp).astype(np.float32)
         kept = fractions >= tile.min_tissue
         table = TileTable(path.stem, coords[kept], fractions[kept], tile.size_px, tile.mpp, 0, slide.mpp, slide.size_l0)
-    write_tiles(folder / f"{path.stem}.h5", table, {"settings": {}, "inputs": {}})
+    write_tiles(folder / f"{path.stem}.h5", table, Provenance("tile", tiles.FORMAT_VERSION, {}, {}))
     return len(table)
 
 

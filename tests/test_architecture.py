@@ -28,7 +28,7 @@ STAGES = [
     "embed",
 ]
 STAGES += ["aggregate", "aggregators", "evaluate", "localize", "report", "view"]
-EDGE = ["package", "pipeline", "cli", "__main__", "__init__"]
+EDGE = ["package", "study", "stages", "commands", "cli", "__main__", "__init__"]
 FLOW = [*BELOW, *STAGES, *EDGE]
 
 
@@ -91,7 +91,7 @@ def test_import_and_help_stay_light():
 
 
 def test_stain_and_tiles_do_not_load_torch():
-    assert "torch" not in modules_after("import selfvitmil.pipeline, selfvitmil.tiles, selfvitmil.slides.synthetic")
+    assert "torch" not in modules_after("import selfvitmil.stages, selfvitmil.tiles, selfvitmil.slides.synthetic")
 
 
 def test_a_wrong_folder_is_said_before_torch_is_loaded():

@@ -19,9 +19,9 @@ import pytest
 
 from selfvitmil.bags import read_bag
 from selfvitmil.cli import _show, main
-from selfvitmil.pipeline import Summary
 from selfvitmil.slides import synthetic
 from selfvitmil.store.failures import Failure
+from selfvitmil.study.folder import Summary
 from selfvitmil.tiles import read_tiles
 
 TILING = "0.5mpp_224px_0px"
@@ -79,7 +79,7 @@ def test_from_made_slides_to_tile_tables(made: Path, tmp_path: Path):
         if path.is_file() and path.suffix in (".csv", ".h5", ".geojson", ".toml"):
             assert str(tmp_path).encode() not in path.read_bytes(), path
     again = selfvitmil("tile", study, "--workers", 0)
-    assert "4 were current and left alone" in again.stdout
+    assert "4 were up to date" in again.stdout
 
 
 def test_processes_and_calling_process_give_the_same_bytes(made: Path, tmp_path: Path):

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 import planted
+from outcomes import changed
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import EncoderConfig, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
-from selfvitmil.pipeline.learning import FeatureChoice, _make_baseline, find_features
 from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.compare import _make_baseline
 from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.study.features import FeatureChoice, find_features
 from test_cli import Done, rows_of, selfvitmil
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 12, "--evaluate.bootstrap", 100)
@@ -248,7 +250,7 @@ def test_embeddings_of_two_layouts_in_one_folder_are_refused(embedded: Path, tmp
         EmbedSettings(layout="cls4+clsmean"),
     )  # fmt: skip
     shape = read_bag(file).features_ND.shape
-    assert embed_slide(job).note == "made again: another encoder and layout than before"
+    assert changed(embed_slide(job).outcome) == ["layout", "encoder"]
     assert read_bag(file).features_ND.shape == shape  # nothing else would tell
     done = selfvitmil("train", tmp_path / "study", "--features", bags, "--labels", embedded / "cohort.csv", *QUICK)
     assert done.returncode == 2

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from selfvitmil import slides
+from selfvitmil.commands.doctor import Check, memory_bytes
+from selfvitmil.commands.doctor import doctor as look
 from selfvitmil.errors import SlideError
-from selfvitmil.pipeline import doctor as look
-from selfvitmil.pipeline.examining import Check, memory_bytes
 from test_cli import selfvitmil
 
 
@@ -91,7 +91,7 @@ def test_an_extra_that_is_not_there_is_no_fault(monkeypatch: pytest.MonkeyPatch)
 def test_little_memory_and_a_full_disk_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 10**9, 10**9))
-    monkeypatch.setattr("selfvitmil.pipeline.examining.memory_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("selfvitmil.commands.doctor.memory_bytes", lambda: 4 * 10**9)
     checks = found(tmp_path)
     assert checks["disk"].verdict == checks["memory"].verdict == "WARN"
     assert "1.0 GB free" in checks["disk"].found
@@ -128,7 +128,7 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of a test")
 
-    monkeypatch.setattr("selfvitmil.pipeline.examining.num_cores", broken)
+    monkeypatch.setattr("selfvitmil.commands.doctor.num_cores", broken)
     check = found()["machine"]
     assert check.verdict == "FAIL"
     assert "ZeroDivisionError" in check.found

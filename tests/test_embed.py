@@ -14,6 +14,7 @@ import tifffile
 import torch
 from PIL import Image
 
+from outcomes import changed
 from selfvitmil import embed, stain
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
@@ -22,6 +23,8 @@ from selfvitmil.errors import ConfigError, EncoderError, SelfVitMilError
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
+from selfvitmil.store.provenance import FRESH, Change, ChangeKind
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 TILING = "0.5mpp_32px_0px"
@@ -83,7 +86,7 @@ def test_vectors_are_those_of_the_tiles_in_the_order_of_the_table(tiled: Path, t
     result = embed_slide(job)
     bag = read_bag(job.bag)
     table = read_tiles(job.table)
-    assert result.note == "made"
+    assert result.outcome == BUILT
     assert result.num_tiles == len(table) == len(bag) > 20
     assert bag.coords is not None
     assert np.array_equal(bag.coords, table.coords_l0)
@@ -101,12 +104,12 @@ def test_current_files_are_left_alone(tiled: Path, tmp_path: Path):
     job = job_for(tiled, tmp_path)
     embed_slide(job)
     before = job.bag.read_bytes()
-    assert embed_slide(job).note == "current"
+    assert embed_slide(job).outcome == UP_TO_DATE
     other = tiny_encoder(tmp_path / "other", seed=1)
-    assert embed_slide(job_for(tiled, tmp_path, other)).note == "made again: another encoder than before"
+    assert changed(embed_slide(job_for(tiled, tmp_path, other)).outcome) == ["encoder"]
     assert job.bag.read_bytes() != before
     job.bag.write_bytes(before[:1000])
-    assert "damaged" in embed_slide(job).note
+    assert embed_slide(job).outcome == rebuilt(Change(ChangeKind.DAMAGED_FILE, job.bag.name))
     assert job.bag.read_bytes() == before
 
 
@@ -128,16 +131,19 @@ def test_another_slide_under_the_same_tiles_is_embedded_again(tmp_path: Path):
     encoder = tiny_encoder(tmp_path / "vit", stain="none")
     tile_slide(paint(tmp_path, seed=0))
     job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
-    assert embed_slide(job).note == "made"
+    assert embed_slide(job).outcome == BUILT
     first, table = read_bag(job.bag).features_ND.copy(), read_tiles(job.table)
     again = paint(tmp_path, seed=1)
-    assert embed.stale_reason(job, load_encoder(encoder).identity()) is None  # the table is still that of the first
-    assert tile_slide(again).note == "made again: another slide than before"
+    assert (
+        embed.features_freshness(job, load_encoder(encoder).identity()) == FRESH
+    )  # the table is still that of the first
+    assert changed(tile_slide(again).outcome) == ["slide"]
     assert read_tiles(job.table).digest == table.digest
-    assert embed.stale_reason(job, load_encoder(encoder).identity()) == "made again: another slide than before"
-    assert embed_slide(job).note == "made again: another slide than before"
+    (change,) = embed.features_freshness(job, load_encoder(encoder).identity()).changes
+    assert (change.kind, change.name) == (ChangeKind.INPUT, "slide")
+    assert changed(embed_slide(job).outcome) == ["slide"]
     assert not np.array_equal(read_bag(job.bag).features_ND, first)
-    assert embed_slide(job).note == "current"
+    assert embed_slide(job).outcome == UP_TO_DATE
 
 
 def test_a_slide_that_is_not_the_tiled_one_is_not_embedded(tmp_path: Path):
@@ -170,11 +176,13 @@ def test_what_changes_the_numbers_makes_a_file_stale(tiled: Path, tmp_path: Path
     embed_slide(job)
     half = replace(job, settings=job.settings.model_copy(update={"precision": "bf16"}))
     for same in ({"batch": 5}, {"device": "cpu"}, {"precision": "fp32"}, {"readers": 1}):
-        assert embed_slide(replace(job, settings=job.settings.model_copy(update=same))).note == "current", same
-    assert embed_slide(half).note == "made again: another precision than before"
-    assert embed_slide(half).note == "current"
-    assert embed_slide(job).note == "current"  # `auto` asks for none
-    assert embed_slide(replace(job, reader="openslide")).note == "made again: another reader than before"
+        assert embed_slide(replace(job, settings=job.settings.model_copy(update=same))).outcome == UP_TO_DATE, same
+    assert changed(embed_slide(half).outcome) == ["precision"]
+    assert embed_slide(half).outcome == UP_TO_DATE
+    assert embed_slide(job).outcome == UP_TO_DATE  # `auto` asks for none
+    assert embed_slide(replace(job, reader="openslide")).outcome == rebuilt(
+        Change(ChangeKind.SETTING, "reader", "auto", "openslide")
+    )
 
 
 def test_a_file_that_does_not_tell_of_its_slide_stays(tiled: Path, tmp_path: Path):
@@ -184,10 +192,10 @@ def test_a_file_that_does_not_tell_of_its_slide_stays(tiled: Path, tmp_path: Pat
     with h5py.File(job.bag, "r+") as file:
         told = json.loads(str(file.attrs["made_from"]))
         file.attrs["made_from"] = json.dumps({key: told[key] for key in ("encoder", "tiles", "stain")})
-    assert embed_slide(job).note == "current"
+    assert embed_slide(job).outcome == UP_TO_DATE
     with h5py.File(job.bag, "r+") as file:
         del file.attrs["made_from"]
-    assert embed_slide(job).note == "made again: another encoder and tiles and stain than before"
+    assert changed(embed_slide(job).outcome) == ["encoder", "stain", "tiles"]
 
 
 def test_an_encoder_that_was_trained_again_is_loaded_again(tiled: Path, tmp_path: Path):
@@ -196,7 +204,7 @@ def test_an_encoder_that_was_trained_again_is_loaded_again(tiled: Path, tmp_path
     embed_slide(job)
     assert embed.load_for(str(folder), job.settings) is embed.load_for(str(folder), job.settings)
     tiny_encoder(folder, seed=1)
-    assert embed_slide(job).note == "made again: another encoder than before"
+    assert changed(embed_slide(job).outcome) == ["encoder"]
     fresh = job_for(tiled, tmp_path / "fresh", tiny_encoder(tmp_path / "other", seed=1))
     embed_slide(fresh)
     assert job.bag.read_bytes() == fresh.bag.read_bytes()

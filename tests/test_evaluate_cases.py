@@ -16,7 +16,8 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.evaluate.cases import CoarseScale, find_cases, join_scales
 from selfvitmil.settings import TileSettings, tiling_name
-from selfvitmil.tiles import TileTable, parent_rows, write_tiles
+from selfvitmil.store.provenance import Provenance
+from selfvitmil.tiles import FORMAT_VERSION, TileTable, parent_rows, write_tiles
 
 GENERATOR = np.random.default_rng(5)
 
@@ -231,7 +232,7 @@ def test_cases_of_two_scales(tmp_path: Path):
     for slide in "abc":
         fine[slide], coarse[slide], table = two_scales(tmp_path, slide)
         tables[slide] = tmp_path / "tiles" / f"{slide}.h5"
-        write_tiles(tables[slide], table, {"settings": {}, "inputs": {}})
+        write_tiles(tables[slide], table, Provenance("tile", FORMAT_VERSION, {}, {}))
     del coarse["c"]
     cohort = Cohort(tuple(planted.row(slide, label) for slide, label in (("a", "0"), ("b", "1"), ("c", "1"))))
     scale = CoarseScale(COARSE, coarse, tables, tmp_path / "both" / "features_vit")

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfvitmil import metrics
+from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.inference import Estimator
 from selfvitmil.evaluate.table import (
@@ -31,7 +32,6 @@ from selfvitmil.evaluate.table import (
     table_notes,
 )
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
-from selfvitmil.pipeline.outcome import outcome_lines, outcome_table
 from selfvitmil.settings import EvaluateSettings, StudySettings
 from selfvitmil.store.files import write_text
 

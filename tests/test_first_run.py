@@ -16,11 +16,11 @@ from planted import row
 from selfvitmil.cohort import Cohort, hold_out, read_cohort
 from selfvitmil.cohort.splits import split_table
 from selfvitmil.errors import CohortProblems
-from selfvitmil.pipeline.outlook import Request, look_ahead
-from selfvitmil.pipeline.splitting import MIN_PATIENTS, propose_split
-from selfvitmil.pipeline.study import CohortSource, study_settings
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.run_plan import Request, plan_run
+from selfvitmil.study.folder import CohortSource, study_settings
+from selfvitmil.study.splits import MIN_PATIENTS, propose_split
 from test_cli import selfvitmil
 from test_running import MICRO
 
@@ -157,7 +157,7 @@ def test_a_folder_and_an_excel_sheet_end_with_a_report(tmp_path: Path, slides: i
     again = selfvitmil("run", study, "--cohort", folder, "--labels", labels, "--until", "embed")
     assert again.returncode == 0, again.stderr
     assert (study / "cohort.csv").read_bytes() == stored
-    assert "current (encoders/dino" in again.stdout
+    assert "up to date (encoders/dino" in again.stdout
 
 
 def test_pretrain_alone_makes_the_same_proposal(tmp_path: Path):
@@ -181,7 +181,7 @@ def test_labels_and_files_that_do_not_do_are_told_together_before_any_work(tmp_p
     study.mkdir()
     (study / "cohort.csv").write_text("slide,path,label\na,a.svs,x\nb,b.svs,x\n")
     with pytest.raises(CohortProblems) as caught:
-        look_ahead(study, Request(CohortSource()), study_settings(study, {}))
+        plan_run(study, Request(CohortSource()), study_settings(study, {}))
     first, second = map(str, caught.value.problems)
     assert "one class only" in first
     assert "do not exist: a, b" in second

@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 
 from planted import planted
-from selfvitmil import pipeline
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine
 from selfvitmil.localize.maps import SlideMap, read_map
-from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary
 from selfvitmil.settings import EngineSettings, StudySettings, resolve_settings
+from selfvitmil.stages.compare import compare
+from selfvitmil.stages.evaluate import evaluate
+from selfvitmil.stages.lesions import compare_lesions, evaluate_lesions
+from selfvitmil.stages.localize import localize
+from selfvitmil.study.features import FeatureChoice
+from selfvitmil.study.folder import CohortSource, Summary
 from test_cli import rows_of
 
 TILE_L0 = 448
@@ -68,13 +72,13 @@ def choice_of(study: Path) -> FeatureChoice:
 
 def evaluated(study: Path, settings: StudySettings) -> Summary:
     with Engine(EngineSettings(workers=0)) as engine:
-        return pipeline.evaluate(study, CohortSource(), choice_of(study), settings, engine)
+        return evaluate(study, CohortSource(), choice_of(study), settings, engine)
 
 
 def test_lesions_of_one_method(study: Path):
     settings = settings_of()
     evaluated(study, settings)
-    summary = pipeline.evaluate_lesions(study, CohortSource(), choice_of(study), settings)
+    summary = evaluate_lesions(study, CohortSource(), choice_of(study), settings)
     assert not summary.failures
     told = json.loads((study / "results" / "features_vit_dsmil" / "lesions.json").read_text())
     hits = []
@@ -97,8 +101,8 @@ def test_lesions_of_two_methods_side_by_side(study: Path):
     from selfvitmil.settings import EngineSettings
 
     with Engine(EngineSettings(workers=0)) as engine:
-        pipeline.compare(study, CohortSource(), choice_of(study), settings, engine)
-    summary = pipeline.compare_lesions(study, CohortSource(), choice_of(study), settings)
+        compare(study, CohortSource(), choice_of(study), settings, engine)
+    summary = compare_lesions(study, CohortSource(), choice_of(study), settings)
     assert [row[0] for row in summary.table[1:]] == ["dsmil", "mean"]
     told = json.loads((study / "results" / "compare" / "lesions.json").read_text())
     assert set(told["methods"]) == {"dsmil", "mean"}
@@ -122,7 +126,7 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
     def localized(**chosen: object) -> Summary:
         own = settings.model_copy(update={"localize": settings.localize.model_copy(update=chosen)})
         with Engine(EngineSettings(workers=0)) as engine:
-            return pipeline.localize(copy, CohortSource(), choice_of(copy), own, engine)
+            return localize(copy, CohortSource(), choice_of(copy), own, engine)
 
     def maps() -> dict[str, SlideMap]:
         return {path.stem: read_map(path) for path in (copy / "maps" / "features_vit_dsmil").glob("*.h5")}
@@ -146,8 +150,8 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
     assert told == {f"best on {len(judges)} annotated validation slides (average precision of tiles: "
                     f"instance {found['instance']:.3f}, attention {found['attention']:.3f})"}  # fmt: skip
     assert any(next(iter(told)) in line for line in summary.lines)
-    spoil("tumor_12_0")  # a test slide: its own map alone is made again
-    again = [line for line in localized(parts=("test", "val")).lines if "made again" in line]
+    spoil("tumor_12_0")  # a test slide: its own map alone is rebuilt
+    again = [line for line in localized(parts=("test", "val")).lines if "rebuilt: " in line]
     assert len(again) == 1
     assert "tumor_12_0" in again[0]
     spoil(judges[0].slide)  # a validation slide: all maps are
@@ -160,21 +164,21 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
 
 def test_models_that_are_not_there_are_not_made(study: Path):
     with pytest.raises(Exception, match="no current models"):
-        pipeline.evaluate_lesions(study, CohortSource(), choice_of(study), settings_of(aggregator="chowder"))
+        evaluate_lesions(study, CohortSource(), choice_of(study), settings_of(aggregator="chowder"))
 
 
 def test_an_older_map_of_a_slide_that_fails_now_is_not_judged(study: Path, tmp_path: Path):
     shutil.copytree(study.parent, tmp_path / "copy")
     copy, settings = tmp_path / "copy" / "study", settings_of()
     evaluated(copy, settings)
-    before = pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    before = evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
     assert not before.failures
     with h5py.File(copy.parent / "foreign" / "features_vit" / "tumor_12_0.h5", "r+") as file:
         coords = file["coords"][()]
         coords[0] = (10**7, 10**7)  # far outside of the slide
         file["coords"][...] = coords
     assert (copy / "maps" / "features_vit_dsmil" / "tumor_12_0.h5").exists()
-    summary = pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    summary = evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
     assert [failure.slide for failure in summary.failures] == ["tumor_12_0"]
     told = json.loads((copy / "results" / "features_vit_dsmil" / "lesions.json").read_text())
     assert told["slides"]["positive"] == 2
@@ -199,7 +203,7 @@ def test_results_keep_nothing_of_earlier_ones_and_all_that_is_the_users(study: P
         return "\n".join(evaluated(copy, settings).lines)
 
     evaluate(settings)
-    pipeline.evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
     for name in ("my_roc.svg", "notes.txt"):
         (folder / name).write_text("mine")
     assert "removed" not in evaluate(settings)

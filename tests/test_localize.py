@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import planted
 from made_maps import VERDICT, made_map
-from selfvitmil import aggregate, cli, evaluate, pipeline
+from selfvitmil import aggregate, cli, evaluate
 from selfvitmil.aggregate import scoring
 from selfvitmil.aggregate.scoring import TileScores, score, score_tiles
 from selfvitmil.aggregate.train import LabelledBag, train
@@ -30,15 +30,20 @@ from selfvitmil.cohort.camelyon16 import has_camelyon16_names
 from selfvitmil.engine import Engine
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortError, ConfigError
 from selfvitmil.evaluate import read_predictions
-from selfvitmil.localize import places, scores
+from selfvitmil.localize import places, products, scores
 from selfvitmil.localize.lesions import LESION_GROUP, RANKS_ONLY, REGION_GROUP
 from selfvitmil.localize.maps import Frame, SlideMap, read_map, write_map
+from selfvitmil.localize.products import ProductJob, make_products
 from selfvitmil.localize.source import source_by_annotations
-from selfvitmil.pipeline import CohortSource, FeatureChoice, Summary, products
-from selfvitmil.pipeline.products import ProductJob, make_products
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
 from selfvitmil.slides import synthetic
-from selfvitmil.tiles import TileTable, write_tiles
+from selfvitmil.stages import evaluate as evaluate_stage
+from selfvitmil.stages import localize as localize_stage
+from selfvitmil.stages import train as train_stage
+from selfvitmil.store.provenance import Provenance
+from selfvitmil.study.features import FeatureChoice
+from selfvitmil.study.folder import CohortSource, Summary
+from selfvitmil.tiles import FORMAT_VERSION, TileTable, write_tiles
 
 DIM = 6
 SMALL: dict[str, dict[str, Any]] = {
@@ -510,9 +515,9 @@ class StudyAt:
         told["evaluate"] = {"bootstrap": 100, **told.get("evaluate", {})}
         chosen = resolve_settings(None, told)
         with Engine(EngineSettings(workers=0)) as engine:
-            if command is not pipeline.localize:
+            if command is not localize_stage.localize:
                 return command(self.study, source, choice, chosen, engine)
-            return pipeline.localize(self.study, source, choice, chosen, engine, name, slides)
+            return localize_stage.localize(self.study, source, choice, chosen, engine, name, slides)
 
     def maps(self, model: str = "features_vit_dsmil") -> dict[str, SlideMap]:
         return {path.stem: read_map(path) for path in sorted((self.study / "maps" / model).glob("*.h5"))}
@@ -521,7 +526,7 @@ class StudyAt:
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> StudyAt:
     made = StudyAt(tmp_path_factory.mktemp("judged") / "a")
-    assert not made.run(pipeline.evaluate).failures
+    assert not made.run(evaluate_stage.evaluate).failures
     return made
 
 
@@ -538,7 +543,7 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
     trials: list[Any] = []
     seal = evaluate.seal
     monkeypatch.setattr(evaluate, "seal", lambda *given: trials.append(seal(*given)) or trials[-1])
-    summary = work.run(pipeline.localize)
+    summary = work.run(localize_stage.localize)
     assert not summary.failures
     assert [trial.labels.reason for trial in trials] == [""]  # sealed to the end
     told, classes = read_predictions(work.study / "results" / "features_vit_dsmil" / "predictions.csv")
@@ -562,7 +567,7 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
 
 
 def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
-    summary = work.run(pipeline.localize)
+    summary = work.run(localize_stage.localize)
     called = {slide: made.verdict.is_positive for slide, made in work.maps().items()}
     assert set(called.values()) == {True, False}
     with (work.study / "maps" / "features_vit_dsmil" / "lesions.csv").open(newline="") as file:
@@ -585,9 +590,9 @@ def test_terms_of_lymph_nodes_are_for_studies_of_lymph_nodes(work: StudyAt):
         with (work.study / "maps" / "features_vit_dsmil" / "lesions.csv").open(newline="") as file:
             return {row["size"] for row in csv.DictReader(file)}
 
-    work.run(pipeline.localize, localize={"staging": "lymph-node"})
+    work.run(localize_stage.localize, localize={"staging": "lymph-node"})
     assert all("size of a" in size or "isolated tumour cells" in size for size in sizes())
-    work.run(pipeline.localize)
+    work.run(localize_stage.localize)
     assert not any("size of" in size for size in sizes())
     assert 'staging = "none"' in (work.study / "maps" / "features_vit_dsmil" / "settings.toml").read_text()
     challenge = ("normal_001", "Tumor_110", "test_129")
@@ -601,7 +606,7 @@ def test_terms_of_lymph_nodes_are_for_studies_of_lymph_nodes(work: StudyAt):
 
 
 def test_points_and_lesions_are_those_of_all_maps(work: StudyAt):
-    work.run(pipeline.localize)
+    work.run(localize_stage.localize)
     folder = work.study / "maps" / "features_vit_dsmil"
     with (folder / "points.csv").open(encoding="utf-8") as file:
         points = list(csv.DictReader(file))
@@ -614,34 +619,36 @@ def test_points_and_lesions_are_those_of_all_maps(work: StudyAt):
         inside = sum(int(row["tiles"]) for row in lesions if row["slide"] == slide)
         assert inside == (0 if made.only_ranks else (made.score >= 0.5).sum())
     before = content(folder)
-    work.run(pipeline.localize, None, [work.test_slides[0]])  # one slide anew leaves the others' rows alone
+    work.run(localize_stage.localize, None, [work.test_slides[0]])  # one slide anew leaves the others' rows alone
     assert content(folder) == before
     assert "lesion_threshold" in (folder / "settings.toml").read_text()
 
 
 def test_what_is_current_is_left_alone_and_the_rest_says_why(work: StudyAt):
     folder = work.study / "maps" / "features_vit_dsmil"
-    work.run(pipeline.localize)
+    work.run(localize_stage.localize)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")}
-    again = work.run(pipeline.localize)
+    again = work.run(localize_stage.localize)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")} == before
-    assert any("4 maps (4 were current and left alone), 0 pictures and exports made" in line for line in again.lines)
-    told = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert "4 slides made again: localize.scale winsor -> percentile" in told.lines
+    assert any("4 maps (4 were up to date), 0 pictures and exports made" in line for line in again.lines)
+    told = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
+    assert "4 slides rebuilt: localize.scale winsor -> percentile" in told.lines
     assert {made.scale for made in work.maps().values()} == {"percentile"}
     assert len(list(folder.glob("*.geojson.gz"))) == 4
     assert not list(folder.glob("*.geojson"))  # of maps that are no more
-    lower = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip", "lesion_threshold": 0.9})
-    assert any("4 were current" in line and "4 pictures and exports" in line for line in lower.lines)
+    lower = work.run(
+        localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip", "lesion_threshold": 0.9}
+    )
+    assert any("4 were up to date" in line and "4 pictures and exports" in line for line in lower.lines)
     (folder / f"{work.test_slides[0]}.h5").write_bytes(b"broken")
-    mended = work.run(pipeline.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert f"{work.test_slides[0]} made again: the map was damaged or of another version" in mended.lines
+    mended = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
+    assert f"{work.test_slides[0]} rebuilt: {work.test_slides[0]}.h5 damaged" in mended.lines
 
 
 def test_equal_runs_give_equal_bytes(work: StudyAt, tmp_path: Path):
     twin = work.copy(tmp_path / "b")
     for each in (work, twin):
-        each.run(pipeline.localize, localize={"asap": True, "tiff": True})
+        each.run(localize_stage.localize, localize={"asap": True, "tiff": True})
     assert content(work.study / "maps" / "features_vit_dsmil") == content(twin.study / "maps" / "features_vit_dsmil")
     assert len(list((work.study / "maps" / "features_vit_dsmil").glob("*.xml"))) == 4
 
@@ -650,26 +657,26 @@ def test_no_model_is_trained_here(work: StudyAt):
     with pytest.raises(
         ArtefactError, match=r"abmil: no current models of given \(seed0, seed1: there is none\).*selfvitmil train"
     ):
-        work.run(pipeline.localize, method="abmil")
+        work.run(localize_stage.localize, method="abmil")
     assert not (work.study / "maps").exists()
     with pytest.raises(ArtefactError, match="seed2: there is none"):
-        work.run(pipeline.localize, train={"seeds": 3})
+        work.run(localize_stage.localize, train={"seeds": 3})
     with pytest.raises(ArtefactError, match="other settings, labels, slides or features"):
-        work.run(pipeline.localize, train={"epochs": 11})
+        work.run(localize_stage.localize, train={"epochs": 11})
 
 
 def test_a_model_trained_on_other_bags_is_refused(work: StudyAt):
     slide = next(row[1] for row in work.rows if row[3] == "train")
     planted.write_features(work.foreign, slide, np.zeros((5, DIM)))
     with pytest.raises(ArtefactError, match="other settings, labels, slides or features"):
-        work.run(pipeline.localize)
+        work.run(localize_stage.localize)
 
 
 def test_a_damaged_model_is_refused(work: StudyAt):
     weights = work.study / "models" / "external" / "features_vit" / "dsmil" / "given" / "seed1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     with pytest.raises(ArtefactError, match="seed1: the stored model cannot be read"):
-        work.run(pipeline.localize)
+        work.run(localize_stage.localize)
 
 
 def test_a_slide_that_cannot_be_mapped_fails_alone(work: StudyAt):
@@ -678,7 +685,7 @@ def test_a_slide_that_cannot_be_mapped_fails_alone(work: StudyAt):
     with h5py.File(work.foreign / "features_vit" / f"{first}.h5", "w") as file:
         file.create_dataset("features", data=np.zeros((5, DIM), np.float16)).attrs["encoder"] = "vit"
         file.create_dataset("coords", data=np.full((5, 2), 10**7)).attrs.update(told)
-    summary = work.run(pipeline.localize, None, [first, second])
+    summary = work.run(localize_stage.localize, None, [first, second])
     assert [failure.slide for failure in summary.failures] == [first]
     assert "outside the slide" in summary.failures[0].reason
     assert list(work.maps()) == [second]
@@ -690,8 +697,8 @@ def test_slides_without_coordinates_fail_alone(work: StudyAt):
     for path in (work.foreign / "features_vit").glob("*.h5"):
         torch.save(torch.from_numpy(read_bag(path).features_ND.astype(np.float32)), path.with_suffix(".pt"))
         path.unlink()
-    work.run(pipeline.train, method="mean")
-    summary = work.run(pipeline.localize, method="mean")
+    work.run(train_stage.train, method="mean")
+    summary = work.run(localize_stage.localize, method="mean")
     assert {failure.slide for failure in summary.failures} == set(work.test_slides)
     assert all("no coordinates" in failure.reason for failure in summary.failures)
     assert not work.maps("features_vit_mean")
@@ -699,21 +706,21 @@ def test_slides_without_coordinates_fail_alone(work: StudyAt):
 
 def test_named_slides_and_other_parts(work: StudyAt):
     trained_on = next(row[1] for row in work.rows if row[3] == "train")
-    summary = work.run(pipeline.localize, "mine", [trained_on, work.test_slides[0]])
+    summary = work.run(localize_stage.localize, "mine", [trained_on, work.test_slides[0]])
     maps = work.maps("mine")
     assert set(maps) == {trained_on, work.test_slides[0]}
     assert maps[trained_on].verdict.part in ("train", "val")
     if maps[trained_on].verdict.part == "train":
         assert any("were trained on" in line for line in summary.lines)
-    work.run(pipeline.localize, "others", localize={"parts": ["val"]})
+    work.run(localize_stage.localize, "others", localize={"parts": ["val"]})
     config = json.loads(next(work.study.rglob("seed0/config.json")).read_text())
     assert set(work.maps("others")) == set(config["chosen_on"])
     with pytest.raises(CohortError, match="nearest is"):
-        work.run(pipeline.localize, None, [work.test_slides[0] + "x"])
+        work.run(localize_stage.localize, None, [work.test_slides[0] + "x"])
     work.rows.append(["new", "new_slide", "", ""])
     work.write_labels()
     with pytest.raises(ConfigError, match=r"new_slide: no split has this slide.*predict"):
-        work.run(pipeline.localize, None, ["new_slide"])
+        work.run(localize_stage.localize, None, ["new_slide"])
 
 
 def test_a_test_slide_of_several_splits_is_mapped_by_the_first(work: StudyAt):
@@ -721,8 +728,8 @@ def test_a_test_slide_of_several_splits_is_mapped_by_the_first(work: StudyAt):
         "train": {"split": "monte-carlo", "folds": 3, "seeds": 1},
         "evaluate": {"calibration": "none"},
     }
-    work.run(pipeline.train, method="max", **flags)
-    summary = work.run(pipeline.localize, method="max", **flags)
+    work.run(train_stage.train, method="max", **flags)
+    summary = work.run(localize_stage.localize, method="max", **flags)
     assert any("several splits; mapped by the models of the first" in line for line in summary.lines)
     models = work.study / "models" / "external" / "features_vit" / "max"
     for slide, made in work.maps("features_vit_max").items():
@@ -732,8 +739,8 @@ def test_a_test_slide_of_several_splits_is_mapped_by_the_first(work: StudyAt):
 
 def test_the_optimistic_protocol_says_so(work: StudyAt):
     flags: dict[str, Any] = {"evaluate": {"protocol": "optimistic"}}
-    work.run(pipeline.train, method="mean", **flags)
-    summary = work.run(pipeline.localize, method="mean", **flags)
+    work.run(train_stage.train, method="mean", **flags)
+    summary = work.run(localize_stage.localize, method="mean", **flags)
     assert any("OPTIMISTIC" in line for line in summary.lines)
     made = work.maps("features_vit_mean_optimistic")
     assert all("TEST" in each.verdict.threshold_from for each in made.values())
@@ -742,26 +749,26 @@ def test_the_optimistic_protocol_says_so(work: StudyAt):
 
 def test_more_than_two_classes(tmp_path: Path):
     study = StudyAt(tmp_path / "a", ("a", "b", "c"))
-    study.run(pipeline.train, method="abmil", train={"options": SMALL["abmil"]})
+    study.run(train_stage.train, method="abmil", train={"options": SMALL["abmil"]})
     flags: dict[str, Any] = {"train": {"options": SMALL["abmil"]}}
-    study.run(pipeline.localize, method="abmil", **flags)
+    study.run(localize_stage.localize, method="abmil", **flags)
     for made in study.maps("features_vit_abmil").values():
         assert made.verdict.shown == made.verdict.decision
         assert made.verdict.threshold is None
         assert made.verdict.shown_probability == max(made.verdict.probability)
-    study.run(pipeline.localize, "of_b", method="abmil", localize={"of_class": "b", "gate": True}, **flags)
+    study.run(localize_stage.localize, "of_b", method="abmil", localize={"of_class": "b", "gate": True}, **flags)
     for made in study.maps("of_b").values():
         assert made.verdict.shown == "b"
         assert made.score.any() == (made.verdict.decision == "b")
     with pytest.raises(ConfigError, match=r"localize.of_class 'd', the classes are a, b, c"):
-        study.run(pipeline.localize, method="abmil", localize={"of_class": "d"}, **flags)
+        study.run(localize_stage.localize, method="abmil", localize={"of_class": "d"}, **flags)
     with pytest.raises(ConfigError, match=r"localize.score 'instance' with abmil"):
-        study.run(pipeline.localize, method="abmil", localize={"score": "instance"}, **flags)
+        study.run(localize_stage.localize, method="abmil", localize={"score": "instance"}, **flags)
 
 
 def test_effects_on_request(work: StudyAt, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scoring, "MAX_EFFECT_INSTANCES", 10)
-    summary = work.run(pipeline.localize, localize={"score": "effect"})
+    summary = work.run(localize_stage.localize, localize={"score": "effect"})
     sizes = {slide: len(read_bag(work.foreign / "features_vit" / f"{slide}.h5")) for slide in work.test_slides}
     assert {failure.slide for failure in summary.failures} == {slide for slide, size in sizes.items() if size > 10}
     for made in work.maps().values():
@@ -792,7 +799,7 @@ def two_scale_study(study: Path) -> list[str]:
             features = rng.normal(size=(len(table), DIM))
             if table is fine:
                 features[:2, 0] += 7 * label
-            write_tiles(study / "tiles" / tiling / f"{slide}.h5", table, {"settings": {}, "inputs": {}})
+            write_tiles(study / "tiles" / tiling / f"{slide}.h5", table, Provenance("tile", FORMAT_VERSION, {}, {}))
             write_bag(study / "bags" / tiling / "features_vit" / f"{slide}.h5", features, table, "vit", {})
         outlines = {19: "other.xml", 21: "own.xml"}.get(number, "")
         side = "test" if number >= 18 else "train"
@@ -808,8 +815,8 @@ def test_two_scales(tmp_path: Path):
     told = {"train": {**QUICK, "aggregator": "dsmil-lc", "options": {"bottleneck": 4}}, "tile": {"parent_mpp": [2.0]}}
     chosen = resolve_settings(None, told)
     with Engine(EngineSettings(workers=0)) as engine:
-        pipeline.train(study, CohortSource(), FeatureChoice(), chosen, engine)
-        summary = pipeline.localize(study, CohortSource(), FeatureChoice(), chosen, engine)
+        train_stage.train(study, CohortSource(), FeatureChoice(), chosen, engine)
+        summary = localize_stage.localize(study, CohortSource(), FeatureChoice(), chosen, engine)
     assert [failure.slide for failure in summary.failures] == ["s19"]
     assert "it is of another slide" in summary.failures[0].reason
     assert not (study / "maps" / "vit_dsmil-lc" / "s19.h5").exists()

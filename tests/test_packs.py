@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from outcomes import changed
 from selfvitmil import packs
 from selfvitmil.errors import ArtefactError, ConfigError, SlideError
 from selfvitmil.packs import PackJob, open_pack, pack_slide, runs
@@ -27,6 +28,8 @@ from selfvitmil.slides import open_slide
 from selfvitmil.slides.base import Slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.layout import pack_of
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
+from selfvitmil.store.provenance import Change, ChangeKind
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 SETTINGS = StudySettings.model_validate({"tile": {"size_px": 64}, "stain": {"sample_tiles": 8}})
@@ -66,7 +69,7 @@ def test_png_keeps_every_pixel_and_is_an_ordinary_zip(study: Path):
     result = pack_slide(job(study, encoding="png"))
     wanted = pixels(study)
     path = pack_of(study / TABLES / "s0.h5")
-    assert (result.num_tiles, result.note, result.num_bytes) == (len(wanted), "made", path.stat().st_size)
+    assert (result.num_tiles, result.outcome, result.num_bytes) == (len(wanted), BUILT, path.stat().st_size)
     with open_pack(path) as pack:
         assert len(pack) == len(wanted)
         np.testing.assert_array_equal(pack.read_many(range(len(pack))), wanted)
@@ -100,23 +103,23 @@ def test_jpeg_decodes_to_what_another_decoder_sees_and_stays_near_the_slide(stud
 
 
 def test_packs_are_left_alone_while_they_are_current(study: Path):
-    assert pack_slide(job(study)).note == "made"
+    assert pack_slide(job(study)).outcome == BUILT
     path = pack_of(study / TABLES / "s0.h5")
     before = path.read_bytes()
     (study / "s0.svs").rename(study / "away.svs")
-    assert pack_slide(job(study)).note == "current"  # and the slide is not asked for
+    assert pack_slide(job(study)).outcome == UP_TO_DATE  # and the slide is not asked for
     (study / "away.svs").rename(study / "s0.svs")
     path.unlink()
     pack_slide(job(study))
     assert path.read_bytes() == before
-    assert pack_slide(job(study, quality=80)).note == "made again: quality 95 -> 80"
-    assert pack_slide(job(study, encoding="png")).note == "made again: encoding jpeg -> png, quality 80 -> None"
-    assert pack_slide(job(study, encoding="png", quality=70)).note == "current"
+    assert pack_slide(job(study, quality=80)).outcome == rebuilt(Change(ChangeKind.SETTING, "quality", 95, 80))
+    assert changed(pack_slide(job(study, encoding="png")).outcome) == ["encoding", "quality"]
+    assert pack_slide(job(study, encoding="png", quality=70)).outcome == UP_TO_DATE
     path.write_bytes(path.read_bytes()[:-5])
-    assert pack_slide(job(study)).note == "made again: the pack is damaged, or of another version"
+    assert pack_slide(job(study)).outcome == rebuilt(Change(ChangeKind.DAMAGED_FILE, path.name))
     coarser = SETTINGS.model_copy(update={"tile": SETTINGS.tile.model_copy(update={"min_tissue": 0.9})})
     tile_slide(TileJob("s0", study / "s0.svs", study / "tiles", coarser))
-    assert pack_slide(job(study)).note == "made again: other tiles"
+    assert changed(pack_slide(job(study)).outcome) == ["tiles"]
 
 
 def test_another_slide_under_the_same_name(study: Path):
@@ -125,12 +128,12 @@ def test_another_slide_under_the_same_name(study: Path):
     before = read_tiles(table).digest
     with (study / "s0.svs").open("ab") as file:  # the same pixels and tiles in another file
         file.write(b"\0" * 64)
-    assert pack_slide(job(study)).note == "current"  # the pack is that of the table
+    assert pack_slide(job(study)).outcome == UP_TO_DATE  # the pack is that of the table
     with pytest.raises(SlideError, match=r"s0\.svs: not the file that was tiled"):
         pack_slide(job(study, quality=90))
     tile_slide(TileJob("s0", study / "s0.svs", study / "tiles", SETTINGS))
     assert read_tiles(table).digest == before
-    assert pack_slide(job(study)).note == "made again: another slide"
+    assert changed(pack_slide(job(study)).outcome) == ["slide"]
 
 
 def test_a_tile_that_cannot_be_read_fails_the_slide(study: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,8 +12,7 @@ import pytest
 from planted import write_features
 from selfvitmil.cohort import Cohort, SlideRow, guess_patients, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.errors import CohortError
-from selfvitmil.pipeline import CohortSource
-from selfvitmil.pipeline.study import find_cohort, study_cohort
+from selfvitmil.study.folder import CohortSource, find_cohort, study_cohort
 from test_cli import selfvitmil
 
 BARCODES = {

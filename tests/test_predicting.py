@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from selfvitmil.commands.predict import find_new_slides, predict
 from selfvitmil.errors import ConfigError
 from selfvitmil.package import Predictions, open_package
-from selfvitmil.pipeline.predicting import find_new_slides, predict
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import synthetic
 from selfvitmil.store.lock import study_lock

@@ -36,7 +36,8 @@ from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from selfvitmil.store.provenance import Provenance
+from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 TINY: dict[str, Any] = {
     "architecture": "vit_tiny_patch16_224",
@@ -804,7 +805,7 @@ def test_a_slide_of_other_content_is_another_training(tmp_path: Path):
     table = TileTable("s", np.array([[0, 0]]), np.ones(1, np.float32), 32, 0.5, 0, slide_mpp=0.25, size_l0=(64, 64))
     found = []
     for number, slide in enumerate(("first scan", "first scan", "second scan")):
-        write_tiles(tmp_path / f"{number}.h5", table, {"settings": {}, "inputs": {"slide": slide}})
+        write_tiles(tmp_path / f"{number}.h5", table, Provenance("tile", FORMAT_VERSION, {}, {"slide": slide}))
         source = TrainSlide("s", tmp_path / "s.svs", tmp_path / f"{number}.h5")
         found.append(SlideTiles([source], stain_method="none").identity())
     assert found[0] == found[1] != found[2]

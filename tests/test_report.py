@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import made_maps
-from selfvitmil import cli, pipeline
+from selfvitmil import cli
 from selfvitmil.annotations import Annotation
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
@@ -44,6 +44,7 @@ from selfvitmil.report import contents, curves, judged, markup, slides, write_re
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
+from selfvitmil.stages import report as report_stage
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
@@ -668,4 +669,4 @@ def test_command(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         cli.main(["report", str(tmp_path / "nowhere")])
     assert failed.value.code == 2
     with pytest.raises(ConfigError, match="--slides -1"):
-        pipeline.report(study, StudySettings(), slides=-1)
+        report_stage.report(study, StudySettings(), slides=-1)

@@ -17,15 +17,13 @@ import h5py
 import numpy as np
 import pytest
 
-from selfvitmil import pipeline
+from selfvitmil import stages as all_stages
 from selfvitmil.cohort import read_cohort
+from selfvitmil.commands.init import commented_settings
+from selfvitmil.commands.run import PAPER_TILES, camelyon16_lines
+from selfvitmil.commands.run_record import RunRecord, read_record, write_record
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
-from selfvitmil.pipeline.methods import heatmap_settings, lesion_baseline
-from selfvitmil.pipeline.outlook import STAGES, Request, look_ahead
-from selfvitmil.pipeline.record import RunRecord, read_record, write_record
-from selfvitmil.pipeline.running import PAPER_TILES, camelyon16_lines
-from selfvitmil.pipeline.starting import commented_settings
 from selfvitmil.settings import (
     STUDY_ENGINE,
     CompareSettings,
@@ -36,11 +34,15 @@ from selfvitmil.settings import (
     resolve_settings,
 )
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.run_plan import Request, plan_run
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.lock import study_lock
+from selfvitmil.study.folder import study_settings
+from selfvitmil.study.methods import heatmap_settings, lesion_baseline
 from test_cli import Done, rows_of, selfvitmil
 
 TILING = "1mpp_32px_0px"
+STAGES = tuple(stage.name for stage in all_stages.STAGES if stage.in_run)
 MICRO = """
 [tile]
 mpp = 1.0
@@ -224,8 +226,8 @@ def test_a_second_run_redoes_nothing(study: Path):
     before = snapshot(study)
     done = run(study, "--until", "embed")
     assert done.returncode == 0, done.stderr
-    assert said(done).count("current (10 slides)") == 6  # check, tile and embed, first and last
-    assert "current (encoders/dino)" in said(done)
+    assert said(done).count("up to date (10 slides)") == 6  # check, tile and embed, first and last
+    assert "up to date (encoders/dino)" in said(done)
     assert snapshot(study) == before
 
 
@@ -241,7 +243,7 @@ def test_a_broken_slide_stops_no_other_and_ends_with_3(fresh: Path):
     again = run(fresh, "--until", "embed")
     assert again.returncode == 3
     assert "1 that failed the last time (broken)" in said(again)
-    assert "current (encoders/dino)" in said(again)  # what fails again changes nothing
+    assert "up to date (encoders/dino)" in said(again)  # what fails again changes nothing
 
 
 def test_an_interrupted_run_goes_on_with_the_same_command(fresh: Path, monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +251,7 @@ def test_an_interrupted_run_goes_on_with_the_same_command(fresh: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("selfvitmil.pipeline.running.embed", interrupted)
+        patch.setattr("selfvitmil.stages.embed.embed", interrupted)
         stopped = run(fresh, "--until", "embed")
     assert stopped.returncode == 130
     assert "was interrupted in embed" in said(selfvitmil("status", fresh))
@@ -267,7 +269,7 @@ def test_training_that_was_stopped_goes_on(fresh: Path):
     (fresh / "encoders" / "dino" / "config.json").unlink()  # as if it had been killed before its end
     done = run(fresh, "--until", "pretrain")
     assert done.returncode == 0, done.stderr
-    assert "go on with encoders/dino from step 2, of 2 steps" in said(done)
+    assert "resume encoders/dino from step 2, of 2 steps" in said(done)
     (fresh / "encoders" / "dino" / "config.json").unlink()
     changed = run(fresh, "--until", "pretrain", "--pretrain.steps", 5)
     assert changed.returncode == 2
@@ -278,7 +280,7 @@ def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path, monkeypatch:
     def refuse(*_: object) -> None:
         raise ConfigError("of a test")
 
-    monkeypatch.setattr("selfvitmil.pipeline.running.compare", refuse)
+    monkeypatch.setattr("selfvitmil.stages.compare.compare", refuse)
     done = run(fresh)
     assert done.returncode == 2
     assert re.search(r"(?m)^embed +done", done.stdout)
@@ -297,7 +299,7 @@ def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path)
     assert len(list((fresh / "bags" / TILING / "features_tiny_vit").glob("*.h5"))) == 10
     again = run(fresh, "--until", "embed")
     assert "pretrain" not in again.stdout
-    assert "current (10 slides)" in said(again)
+    assert "up to date (10 slides)" in said(again)
     assert str(fresh.parent) not in (fresh / "run.json").read_text()
     refused = run(fresh, "--until", "pretrain")
     assert refused.returncode == 2
@@ -323,7 +325,7 @@ def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
     assert "study.toml written" in done.stdout
     told = tomllib.loads((study / "study.toml").read_text())
     assert told == {"tile": {"mpp": 1.0, "size_px": 64}, "pretrain": {"probe_table": str(Path("p.csv").absolute())}}
-    assert "current (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
+    assert "up to date (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
@@ -383,12 +385,12 @@ def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_
     ],
 )
 def test_what_learning_would_refuse_is_refused_before_any_work(fresh: Path, flags: dict[str, Any], says: str):
-    settings = pipeline.study_settings(fresh, flags)
+    settings = study_settings(fresh, flags)
     with pytest.raises(ConfigError) as refused:
-        look_ahead(fresh, Request(), settings)
+        plan_run(fresh, Request(), settings)
     assert says in str(refused.value)
     assert "Nothing was done" in str(refused.value)
-    look_ahead(fresh, Request(until="tile"), settings)  # who stops before that need not care
+    plan_run(fresh, Request(until="tile"), settings)  # who stops before that need not care
 
 
 def test_three_classes_are_refused_what_is_for_two(fresh: Path):
@@ -402,9 +404,9 @@ def test_three_classes_are_refused_what_is_for_two(fresh: Path):
         "localize": {"of_class": "d"},
     }
     for section, values in asked.items():
-        settings = pipeline.study_settings(fresh, {"train": {"folds": 2}, section: values})
+        settings = study_settings(fresh, {"train": {"folds": 2}, section: values})
         with pytest.raises(ConfigError, match=f"{section}.{next(iter(values))}"):
-            look_ahead(fresh, Request(), settings)
+            plan_run(fresh, Request(), settings)
 
 
 @pytest.mark.parametrize("section", ["embed", "train", "supervised"])
@@ -419,21 +421,21 @@ def test_a_device_that_is_none_is_refused_before_any_work(fresh: Path, section: 
 def test_an_untrained_encoder_needs_one_of_the_study_to_be_like(fresh: Path):
     folder = fresh.parent / "from_elsewhere"
     save_encoder(folder, build_encoder("mean_color", img_size=32))
-    settings = pipeline.study_settings(fresh, {"compare": {"random_encoder": True}})
+    settings = study_settings(fresh, {"compare": {"random_encoder": True}})
     request = Request(encoder=str(folder))
     with pytest.raises(ConfigError, match=r"Copy its folder to encoders/from_elsewhere"):
-        look_ahead(fresh, request, settings)
+        plan_run(fresh, request, settings)
     shutil.copytree(folder, fresh / "encoders" / "from_elsewhere")
-    look_ahead(fresh, Request(encoder="from_elsewhere"), settings)
+    plan_run(fresh, Request(encoder="from_elsewhere"), settings)
 
 
 def test_an_encoder_that_does_not_fit_is_refused_before_any_work(fresh: Path):
     folder = fresh.parent / "other_scale"
     save_encoder(folder, build_encoder("mean_color", img_size=32, mpp=4.0))
     with pytest.raises(EncoderError, match="made for 4 microns per pixel"):
-        look_ahead(fresh, Request(encoder=str(folder)), pipeline.study_settings(fresh, {}))
+        plan_run(fresh, Request(encoder=str(folder)), study_settings(fresh, {}))
     with pytest.raises(ConfigError, match=r"does not do as a folder's name.*a_b"):
-        look_ahead(fresh, Request(name="a b"), pipeline.study_settings(fresh, {}))
+        plan_run(fresh, Request(name="a b"), study_settings(fresh, {}))
 
 
 def set_format(table: Path, version: int) -> None:
@@ -448,7 +450,7 @@ def test_an_older_format_is_made_again_and_said_so(study: Path, folder: str, sta
     set_format(table, 0)
     done = run(study, "--until", stage)
     assert done.returncode == 0, done.stderr
-    assert f"1 again: written in format 0, now 1 ({table.stem}); 9 current and left alone" in said(done)
+    assert f"1 stale: {stage} version 0 -> 1 ({table.stem}); 9 up to date" in said(done)
     after = snapshot(study)
     assert after[f"{folder}/{table.name}"][1] == before[f"{folder}/{table.name}"][1]
     untouched = [name for name in before if name.endswith(".h5") and table.stem not in name]
@@ -476,10 +478,10 @@ def test_a_changed_tile_setting_is_said_before_it_is_done(study: Path):
     done = run(study, "--tile.min-tissue", 0.9, "--until", "embed")
     assert done.returncode == 0, done.stderr
     for text in (said(planned), said(done)):
-        assert "10 again: tile.min_tissue 0.5 -> 0.9" in text
+        assert "10 stale: tile.min_tissue 0.5 -> 0.9" in text
         assert "encoders/dino is kept, though its tiles have changed" in text
-        assert "10 again: its tiles are made anew" in text
-    assert re.search(r"\d+ slides made again: another tiles", said(done))
+        assert "10 stale: its tiles are rebuilt" in text
+    assert re.search(r"\d+ slides rebuilt: .*tiles changed", said(done))
 
 
 def test_another_resolution_leaves_the_tiles_that_are_there(study: Path):
@@ -506,8 +508,8 @@ def test_other_settings_of_the_encoder_throw_none_away(study: Path):
     assert (study / "encoders" / "other" / "config.json").exists()
     assert snapshot(study)["encoders/dino/model.safetensors"] == before["encoders/dino/model.safetensors"]
     kept = run(study, "--pretrain.steps", 3, "--encoder", "dino", "--until", "embed")
-    assert "current (10 slides)" in said(kept)
-    assert "current (encoders/other)" in said(
+    assert "up to date (10 slides)" in said(kept)
+    assert "up to date (encoders/other)" in said(
         run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
     )
     assert run(study, "--encoder", "dino", "--name", "other").returncode == 2
@@ -520,7 +522,7 @@ def test_a_slide_added(study: Path, place: Path):
     write_rows(study, [*rows, new])
     done = run(study, "--until", "embed")
     assert done.returncode == 0, done.stderr
-    assert "1 new (new); 10 current and left alone" in said(done)
+    assert "1 new (new); 10 up to date" in said(done)
     assert "encoders/dino is kept" in said(done)
     assert (study / "bags" / TILING / "features_dino" / "new.h5").exists()
 
@@ -587,7 +589,7 @@ def test_a_read_only_folder(study: Path, monkeypatch: pytest.MonkeyPatch):
         planned = selfvitmil("plan", study, "--until", "embed")
         asked = selfvitmil("status", study)
     assert done.returncode == 3
-    assert "current (10 slides)" in said(done)  # what it found
+    assert "up to date (10 slides)" in said(done)  # what it found
     assert "nothing can be written into this study" in done.stderr
     assert "choose another folder" in done.stderr
     assert planned.returncode == asked.returncode == 0
@@ -720,8 +722,8 @@ def test_status_of_what_is_no_study(tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------- looking ahead
 
 
-def test_the_outlook_is_what_happens(study: Path):
-    """Whatever is stale: the slides that `look_ahead` names are those whose files are other afterwards."""
+def test_the_plan_is_what_happens(study: Path):
+    """Whatever is stale: the slides that `plan_run` names are those whose files are other afterwards."""
     rng = np.random.default_rng(0)
     slides = [row["slide"] for row in cohort_of(study)]
     tables, bags = study / "tiles" / TILING, study / "bags" / TILING / "features_dino"
@@ -729,16 +731,16 @@ def test_the_outlook_is_what_happens(study: Path):
         (tables / f"{slide}.jpg").unlink()
     for slide in rng.choice(slides, 3, replace=False):
         (bags / f"{slide}.h5").write_bytes(b"damaged")
-    settings = pipeline.study_settings(study, {})
-    outlook = look_ahead(study, Request(until="embed"), settings)
+    settings = study_settings(study, {})
+    plan = plan_run(study, Request(until="embed"), settings)
     before = snapshot(study)
     assert run(study, "--until", "embed").returncode == 0
     after = snapshot(study)
     for stage, folder in (("tile", tables), ("embed", bags)):
         names = {slide: f"{folder.relative_to(study).as_posix()}/{slide}.h5" for slide in slides}
         touched = {slide for slide, name in names.items() if after[name] != before[name]}
-        assert touched <= set(outlook.of(stage).todo)
+        assert touched <= set(plan.pending(stage).todo)
         damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
         assert damaged <= touched
-    assert len(outlook.of("tile").todo) == 3
-    assert len(outlook.of("embed").todo) >= 3
+    assert len(plan.pending("tile").todo) == 3
+    assert len(plan.pending("embed").todo) >= 3

@@ -110,7 +110,7 @@ def test_tiling_name():
 
 def test_defaults_of_the_method_are_no_changed_settings_of_an_encoder(tmp_path: Path):
     """An earlier version wrote them out, and had neither optimizer nor scale_lr."""
-    from selfvitmil.pipeline.door import changed_settings
+    from selfvitmil.stages.pretrain import changed_settings
 
     numbers = (
         "lr = 5e-4\nmin_lr = 1e-6\nwarmup_lr = 1e-6\nweight_decay = 0.04\nweight_decay_end = 0.4\nclip_grad = 3.0\n"

@@ -8,7 +8,7 @@ import pytest
 
 from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.pipeline.study import CohortSource, find_cohort, study_cohort
+from selfvitmil.study.folder import CohortSource, find_cohort, study_cohort
 from test_cli import rows_of, selfvitmil
 
 

@@ -41,14 +41,15 @@ from selfvitmil.cohort import SlideRow, make_cohort
 from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError, EncoderError
 from selfvitmil.evaluate import Run, find_cases, make_splits, seal
 from selfvitmil.metrics import auc
-from selfvitmil.pipeline.supervised import SupervisedRow
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, SupervisedSettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from selfvitmil.stages.supervised import SupervisedRow
+from selfvitmil.store.provenance import Provenance
+from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
-MADE_FROM = {"settings": {}, "inputs": {}}
+BUILT_FROM = Provenance("tile", FORMAT_VERSION, {}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,7 @@ class Study:
 
     def slide(self, name: str, label: int, regions: Sequence[Annotation] | None = None, **facts: object):
         table = self.folder / f"{name}.h5"
-        write_tiles(table, table_of(name, columns=4, rows=1), MADE_FROM)
+        write_tiles(table, table_of(name, columns=4, rows=1), BUILT_FROM)
         outline = None
         if regions is not None:
             outline = self.folder / f"{name}.xml"

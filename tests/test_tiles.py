@@ -13,15 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from selfvitmil import annotations, pipeline, stain, tiles
+from outcomes import changed
+from selfvitmil import annotations, stain, tiles
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.settings import EngineSettings, StudySettings, parse
 from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.stages import tile as tile_stage
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
+from selfvitmil.store.provenance import Change, ChangeKind, Provenance
+from selfvitmil.study.folder import CohortSource
 from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
 from selfvitmil.tissue import Tissue, grey_of
 
-MADE_FROM = {"settings": {"tile": {"mpp": 0.5}}, "inputs": {"slide": "abc"}}
+BUILT_FROM = Provenance("tile", tiles.FORMAT_VERSION, {"tile": {"mpp": 0.5}}, {"slide": "abc"})
 
 
 @given(
@@ -104,8 +109,8 @@ def test_file_round_trip_and_equal_bytes(tmp_path: Path):
         parent_digests={"2mpp_224px_0px": "feed"},
         attributes={"tissue_mm2": 1.5, "warnings": ["naïve"]},
     )
-    write_tiles(tmp_path / "a.h5", table, MADE_FROM)
-    write_tiles(tmp_path / "b.h5", table, MADE_FROM)
+    write_tiles(tmp_path / "a.h5", table, BUILT_FROM)
+    write_tiles(tmp_path / "b.h5", table, BUILT_FROM)
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
     again = read_tiles(tmp_path / "a.h5")
     for name in (
@@ -130,7 +135,7 @@ def test_file_round_trip_and_equal_bytes(tmp_path: Path):
 
 
 def test_trident_finds_its_attributes(tmp_path: Path):
-    write_tiles(tmp_path / "a.h5", table_of(np.array([[0, 448]])), MADE_FROM)
+    write_tiles(tmp_path / "a.h5", table_of(np.array([[0, 448]])), BUILT_FROM)
     with h5py.File(tmp_path / "a.h5") as file:
         coords = file["coords"]
         attributes = dict(coords.attrs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -173,7 +178,7 @@ def test_a_slide_is_cut_where_its_tissue_is(made, tmp_path: Path):
     folder, truth = made
     result = tile_slide(job(folder, tmp_path, annotation=True))
     table = read_tiles(tmp_path / "0.5mpp_224px_0px" / "s.h5")
-    assert result.note == "made"
+    assert result.outcome == BUILT
     assert len(table) == result.num_tiles > 10
     assert table.stain is not None
     assert table.stain.fitted
@@ -194,17 +199,15 @@ def test_rerun_skips_and_says_why_not(made, tmp_path: Path):
     target = tmp_path / "0.5mpp_224px_0px"
     tile_slide(job(folder, tmp_path))
     before = (target / "s.h5").read_bytes()
-    assert tile_slide(job(folder, tmp_path)).note == "current"
-    note = tile_slide(job(folder, tmp_path, tile={"min_tissue": 0.6})).note
-    assert note == "made again: tile.min_tissue 0.5 -> 0.6"
-    assert "annotation" in tile_slide(job(folder, tmp_path, annotation=True, tile={"min_tissue": 0.6})).note
+    assert tile_slide(job(folder, tmp_path)).outcome == UP_TO_DATE
+    outcome = tile_slide(job(folder, tmp_path, tile={"min_tissue": 0.6})).outcome
+    assert outcome == rebuilt(Change(ChangeKind.SETTING, "tile.min_tissue", 0.5, 0.6))
+    annotated = job(folder, tmp_path, annotation=True, tile={"min_tissue": 0.6})
+    assert changed(tile_slide(annotated).outcome) == ["annotation"]
     (target / "s.jpg").unlink()
-    assert (
-        tile_slide(job(folder, tmp_path, annotation=True, tile={"min_tissue": 0.6})).note
-        == "made again: .jpg was missing"
-    )
+    assert tile_slide(annotated).outcome == rebuilt(Change(ChangeKind.MISSING_FILE, "s.jpg"))
     (target / "s.h5").write_bytes(before[: len(before) // 2])
-    assert "damaged" in tile_slide(job(folder, tmp_path)).note
+    assert tile_slide(job(folder, tmp_path)).outcome == rebuilt(Change(ChangeKind.DAMAGED_FILE, "s.h5"))
     assert (target / "s.h5").read_bytes() == before
 
 
@@ -220,7 +223,7 @@ def test_edited_outline_comes_back(made, tmp_path: Path):
     left_half = np.array([[0, 0], [1280, 0], [1280, 2048], [0, 2048]], dtype=float)
     annotations.write_annotations(own / "s.geojson", [*written, annotations.Annotation("x", "Exclusion", left_half)])
     result = tile_slide(job(folder, tmp_path, tissue={"method": "own", "folder": str(own)}))
-    assert result.note == "made again: another mask than before"
+    assert changed(result.outcome) == ["mask"]
     table = read_tiles(tmp_path / "0.5mpp_224px_0px" / "s.h5")
     assert 0 < len(table) < first.num_tiles
     assert (table.coords_l0[:, 0] + table.extent_l0 / 2 >= 1280 - 32).all()
@@ -274,9 +277,9 @@ def test_two_scales_and_their_files(made, tmp_path: Path):
     inside = rows >= 0
     offset = fine.coords_l0[inside] - coarse.coords_l0[rows[inside]]
     assert ((offset >= -1) & (offset <= coarse.extent_l0 - fine.extent_l0 + 1)).all()
-    assert tile_slide(job(folder, tmp_path, tile={"parent_mpp": [1.0], "size_px": 112})).note == "current"
+    assert tile_slide(job(folder, tmp_path, tile={"parent_mpp": [1.0], "size_px": 112})).outcome == UP_TO_DATE
     (tmp_path / "1mpp_112px_0px" / "s.h5").unlink()
-    assert tile_slide(job(folder, tmp_path, tile={"parent_mpp": [1.0], "size_px": 112})).note == "made"
+    assert tile_slide(job(folder, tmp_path, tile={"parent_mpp": [1.0], "size_px": 112})).outcome == BUILT
 
 
 def test_troubles_are_named(made, tmp_path: Path):
@@ -306,7 +309,7 @@ def test_tables_of_settings_that_do_not_work_any_more_are_removed(made, tmp_path
     # What no setting of the new run names, the table of the coarse scale, is of no stage that comes after it.
     left = {path.parent.name for path in (tmp_path / "tiles").rglob("s.*")}
     assert left == ({"1mpp_224px_0px"} if "tile" not in flags else set())
-    assert tile_slide(job(folder, tmp_path / "tiles")).note == "made"
+    assert tile_slide(job(folder, tmp_path / "tiles")).outcome == BUILT
 
 
 def test_a_slide_that_cannot_be_read_keeps_its_table(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -344,11 +347,14 @@ def test_own_masks_count_by_their_content_not_by_their_folder(made, tmp_path: Pa
     with h5py.File(tmp_path / "tiles" / "0.5mpp_224px_0px" / "s.h5") as file:
         assert str(tmp_path) not in str(dict(file.attrs))
     moved = own.rename(tmp_path / "elsewhere")
-    assert tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)})).note == "current"
+    assert (
+        tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)})).outcome
+        == UP_TO_DATE
+    )
     mask[:, :40] = 0
     Image.fromarray(mask).save(moved / "s.png")
-    note = tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)})).note
-    assert note == "made again: another mask than before"
+    edited = tile_slide(job(folder, tmp_path / "tiles", tissue={"method": "own", "folder": str(moved)}))
+    assert changed(edited.outcome) == ["mask"]
 
 
 def test_no_file_beside_the_tables_names_the_folder_of_own_masks(made, tmp_path: Path):
@@ -357,7 +363,7 @@ def test_no_file_beside_the_tables_names_the_folder_of_own_masks(made, tmp_path:
     Image.fromarray(np.full((64, 80), 255, np.uint8)).save(tmp_path / "masks" / "s.png")
     study = parse({"tissue": {"method": "own", "folder": str(tmp_path / "masks")}}, "test")
     with Engine(EngineSettings(workers=0)) as engine:
-        pipeline.tile(tmp_path / "study", pipeline.CohortSource(folder), study, engine)
+        tile_stage.tile(tmp_path / "study", CohortSource(folder), study, engine)
     files = [path for path in (tmp_path / "study" / "tiles").rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"s.h5", "settings.toml", "tiles.csv"}
     assert not [path.name for path in files if str(tmp_path).encode() in path.read_bytes()]
@@ -374,10 +380,10 @@ def test_an_edited_mask_is_noticed_whatever_the_slide_is_called(made, tmp_path: 
     Image.fromarray(mask).save(own / f"{name}.png")
     tile_slide(asked)
     Image.fromarray(mask).save(own / f"{name}.2.png")  # of another slide
-    assert tile_slide(asked).note == "current"
+    assert tile_slide(asked).outcome == UP_TO_DATE
     mask[:, :40] = 0
     Image.fromarray(mask).save(own / f"{name}.png")
-    assert tile_slide(asked).note == "made again: another mask than before"
+    assert changed(tile_slide(asked).outcome) == ["mask"]
 
 
 def test_notes_on_repaired_outlines_are_true(made, tmp_path: Path):

@@ -13,9 +13,9 @@ from selfvitmil.engine import Engine
 from selfvitmil.evaluate import Trial, make_splits, seal
 from selfvitmil.evaluate.models import Training, trainings_of
 from selfvitmil.evaluate.protocol import fit_method
-from selfvitmil.pipeline import training as pipeline_training
-from selfvitmil.pipeline.training import make_models
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
+from selfvitmil.stages import parallel_training as pipeline_training
+from selfvitmil.stages.parallel_training import make_models
 
 TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")
 

@@ -14,9 +14,9 @@ import pytest
 from planted import row, write_features
 from selfvitmil.cohort import Cohort, Split, k_fold, read_cohort
 from selfvitmil.evaluate.trial import seen_slides
-from selfvitmil.pipeline.pretraining import encoder_runs, settle_scope
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
+from selfvitmil.study.encoders import encoder_runs, settle_scope
 from test_cli import Done, selfvitmil
 from test_patients import cohort_file
 from test_running import MICRO, TILING
@@ -192,8 +192,9 @@ def test_a_run_with_folds_trains_embeds_and_learns_with_an_encoder_per_fold(per_
 def test_models_of_a_fold_learn_from_the_features_of_its_encoder(per_split: tuple[Path, Done]):
     """Cases of a split point to the feature files of the split's own encoder."""
     study, _ = per_split
-    from selfvitmil.pipeline import CohortSource, FeatureChoice, study_settings
-    from selfvitmil.pipeline.learning import prepare
+    from selfvitmil.stages.train import prepare
+    from selfvitmil.study.features import FeatureChoice
+    from selfvitmil.study.folder import CohortSource, study_settings
 
     _, cases, splits, features = prepare(study, CohortSource(), FeatureChoice(), study_settings(study, {}), "train")
     assert features.encoder == cases.encoder == "dino"
@@ -207,7 +208,7 @@ def test_a_second_run_keeps_the_encoders_and_a_package_takes_that_of_its_fold(pe
     study, _ = per_split
     again = selfvitmil("run", study, "--until", "embed")
     assert again.returncode == 0, again.stderr
-    assert "current (encoders/dino_fold0); current (encoders/dino_fold1)" in " ".join(again.stdout.split())
+    assert "up to date (encoders/dino_fold0); up to date (encoders/dino_fold1)" in " ".join(again.stdout.split())
     packed = selfvitmil("package", study, "--split", "fold1", "--out", study.parent / "model")
     assert packed.returncode == 0, packed.stderr
     about = json.loads((study.parent / "model" / "package.json").read_text())

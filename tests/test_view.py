@@ -621,9 +621,8 @@ def test_what_comes_from_npm_is_pinned_and_names_no_registry(packaged: dict[str,
 
 
 def test_a_viewer_does_without_torch() -> None:
-    code = (
-        "import sys, selfvitmil.pipeline, selfvitmil.view.server, selfvitmil.view.export; print('torch' in sys.modules)"
-    )
+    modules = "selfvitmil.commands.view, selfvitmil.view.server, selfvitmil.view.export"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

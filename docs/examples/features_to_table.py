@@ -18,12 +18,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from selfvitmil import pipeline
 from selfvitmil.aggregate.scoring import score_tiles
 from selfvitmil.aggregate.train import load_model
 from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine
 from selfvitmil.settings import EngineSettings
+from selfvitmil.stages.compare import compare
+from selfvitmil.study.features import FeatureChoice
+from selfvitmil.study.folder import CohortSource, study_settings
 
 # %% A folder of feature files and a table of labels
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
@@ -48,7 +50,7 @@ with (folder / "labels.csv").open("w", newline="") as file:
 
 # %% Train and judge several methods on the same slides, splits and seeds
 study = folder / "study"
-settings = pipeline.study_settings(
+settings = study_settings(
     study,
     {
         "train": {"split": "k-fold", "folds": 3, "seeds": 2, "epochs": 20},
@@ -56,9 +58,9 @@ settings = pipeline.study_settings(
         "evaluate": {"bootstrap": 500},
     },
 )
-source = pipeline.CohortSource(cohort=folder / "labels.csv", features=features)
+source = CohortSource(cohort=folder / "labels.csv", features=features)
 with Engine(EngineSettings(workers=0)) as workers:
-    summary = pipeline.compare(study, source, pipeline.FeatureChoice(folder=features), settings, workers)
+    summary = compare(study, source, FeatureChoice(folder=features), settings, workers)
 print(*summary.lines, sep="\n")
 
 # %% The table: AUC with its interval, and p-values against the mean of all tiles

@@ -1,4 +1,4 @@
-"""The command line. Each command parses its flags, calls one function of `pipeline` and prints its summary.
+"""The command line. Each command parses its flags, calls one function of `stages` or `commands` and prints its summary.
 
 Exit status: 0 everything asked for exists; 2 the command or a setting is wrong; 3 some slides, or all, could not be
 done (see `failures.csv`); 130 interrupted. Stages are imported when their command runs, so that `--help` stays quick.
@@ -39,7 +39,7 @@ from selfvitmil.settings import (
 )
 
 if TYPE_CHECKING:
-    from selfvitmil.pipeline import Summary
+    from selfvitmil.study.folder import Summary
 
 app = App(
     name="selfvitmil",
@@ -94,9 +94,9 @@ class SlideFlags:
     )
 
     def source(self) -> Any:
-        from selfvitmil import pipeline
+        from selfvitmil.study.folder import CohortSource
 
-        return pipeline.CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
+        return CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
 
 
 @Flat
@@ -160,11 +160,11 @@ def synth(
     folder
         Where to write; must be new or empty.
     """
-    from selfvitmil import pipeline
+    from selfvitmil.commands import synth as synth_command
     from selfvitmil.engine import Engine
 
     with Engine(engine) as workers:
-        return _end([pipeline.synth(folder, settings, workers)])
+        return _end([synth_command.synth(folder, settings, workers)])
 
 
 @app.command
@@ -177,12 +177,13 @@ def check(
     engine: EngineOption = EngineSettings(),
 ):
     """Open every slide, read some of it, and say what will make trouble."""
-    from selfvitmil import pipeline
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import check as check_stage
+    from selfvitmil.study.folder import study_settings
 
-    settings = pipeline.study_settings(study, _typed(slide=slide, engine=engine))
+    settings = study_settings(study, _typed(slide=slide, engine=engine))
     with Engine(settings.engine) as workers:
-        return _end([pipeline.check(study, slides.source(), settings, workers)])
+        return _end([check_stage.check(study, slides.source(), settings, workers)])
 
 
 @app.command
@@ -196,9 +197,9 @@ def split(
     overwrite: Annotated[bool, Parameter(help="Replace a split that is there.", negative="")] = False,
 ):
     """Hold out a test set by patient, stratified by label; writes the column split of the study's cohort.csv."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import split as split_command
 
-    return _end([pipeline.split(study, slides.source(), test, seed, overwrite=overwrite)])
+    return _end([split_command.split(study, slides.source(), test, seed, overwrite=overwrite)])
 
 
 @app.command
@@ -215,13 +216,14 @@ def tile(
     engine: EngineOption = EngineSettings(),
 ):
     """Find tissue, cut it into tiles at an exact resolution, fit the stains."""
-    from selfvitmil import pipeline
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import tile as tile_stage
+    from selfvitmil.study.folder import study_settings
 
     flags = _typed(preset=preset, tile=tile, tissue=tissue, stain=stain, slide=slide, engine=engine)
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(settings.engine) as workers:
-        return _end([pipeline.tile(study, slides.source(), settings, workers)])
+        return _end([tile_stage.tile(study, slides.source(), settings, workers)])
 
 
 @app.command
@@ -245,10 +247,11 @@ def pretrain(
     With `--pretrain.per-split` one encoder for every split (`--train.split`, `--train.folds`).
     For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
     """
-    from selfvitmil import pipeline
+    from selfvitmil.stages import pretrain as pretrain_stage
+    from selfvitmil.study.folder import study_settings
 
     flags = _typed(preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
-    return _end([pipeline.pretrain(study, name, pipeline.study_settings(study, flags), images)])
+    return _end([pretrain_stage.pretrain(study, name, study_settings(study, flags), images)])
 
 
 @app.command
@@ -265,14 +268,15 @@ def embed(
     engine: EngineOption = EngineSettings(),
 ):
     """Turn every tile into a vector; one feature file per slide, which other tools open too."""
-    from selfvitmil import pipeline
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import embed as embed_stage
+    from selfvitmil.study.folder import study_settings
 
     flags = _typed(preset=preset, embed=embed, tile=tile, stain=stain, slide=slide, engine=engine)
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        return _end([pipeline.embed(study, encoder, settings, workers)])
+        return _end([embed_stage.embed(study, encoder, settings, workers)])
 
 
 @app.command
@@ -290,12 +294,13 @@ def export(
     engine: EngineOption = EngineSettings(),
 ):
     """Write feature files for another tool (TRIDENT's readers open ours as they are)."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import export as export_command
     from selfvitmil.engine import Engine
+    from selfvitmil.study.folder import study_settings
 
-    settings = pipeline.study_settings(study, _typed(tile=tile, engine=engine))
+    settings = study_settings(study, _typed(tile=tile, engine=engine))
     with Engine(settings.engine) as workers:
-        return _end([pipeline.export(study, encoder, out, to, settings, workers, dtype)])
+        return _end([export_command.export(study, encoder, out, to, settings, workers, dtype)])
 
 
 @app.command
@@ -312,14 +317,15 @@ def train(
     engine: EngineOption = EngineSettings(),
 ):
     """Train an aggregator on slide labels, with several seeds; the test slides stay closed."""
-    from selfvitmil import pipeline
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import train as train_stage
+    from selfvitmil.study.folder import study_settings
 
     source, choice = _to_learn_from(vectors, labels)
     flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(settings.engine) as workers:
-        return _end([pipeline.train(study, source, choice, settings, workers)])
+        return _end([train_stage.train(study, source, choice, settings, workers)])
 
 
 @app.command
@@ -339,16 +345,18 @@ def evaluate(
     engine: EngineOption = EngineSettings(),
 ):
     """Judge an aggregator on the test slides: figures with intervals, predictions, curves. Trains what is missing."""
-    from selfvitmil import pipeline
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import evaluate as evaluate_stage
+    from selfvitmil.stages import lesions as lesions_stage
+    from selfvitmil.study.folder import CohortSource, study_settings
 
     source, choice = _to_learn_from(vectors, labels)
     flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, engine=engine)
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(settings.engine) as workers:
-        steps = [lambda: pipeline.evaluate(study, source, choice, settings, workers, name)]
+        steps = [lambda: evaluate_stage.evaluate(study, source, choice, settings, workers, name)]
         if lesions:
-            steps.append(lambda: pipeline.evaluate_lesions(study, pipeline.CohortSource(), choice, settings, name))
+            steps.append(lambda: lesions_stage.evaluate_lesions(study, CohortSource(), choice, settings, name))
         return _end(step() for step in steps)
 
 
@@ -374,20 +382,22 @@ def compare(
     engine: EngineOption = EngineSettings(),
 ):
     """Every method on the same slides, splits and seeds, in one table beside the published figures."""
-    from selfvitmil import pipeline
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import compare as compare_stage
+    from selfvitmil.stages import lesions as lesions_stage
+    from selfvitmil.study.folder import CohortSource, study_settings
 
     source, choice = _to_learn_from(vectors, labels)
     flags = _typed(
         preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
         localize=localize, tile=tile, stain=stain, slide=slide, engine=engine,
     )  # fmt: skip
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        steps = [lambda: pipeline.compare(study, source, choice, settings, workers, name)]
+        steps = [lambda: compare_stage.compare(study, source, choice, settings, workers, name)]
         if lesions:
-            steps.append(lambda: pipeline.compare_lesions(study, pipeline.CohortSource(), choice, settings, name))
+            steps.append(lambda: lesions_stage.compare_lesions(study, CohortSource(), choice, settings, name))
         return _end(step() for step in steps)
 
 
@@ -411,21 +421,23 @@ def localize(
     engine: EngineOption = EngineSettings(),
 ):
     """Show where the evidence lies: maps of slides by trained models, lesions, pictures, files for other tools."""
-    from selfvitmil import pipeline
     from selfvitmil.engine import Engine
+    from selfvitmil.stages import localize as localize_stage
+    from selfvitmil.study.folder import study_settings
 
     source, choice = _to_learn_from(vectors, labels)
     flags = _typed(
         preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, slide=slide, engine=engine
     )
-    settings = pipeline.study_settings(study, flags)
+    settings = study_settings(study, flags)
     with Engine(settings.engine) as workers:
-        return _end([pipeline.localize(study, source, choice, settings, workers, name, slides or ())])
+        return _end([localize_stage.localize(study, source, choice, settings, workers, name, slides or ())])
 
 
 def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
     """Source of the labels and choice of the vectors, from what was typed."""
-    from selfvitmil import pipeline
+    from selfvitmil.study.features import FeatureChoice
+    from selfvitmil.study.folder import CohortSource
 
     two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
     if vectors.features is not None and (vectors.encoder is not None or two_scales):
@@ -435,8 +447,8 @@ def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
     cohort, labels = given.cohort, given.labels
     if vectors.features is not None and cohort is None:
         cohort, labels = labels, None  # the table of labels is then all there is
-    source = pipeline.CohortSource(cohort, labels, given.label_column, None, vectors.features)
-    return source, pipeline.FeatureChoice(vectors.encoder, vectors.features, vectors.coarse_encoder, two_scales)
+    source = CohortSource(cohort, labels, given.label_column, None, vectors.features)
+    return source, FeatureChoice(vectors.encoder, vectors.features, vectors.coarse_encoder, two_scales)
 
 
 @Flat
@@ -473,9 +485,9 @@ class WholeWay(SlideFlags):
     engine: EngineOption = EngineSettings()
 
     def request(self) -> Any:
-        from selfvitmil import pipeline
+        from selfvitmil.stages.run_plan import Request
 
-        return pipeline.Request(self.source(), self.encoder, self.name, self.one_method, self.until)
+        return Request(self.source(), self.encoder, self.name, self.one_method, self.until)
 
     def flags(self) -> dict[str, Any]:
         return _typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
@@ -487,9 +499,9 @@ NOTHING_TYPED = WholeWay()
 @app.command
 def init(study: Study, /, *, preset: PresetOption = None):
     """Write a study.toml with every setting, what it means and its value, to edit."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import init as init_command
 
-    return _end([pipeline.init(study, preset or "default")])
+    return _end([init_command.init(study, preset or "default")])
 
 
 @app.command
@@ -503,30 +515,32 @@ def run(
     ] = False,
 ):
     """From slides to the report: all stages, without what is current. Stopped at any time, the same command goes on."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import run as run_command
     from selfvitmil.engine import Engine
+    from selfvitmil.study.folder import study_settings
 
     if dry_run:
         return plan(study, way=way)
-    settings = pipeline.study_settings(study, way.flags())
+    settings = study_settings(study, way.flags())
     with Engine(settings.engine) as workers:
-        return _end(pipeline.run(study, way.request(), settings, workers, way.flags()))
+        return _end(run_command.run(study, way.request(), settings, workers, way.flags()))
 
 
 @app.command
 def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
     """What `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import plan as plan_command
+    from selfvitmil.study.folder import study_settings
 
-    return _end([pipeline.plan(study, way.request(), pipeline.study_settings(study, way.flags()))])
+    return _end([plan_command.plan(study, way.request(), study_settings(study, way.flags()))])
 
 
 @app.command
 def status(study: Study, /, *, json: JsonOption = False):
     """What a study has done, what failed and what is next; also while another terminal works on it."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import status as status_command
 
-    found = pipeline.status(study)
+    found = status_command.status(study)
     if json:
         return _print_json(found.to_json())
     return _end([found.summary()])
@@ -535,13 +549,13 @@ def status(study: Study, /, *, json: JsonOption = False):
 @app.command
 def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = None, /, *, json: JsonOption = False):
     """Whether this machine, and a study's folder, have what is needed; for each thing amiss the line that fixes it."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import doctor as doctor_command
 
-    checks = pipeline.doctor(study)
+    checks = doctor_command.doctor(study)
     if json:
         _print_json([check.to_json() for check in checks])
     else:
-        _show(pipeline.doctor_summary(checks))
+        _show(doctor_command.doctor_summary(checks))
     return 3 if any(check.verdict == "FAIL" for check in checks) else 0
 
 
@@ -574,16 +588,17 @@ def view(
     slide: SlideSettings = SlideSettings(),
 ):
     """Look at the slides and their maps in a browser."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import view as view_command
+    from selfvitmil.study.folder import study_settings
 
-    settings = pipeline.study_settings(study, _typed(slide=slide))
+    settings = study_settings(study, _typed(slide=slide))
     if export is not None:
         folder = {"slides": slides or (), "top_mpp": export_mpp}
-        return _end([pipeline.export_view(study, settings, export, **folder, pseudonyms=pseudonyms)])
+        return _end([view_command.export_view(study, settings, export, **folder, pseudonyms=pseudonyms)])
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides")
     place = {"host": host, "port": port, "require_token": require_token}
-    return _end([pipeline.view(study, settings, **place, browser=browser, pseudonyms=pseudonyms)])
+    return _end([view_command.view(study, settings, **place, browser=browser, pseudonyms=pseudonyms)])
 
 
 @app.command
@@ -604,11 +619,12 @@ def package(
     tile: TileSettings = TileSettings(),
 ):
     """Put a trained model into one folder that needs no study: encoder, aggregators, threshold, model card."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import package as package_command
+    from selfvitmil.study.folder import study_settings
 
     source, choice = _to_learn_from(vectors)
     flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
-    return _end([pipeline.package(study, out, source, choice, pipeline.study_settings(study, flags), split, results)])
+    return _end([package_command.package(study, out, source, choice, study_settings(study, flags), split, results)])
 
 
 @app.command
@@ -627,7 +643,7 @@ def predict(
     engine: EngineOption = EngineSettings(),
 ):
     """Judge new slides by a packaged model, and warn of those unlike the slides that it was trained on."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import predict as predict_command
     from selfvitmil.package import open_package
 
     packaged = open_package(model)  # before torch is loaded: a wrong folder is said at once
@@ -635,9 +651,9 @@ def predict(
     from selfvitmil.engine import Engine
 
     flags = _typed(slide=slide, embed=embed, localize=localize, engine=engine)
-    settings = pipeline.predict_settings(packaged, flags)
+    settings = predict_command.predict_settings(packaged, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        result = pipeline.predict(packaged, slides, out, settings, workers, maps=maps)
+        result = predict_command.predict(packaged, slides, out, settings, workers, maps=maps)
     if json:
         print(result.json, end="")
         return 3 if result.summary.failures else 0
@@ -659,24 +675,26 @@ def report(
     slides: Annotated[int | None, Parameter(help="Most slides with a section of their own; none means 40.")] = None,
 ):
     """Write one self-contained HTML page: what was run, on what, how well it does, where the evidence lies."""
-    from selfvitmil import pipeline
+    from selfvitmil.stages import report as report_stage
+    from selfvitmil.study.folder import study_settings
 
-    settings = pipeline.study_settings(study, {})
+    settings = study_settings(study, {})
     return _end(
-        [pipeline.report(study, settings, out=out, pseudonyms=pseudonyms, results=results or (), slides=slides)]
+        [report_stage.report(study, settings, out=out, pseudonyms=pseudonyms, results=results or (), slides=slides)]
     )
 
 
 @app.command
 def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
     """The whole way on made slides, without any data of your own."""
-    from selfvitmil import pipeline
+    from selfvitmil.commands import demo as demo_command
     from selfvitmil.engine import Engine
+    from selfvitmil.study.folder import study_settings
 
-    pipeline.start_demo(study)
-    settings = pipeline.study_settings(study, _typed(engine=engine))
+    demo_command.start_demo(study)
+    settings = study_settings(study, _typed(engine=engine))
     with Engine(settings.engine) as workers:
-        return _end(pipeline.demo(study, settings, workers))
+        return _end(demo_command.demo(study, settings, workers))
 
 
 def _typed(**sections: Any) -> dict[str, Any]:

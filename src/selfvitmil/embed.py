@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -34,10 +34,14 @@ from selfvitmil.pretrain.tokens import patch_product
 from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.store.files import file_fingerprint
+from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
+from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
+SETTINGS = ("reader", "precision", "layout")
+"""What feature files store of their provenance besides inputs."""
 OPTIONAL_PROVENANCE = ("slide", "slide_mpp", "reader", "precision", "layout")
-"""What the first feature files did not tell of their making: the lack of it alone makes no file stale."""
+"""What the first feature files did not store: its absence alone does not make a file stale."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,7 @@ class EmbedResult:
     """What became of one slide."""
 
     num_tiles: int
-    note: str
-    """`made`, `current`, or `made again: ...`."""
+    outcome: BuildOutcome
     wait_share: float
     """Share of the time in which the encoder waited for tiles."""
     warnings: tuple[str, ...] = ()
@@ -79,57 +82,52 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     table = read_tiles(job.table)
     model = load_for(job.encoder, job.settings)
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
-    made_from = _made_from(job, model.identity, table) | {"layout": model.encoder.config.layout}
-    note = _why_stale(job.bag, made_from)
-    if note is None:
-        return EmbedResult(len(table), "current", 0.0)
+    now = _provenance(job, model.identity, table, layout=model.encoder.config.layout)
+    freshness = _freshness(job.bag, now)
+    if freshness.is_up_to_date:
+        return EmbedResult(len(table), UP_TO_DATE, 0.0)
     check_tiled(table, job.path, job.mpp)
     features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
-    write_bag(job.bag, features_ND, table, job.name, made_from | {"precision": str(model.dtype)})
+    write_bag(job.bag, features_ND, table, job.name, {**now.settings, **now.inputs, "precision": str(model.dtype)})
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
-    return EmbedResult(len(table), note, wait_share, warnings)
+    return EmbedResult(len(table), outcome_of(freshness), wait_share, warnings)
 
 
-def stale_reason(job: EmbedJob, identity: str) -> str | None:
-    """What `embed_slide` would note of this slide with an encoder of that `identity`; None when its file is current."""
-    return _why_stale(job.bag, _made_from(job, identity, read_tiles(job.table)))
+def features_freshness(job: EmbedJob, identity: str) -> Freshness:
+    """Return whether the feature file of a slide is up to date for an encoder of that `identity`."""
+    return _freshness(job.bag, _provenance(job, identity, read_tiles(job.table)))
 
 
-def _made_from(job: EmbedJob, identity: str, table: TileTable) -> dict[str, Any]:
-    """What the vectors depend on, beyond the rounding: another batch, device or compilation makes no file stale.
+def _provenance(job: EmbedJob, identity: str, table: TileTable, **settings: Any) -> Provenance:
+    """Return what embeddings depend on, beyond rounding: batch, device and compilation do not make a file stale.
 
-    Nor does another precision, unless one is asked for: the device of the day decides about `auto`.
+    Nor does the precision, unless one is asked for: with `auto` the device decides.
     """
     fit = table.stain if job.stain_method == "slide" else None
-    made_from: dict[str, Any] = {
+    inputs = {
         "encoder": identity,  # covers the layout
         "slide": table.fingerprint,
         "slide_mpp": table.slide_mpp,
-        "reader": job.reader,
         "tiles": table.digest,
         "stain": job.stain_method if fit is None else fit.to_attributes(),
     }
+    settings = {"reader": job.reader, **settings}
     if job.settings.precision != "auto":
-        made_from["precision"] = str(PRECISIONS[job.settings.precision])
-    return made_from
+        settings["precision"] = str(PRECISIONS[job.settings.precision])
+    return Provenance("embed", FORMAT_VERSION, settings, inputs)
 
 
-def _why_stale(bag: Path, made_from: Mapping[str, Any]) -> str | None:
+def _freshness(bag: Path, now: Provenance) -> Freshness:
     if not bag.exists():
-        return "made"
+        return MISSING
     try:
         attributes = read_bag(bag).attributes
-        before, version = json.loads(attributes.get("made_from", "{}")), attributes.get("format_version")
+        record, version = json.loads(attributes.get("made_from", "{}")), attributes.get("format_version")
     except BagError:
-        return "made again: the feature file is damaged"
-    if version != FORMAT_VERSION:
-        return f"made again: written in format {version}, now {FORMAT_VERSION}"
-    changed = [
-        key
-        for key, value in made_from.items()
-        if before.get(key, value if key in OPTIONAL_PROVENANCE else None) != value
-    ]
-    return f"made again: another {' and '.join(changed)} than before" if changed else None
+        return damaged(bag)
+    settings = {key: value for key, value in record.items() if key in SETTINGS}
+    inputs = {key: value for key, value in record.items() if key not in SETTINGS}
+    return now.compare(Provenance("embed", version, settings, inputs), optional=OPTIONAL_PROVENANCE)
 
 
 def workers_for(settings: EngineSettings, device: str) -> EngineSettings:

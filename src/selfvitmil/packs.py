@@ -35,6 +35,8 @@ from selfvitmil.slides import Slide, open_slide
 from selfvitmil.slides.base import read_at
 from selfvitmil.store.files import atomic_path
 from selfvitmil.store.layout import pack_of
+from selfvitmil.store.outcome import BuildOutcome, outcome_of
+from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 SCHEMA = "selfvitmil.pack"
@@ -78,8 +80,7 @@ class PackResult:
     """What became of one slide."""
 
     num_tiles: int
-    note: str
-    """`made`, `current`, or `made again: ...` with the reason."""
+    outcome: BuildOutcome
     num_bytes: int
 
 
@@ -92,19 +93,14 @@ def pack_slide(job: PackJob) -> PackResult:
         )
     table = read_tiles(job.table)
     target = pack_of(job.table)
-    made_from = {
-        **_identity(table),
-        "reader": job.reader,
-        "encoding": job.encoding,
-        "quality": job.quality if job.encoding == "jpeg" else None,
-    }
-    note = _why_stale(target, made_from)
-    if note is not None:
+    now = _provenance(table, job)
+    freshness = _freshness(target, now)
+    if not freshness.is_up_to_date:
         check_tiled(table, job.path, job.mpp)
         with open_slide(job.path, reader=job.reader, mpp=table.slide_mpp) as slide:
             images = (encode(tile, job.encoding, job.quality) for tile in _read_all(slide, table))
-            _write(target, table, images, made_from)
-    return PackResult(len(table), note or "current", target.stat().st_size)
+            _write(target, table, images, {**now.settings, **now.inputs})
+    return PackResult(len(table), outcome_of(freshness), target.stat().st_size)
 
 
 def _read_all(slide: Slide, table: TileTable) -> Iterator[Tile]:
@@ -117,22 +113,23 @@ def _identity(table: TileTable) -> dict[str, Any]:
     return {"slide": table.fingerprint, "tiles": table.digest, **resolution}
 
 
-def _why_stale(target: Path, made_from: Mapping[str, Any]) -> str | None:
-    """None when the pack is current, otherwise the reason to (re)make it."""
+def _provenance(table: TileTable, job: PackJob) -> Provenance:
+    quality = job.quality if job.encoding == "jpeg" else None
+    settings = {"reader": job.reader, "encoding": job.encoding, "quality": quality}
+    return Provenance("pack", FORMAT_VERSION, settings, _identity(table))
+
+
+def _freshness(target: Path, now: Provenance) -> Freshness:
     if not target.exists():
-        return "made"
+        return MISSING
     try:
         with open_pack(target) as pack:
-            before = pack.made_from
-    except ArtefactError:
-        return "made again: the pack is damaged, or of another version"
-    hashes = {"slide": "another slide", "tiles": "other tiles"}
-    changes = [
-        hashes.get(key, f"{key} {before.get(key)} -> {made_from[key]}")
-        for key in made_from
-        if before.get(key) != made_from[key]
-    ]
-    return f"made again: {', '.join(changes)}" if changes else None
+            record = pack.made_from
+    except ArtefactError:  # also for a pack of another version
+        return damaged(target)
+    settings = {key: value for key, value in record.items() if key in now.settings}
+    inputs = {key: value for key, value in record.items() if key not in now.settings}
+    return now.compare(Provenance("pack", FORMAT_VERSION, settings, inputs))
 
 
 # ---------------------------------------------------------------------------------------------------- images

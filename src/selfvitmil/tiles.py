@@ -37,6 +37,8 @@ from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsamp
 from selfvitmil.slides import Slide, fingerprint, open_slide
 from selfvitmil.store.files import file_fingerprint, hash_of, write_bytes
 from selfvitmil.store.layout import thumbnail_of
+from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
+from selfvitmil.store.provenance import FRESH, MISSING, Change, ChangeKind, Freshness, Provenance, damaged, stale
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 from selfvitmil.untrusted import open_hdf5
 
@@ -194,8 +196,7 @@ class TileResult:
     """What became of one slide."""
 
     num_tiles: int
-    note: str
-    """`made`, `current`, or `made again: ...` with the reason."""
+    outcome: BuildOutcome
     attributes: Mapping[str, Any]
 
 
@@ -206,12 +207,12 @@ def tile_slide(job: TileJob) -> TileResult:
     pixel), files of earlier settings are removed: later stages would take them for what was asked for. Of a slide that
     cannot be read they stay: it may be its drive that is away.
     """
-    inputs = _inputs(job)
-    stale = _why_stale(job, inputs)
+    provenance = _provenance(job)
+    freshness = _freshness(job, provenance)
     target = job.folder / tiling_name(job.settings.tile) / f"{job.slide}.h5"
-    if stale is None:
+    if freshness.is_up_to_date:
         table = read_tiles(target)
-        return TileResult(len(table), "current", table.attributes)
+        return TileResult(len(table), UP_TO_DATE, table.attributes)
     try:
         given = job.settings.slide
         with open_slide(
@@ -225,15 +226,14 @@ def tile_slide(job: TileJob) -> TileResult:
             for path in (*_tables(job), *_companion_files(job)):
                 path.unlink(missing_ok=True)
         raise
-    made_from = {"settings": _relevant(job.settings), "inputs": inputs}
     for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
-        write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, made_from)
+        write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, provenance)
     fine = tables[0]
     write_bytes(thumbnail_of(target), picture)
     outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
     annotations.write_annotations(target.with_suffix(".geojson"), outline)
-    write_tiles(target, fine, made_from)
-    return TileResult(len(fine), stale, fine.attributes)
+    write_tiles(target, fine, provenance)
+    return TileResult(len(fine), outcome_of(freshness), fine.attributes)
 
 
 def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
@@ -401,56 +401,53 @@ def _fingerprint(path: Path) -> str:
     return fingerprint(path)
 
 
-def stale_reason(job: TileJob) -> str | None:
-    """What `tile_slide` would note of this slide, without doing it; None when its files are current."""
-    return _why_stale(job, _inputs(job))
+def _provenance(job: TileJob) -> Provenance:
+    return Provenance("tile", FORMAT_VERSION, _relevant(job.settings), _inputs(job))
 
 
-def _why_stale(job: TileJob, inputs: Mapping[str, Any]) -> str | None:
-    """None when the slide's files are current, otherwise the reason to (re)make them."""
+def tiles_freshness(job: TileJob) -> Freshness:
+    """Return whether the files of a slide are up to date; raises SelfVitMilError where the slide cannot be read."""
+    return _freshness(job, _provenance(job))
+
+
+def _freshness(job: TileJob, now: Provenance) -> Freshness:
     for target in _tables(job):
         if not target.exists():
-            return "made"
-        try:
-            with open_hdf5(target) as file:
-                attributes = {key: file.attrs[key] for key in ("format_version", "settings", "inputs")}
-                if "coords" not in file or "tissue" not in file:
-                    raise KeyError("coords")
-        except (OSError, KeyError, ValueError):
-            return f"made again: {target.parent.name}/{target.name} is damaged"
-        if attributes["format_version"] != FORMAT_VERSION:
-            return f"made again: written in format {attributes['format_version']}, now {FORMAT_VERSION}"
-        if changed := _changed(json.loads(str(attributes["settings"])), _relevant(job.settings)):
-            return f"made again: {', '.join(changed)}"
-        if changed := _changed(json.loads(str(attributes["inputs"])), inputs):
-            return f"made again: another {' and '.join(key.split(' ')[0] for key in changed)} than before"
-    missing = [path.suffix for path in _companion_files(job) if not path.exists()]
-    return f"made again: {missing[0]} was missing" if missing else None
+            return MISSING
+        stored = _stored_provenance(target)
+        if stored is None:
+            return damaged(target)
+        freshness = now.compare(stored)
+        if not freshness.is_up_to_date:
+            return freshness
+    missing = [Change(ChangeKind.MISSING_FILE, path.name) for path in _companion_files(job) if not path.exists()]
+    return stale(*missing) if missing else FRESH
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    changes: list[str] = []
-    for key in sorted({*before, *now}):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes += _changed(old, new, f"{prefix}{key}.")
-        elif old != new:
-            changes.append(f"{prefix}{key} {old} -> {new}")
-    return changes
+def _stored_provenance(path: Path) -> Provenance | None:
+    """Return what a tile table was built from; None where the file is damaged."""
+    try:
+        with open_hdf5(path) as file:
+            if "coords" not in file or "tissue" not in file:
+                return None
+            settings, inputs = (json.loads(str(file.attrs[key])) for key in ("settings", "inputs"))
+            return Provenance("tile", int(file.attrs["format_version"]), settings, inputs)
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def write_tiles(path: Path, table: TileTable, made_from: Mapping[str, Any]) -> None:
+def write_tiles(path: Path, table: TileTable, provenance: Provenance) -> None:
     """Write a table atomically; equal tables give equal bytes."""
     content = io.BytesIO()
     with h5py.File(content, "w") as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["format_version"] = FORMAT_VERSION
-        file.attrs["made_from"] = hash_of(made_from, FORMAT_VERSION)
-        for key in ("settings", "inputs"):
-            file.attrs[key] = json.dumps(made_from[key], sort_keys=True)
+        file.attrs["made_from"] = provenance.digest
+        file.attrs["settings"] = json.dumps(provenance.settings, sort_keys=True)
+        file.attrs["inputs"] = json.dumps(provenance.inputs, sort_keys=True)
         file.attrs["attributes"] = json.dumps(table.attributes, sort_keys=True)
         coords = file.create_dataset("coords", data=table.coords_l0.astype(np.int64))
         coords.attrs.update(trident_attributes(table))

@@ -379,7 +379,7 @@ def _checked_numbers(name: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
     """The options of the method that `settings` are for: those without a method's name, over them its own.
 
-    Where several methods are compared, `pipeline.methods.options_for` makes the settings of each.
+    Where several methods are compared, `study.methods.options_for` makes the settings of each.
     """
     shared = {key: value for key, value in settings.options.items() if not isinstance(value, dict)}
     own = settings.options.get(name, {})

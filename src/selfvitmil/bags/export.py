@@ -65,7 +65,6 @@ class ExportResult:
     """What became of one slide."""
 
     num_tiles: int
-    note: str = "made"
 
 
 def plan_export(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportJob]:

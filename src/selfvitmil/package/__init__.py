@@ -6,7 +6,7 @@
     judge.py      one slide's bag to an answer
     predictions.py   predictions.json and predictions.csv of all calls into one folder
 
-The commands are `pipeline.package` and `pipeline.predict`.
+The commands are `commands.package` and `commands.predict`.
 """
 
 from __future__ import annotations

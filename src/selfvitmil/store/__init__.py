@@ -1,4 +1,4 @@
-"""The files of a study: where they are and how they are written.
+"""The files of a study: where they are, how they are written, what they were built from.
 
 layout       every path of a study
 files        atomic writes, hashes of files and settings

@@ -100,17 +100,18 @@ def write_error(path: Path, error: OSError) -> ArtefactError:
 
 def hash_of(*parts: Any) -> str:
     """Return one SHA-256 over settings (pydantic models), plain values and mappings of them, in hexadecimal."""
-    text = json.dumps([_plain(part) for part in parts], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps([to_plain(part) for part in parts], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return settings, mappings and sequences of them as values that JSON can hold."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -1,0 +1,83 @@
+"""`init`: a study.toml to edit, with every setting, its meaning and its value; made from the settings themselves."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import STUDY_ENGINE, EngineSettings, StudySettings, resolve_settings
+from selfvitmil.store.files import write_text
+from selfvitmil.store.layout import StudyLayout
+from selfvitmil.study.folder import Summary
+
+HEAD = """\
+# Settings of this study. Lines that begin with # and a name show what holds: take the # away to change it.
+# A flag (--tile.mpp 0.5) outweighs this file, this file outweighs the preset, the preset outweighs the defaults.
+"""
+
+
+def init(study: Path, preset: str = "default") -> Summary:
+    """Write `study.toml` with comments; refuses to overwrite one."""
+    path = StudyLayout(study).settings
+    if path.exists():
+        raise ConfigError(
+            f"{study.name}: there is a study.toml already", "it is not overwritten", "Edit it, or remove it first"
+        )
+    write_text(path, commented_settings(preset))
+    lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
+    if not StudyLayout(study).cohort.exists():
+        lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
+    return Summary(tuple(lines))
+
+
+def commented_settings(preset: str = "default") -> str:
+    """The file. With the # taken from all lines `#name = value`, it says what holds without them."""
+    settings = resolve_settings(None, {"preset": preset})
+    values = json.loads(settings.model_dump_json())
+    text = f"{HEAD}\n{_comment(StudySettings.model_fields['preset'].description)}"
+    text += f"{'#' * (preset == 'default')}preset = {json.dumps(preset)}\n"
+    return text + _sections(StudySettings, values, "")
+
+
+def _sections(model: type[BaseModel], values: dict[str, Any], prefix: str) -> str:
+    """The sections inside a model, each with its keys and followed by those inside it."""
+    text = ""
+    for name, field in model.model_fields.items():
+        if (
+            model is not EngineSettings
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, BaseModel)
+        ):
+            inner = field.annotation
+            text += f"\n\n{_comment(inner.__doc__)}[{prefix}{name}]\n{_keys(inner, values[name])}"
+            text += _sections(inner, values[name], f"{prefix}{name}.")
+    return text
+
+
+def _keys(model: type[BaseModel], values: dict[str, Any]) -> str:
+    text = ""
+    for key, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            continue
+        if model is EngineSettings and key not in STUDY_ENGINE:
+            continue  # a study's file may not say it
+        text += f"\n{_comment(field.description)}{_line(key, values[key])}"
+    return text
+
+
+def _line(key: str, value: Any) -> str:
+    if value is None:  # TOML has no word for it
+        return f"# {key} is not set\n"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
+        return f"#{key} = {{{inside}}}\n"
+    return f"#{key} = {json.dumps(value, ensure_ascii=False)}\n"
+
+
+def _comment(text: str | None) -> str:
+    return "".join(f"# {line}\n" for line in textwrap.wrap(" ".join((text or "").split()), 116))

@@ -1,0 +1,355 @@
+"""The command `package`: a trained model leaves its study as one folder.
+
+Nothing is trained and no test label is read but to count classes: models must be there and current. What the folder
+says of slides is measured on training slides (and distances on validation slides too), never on test slides. Settings
+are those that the artefacts themselves say they were made with, not those of today's study.toml.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfvitmil.cohort import Split
+from selfvitmil.cohort.table import listing
+from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml
+from selfvitmil.stages.localize import Mapper, with_staging
+from selfvitmil.stages.train import prepare, results_name
+from selfvitmil.store.layout import StudyLayout, model_folder
+from selfvitmil.study.encoders import encoder_source, split_features_name
+from selfvitmil.study.features import FeatureChoice, Features
+from selfvitmil.study.folder import CohortSource, Summary, open_study
+
+if TYPE_CHECKING:
+    from selfvitmil.encoder import Encoder
+    from selfvitmil.evaluate import Case, Cases, Fitted, Trial
+    from selfvitmil.evaluate.protocol import Stored
+    from selfvitmil.package import Expected
+    from selfvitmil.tiles import TileTable
+
+
+AGAIN = "Run `selfvitmil tile`, `embed` and `train` again, then package"
+
+
+def package(
+    study: Path,
+    out: Path,
+    source: CohortSource,
+    choice: FeatureChoice,
+    settings: StudySettings,
+    split: str | None = None,
+    results: str | None = None,
+) -> Summary:
+    """Write the models of one split, and all that judging a new slide by them needs, into the folder `out`.
+
+    `results` is the folder of results that the model card's figures come from, where it has another name than usual.
+    """
+    from selfvitmil.evaluate import seal, stored_models
+    from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
+
+    _check_asked(choice, settings)
+    check_target(out)
+    with open_study(study, "package"):
+        lines, cases, splits, features = prepare(study, source, choice, settings, "package")
+        chosen = _choose_split(splits, split)
+        if features.by_split:
+            choice = replace(choice, encoder=None)  # the split's own, which its features name
+            features = replace(features.by_split[chosen.name], encoder=features.encoder, models=features.models)
+        trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
+        stored = stored_models(settings.train.aggregator, trial, settings.train, models)
+        fitted = stored.fitted
+        settings, _ = with_staging(settings, cases.cohort)
+        if len(splits) == 1:
+            settings = _with_heatmap_source(study, settings, trial, cases, features, stored)
+        tables = _tables(study, features, trial, settings)
+        carried = _carried_settings(study, features, tables, settings)
+        scales = _scales(study, choice, features, carried, tables)
+        expected = _expected(trial, tables, carried, settings)
+        about = _about(cases, chosen, trial, fitted, scales, features, settings)
+        about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
+        if about["evaluation"] is not None:
+            about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
+        contents = PackageParts(
+            about,
+            model_card(about, expected, carried),
+            to_toml(carried, SETTINGS),
+            expected,
+            {scale.folder: scale.encoder for scale in scales},
+            {run.seed: model_folder(models, chosen.name, run.seed) for run in fitted.runs},
+        )
+        write_package(out, contents)
+    if about["evaluation"] is None:
+        lines.append("note: no results of these very models; run `selfvitmil evaluate` first, and the card has them")
+    size_mb = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e6
+    lines.append(f"{len(fitted.runs)} models of split {chosen.name}, encoder and card in {out.name} ({size_mb:.1f} MB)")
+    return Summary(tuple(lines), cases.failures)
+
+
+def _with_heatmap_source(
+    study: Path, settings: StudySettings, trial: Trial, cases: Cases, features: Features, stored: Stored
+) -> StudySettings:
+    """What annotated validation slides choose to show in heatmaps, as `localize` takes it; new slides have none."""
+    from selfvitmil.aggregate.train import BagStore
+
+    mapper = Mapper(study, settings, trial, cases.cohort, features, "")
+    source = mapper.choose_source(list(stored.modules.values()), BagStore.of(settings.train))
+    if source is None:
+        return settings
+    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"score": source.kind})})
+
+
+def _check_asked(choice: FeatureChoice, settings: StudySettings) -> None:
+    if choice.folder is not None:
+        raise ConfigError(
+            "--features with package",
+            "a package turns new slides into vectors itself, and feature files of other tools come without an encoder",
+            "Embed the slides in the study (`selfvitmil embed`), train on those vectors, and package that",
+        )
+    if settings.evaluate.protocol == "optimistic":
+        raise ConfigError(
+            "evaluate.protocol 'optimistic' with package",
+            "epochs and thresholds that are chosen on test slides do not hold on new ones",
+            "Train by the honest protocol and package that",
+        )
+
+
+def _choose_split(splits: Sequence[Split], wanted: str | None) -> Split:
+    names = [split.name for split in splits]
+    if wanted is None and len(splits) > 1:
+        raise ConfigError(
+            f"--split is missing, and there are {len(splits)}: {listing(names)}",
+            "each has models of its own",
+            "Name the one to package",
+        )
+    for split in splits:
+        if wanted in (None, split.name):
+            return split
+    raise ConfigError(f"--split {wanted}: there is no such split", how=f"There are {listing(names)}")
+
+
+# ---------------------------------------------------------------------------------------------------- made from
+
+
+def _tables(study: Path, features: Features, trial: Trial, settings: StudySettings) -> dict[str, TileTable]:
+    """Tile tables of the training and validation slides, of which the vectors were made."""
+    from selfvitmil.bags import read_bag
+    from selfvitmil.tiles import read_tiles
+
+    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
+    tables: dict[str, TileTable] = {}
+    for case in _known(trial):
+        path = folder / f"{case.slide}.h5"
+        if not path.exists():
+            why = "a package tells what the training slides were like"
+            raise ArtefactError(f"{case.slide}: its tile table is gone", why, "Run `selfvitmil tile` again")
+        tables[case.slide] = table = read_tiles(path)
+        made_from = json.loads(read_bag(features.files[case.slide]).attributes.get("made_from", "{}"))
+        if made_from.get("tiles") != table.digest:
+            why = "they were cut anew since, or its feature file is not of this study"
+            raise ArtefactError(f"{case.slide}: its vectors are not of its tiles", why, AGAIN)
+    return tables
+
+
+def _known(trial: Trial) -> tuple[Case, ...]:
+    """Training and validation slides."""
+    return (*trial.splits[0].train, *trial.splits[0].val)
+
+
+def _carried_settings(
+    study: Path, features: Features, tables: Mapping[str, TileTable], settings: StudySettings
+) -> StudySettings:
+    """The settings that cut, coloured and embedded these slides, without what holds for this study's machine alone."""
+    told = {slide: _made_with(StudyLayout(study).tile_table(tiling_name(settings.tile), slide)) for slide in tables}
+    first = next(iter(told.values()))
+    others = [slide for slide, each in told.items() if each != first]
+    if others:
+        what = f"tile tables made with different settings, as those of {listing(others, 3)}"
+        raise ArtefactError(what, "a package has one way to cut a slide", AGAIN)
+    if first["tissue"]["method"] == "own":
+        raise ConfigError(
+            "tissue.method 'own' with package",
+            "the masks of this study's slides say nothing of new ones",
+            "Tile with tissue.method otsu or saturation, then embed, train and package that",
+        )
+    # Slides of another place must not inherit the microns per pixel that were given for those of this one.
+    first = {**first, "slide": {**first["slide"], "mpp": None}}
+    beside = next(iter(features.files.values())).parent / "settings.toml"
+    embed = parse(read_toml(beside), beside.name).embed if beside.exists() else settings.embed
+    carried = {
+        **first,
+        # The encoder in the package says its layout itself.
+        "embed": embed.model_copy(update={"layout": None, "device": "auto", "readers": None}).model_dump(),
+        "localize": settings.localize.model_dump(exclude={"of_class", "parts"}),
+    }
+    return parse(carried, "the settings of the study's tiles")
+
+
+def _made_with(table: Path) -> dict[str, Any]:
+    """Settings of a tile table, as its file tells them."""
+    from selfvitmil.untrusted import open_hdf5
+
+    with open_hdf5(table) as file:
+        return json.loads(str(file.attrs["settings"]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scale:
+    """One resolution and its encoder."""
+
+    folder: str
+    """Of the encoder in the package."""
+    name: str
+    mpp: float
+    encoder: Encoder
+
+
+def _scales(
+    study: Path, choice: FeatureChoice, features: Features, settings: StudySettings, tables: Mapping[str, TileTable]
+) -> list[_Scale]:
+    """The encoder of the tiles and, where vectors are of two scales, that of the tiles around them."""
+    fine = _scale(study, "encoder", choice.encoder, features.files, settings.tile.mpp, tables)
+    if features.coarse is None:
+        return [fine]
+    mpp = settings.tile.parent_mpp[0]
+    wanted = choice.coarse_encoder or choice.encoder
+    coarse = _scale(study, "encoder_coarse", wanted, features.coarse.files, mpp, tables)
+    return [fine, replace(coarse, folder="encoder") if coarse.name == fine.name else coarse]
+
+
+def _scale(
+    study: Path, folder: str, wanted: str | None, files: Mapping[str, Path], mpp: float, slides: Mapping[str, Any]
+) -> _Scale:
+    """The encoder of these feature files: that of the study, or as it was named for `embed`; checked to be the same."""
+    from selfvitmil.bags import read_bag
+    from selfvitmil.encoder import load_encoder
+
+    name = next(iter(files.values())).parent.name.removeprefix("features_")
+    plain, layout = split_features_name(name)
+    source = encoder_source(study, plain if wanted in (None, name) else wanted)
+    if wanted is None and source == plain:
+        raise ConfigError(
+            f"{plain}: this encoder is not in the study's folder encoders/",
+            "a package carries its encoder along",
+            "Give --encoder with what `selfvitmil embed` was given: a folder, a checkpoint, a timm or hub name",
+        )
+    encoder = load_encoder(source, layout=layout)
+    identity = encoder.identity()
+    for slide in slides:
+        made_from = json.loads(read_bag(files[slide]).attributes.get("made_from", "{}"))
+        if made_from.get("encoder") != identity:
+            what = f"{slide}: its vectors were made by another encoder than {name} is now"
+            raise ArtefactError(what, "a package of this encoder would judge by other vectors", AGAIN)
+    return _Scale(folder, name, mpp, encoder)
+
+
+def _expected(
+    trial: Trial, tables: Mapping[str, TileTable], carried: StudySettings, settings: StudySettings
+) -> Expected:
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.package import Measures, expect
+
+    store, split = BagStore.of(settings.train), trial.splits[0]
+    train, val = (
+        [Measures.of(tables[case.slide], store.moments(trial.bag(case))) for case in part]
+        for part in (split.train, split.val)
+    )
+    return expect(train, val, carried.tile.mpp)
+
+
+# ---------------------------------------------------------------------------------------------------- words
+
+
+def _about(
+    cases: Cases,
+    split: Split,
+    trial: Trial,
+    fitted: Fitted,
+    scales: Sequence[_Scale],
+    features: Features,
+    settings: StudySettings,
+) -> dict[str, Any]:
+    """What package.json tells, but for versions and checksums; names neither slides nor patients."""
+    from selfvitmil.aggregate.recipes import recipe_of
+
+    name = settings.train.aggregator
+    recipe = asdict(recipe_of(name, settings.train).for_dim(cases.dim))
+    del recipe["keep_min_lr"]  # it says how to scale, which is done
+    chosen = next((run.evidence for run in fitted.runs if run.split == split.name and run.evidence), None)
+    if chosen is not None:
+        recipe["options"] = {**recipe["options"], "evidence": chosen.evidence}
+    return {
+        "name": f"{features.encoder}_{name}",
+        "method": name,
+        "classes": list(cases.class_names),
+        "positive": cases.class_names[1] if cases.num_classes == 1 else None,
+        "encoders": [{"folder": scale.folder, "name": scale.name, "mpp": scale.mpp} for scale in scales],
+        "dim": cases.dim,
+        "protocol": trial.evaluate.protocol,
+        "split": split.name,
+        "seeds": [run.seed for run in fitted.runs],
+        "choice": fitted.choices[split.name, None].to_json(),
+        "chosen_on": {"part": trial.where, "slides": _counts(cases, split.val)["slides"]},
+        "data": {part: _counts(cases, getattr(split, part)) for part in ("train", "val", "test")},
+        "training": {
+            "recipe": recipe,
+            "epochs": [run.epoch for run in fitted.runs],
+            "encoders": [
+                {"architecture": scale.encoder.config.architecture, "trained_on": scale.encoder.config.trained_on}
+                for scale in scales
+            ],
+        },
+    }
+
+
+def _counts(cases: Cases, slides: Sequence[str]) -> dict[str, Any]:
+    counts = Counter(cases.class_names[cases.by_slide[slide].label] for slide in slides)
+    patients = {cases.by_slide[slide].patient for slide in slides}
+    return {"slides": {name: counts[name] for name in cases.class_names}, "patients": len(patients)}
+
+
+def _evaluation(
+    study: Path,
+    results: str | None,
+    about: Mapping[str, Any],
+    fitted: Fitted,
+    features: Features,
+    settings: StudySettings,
+) -> dict[str, Any] | None:
+    """The figures of these very models on their test slides; None where there are none, or of other models."""
+    from selfvitmil.evaluate import read_predictions
+    from selfvitmil.package import FIGURES
+
+    folder = StudyLayout(study).results(results_name(results or about["name"], settings))
+    if results is not None and not folder.is_dir():
+        raise ConfigError(f"--results {results}: there is no such folder of results", how="See results/ in the study")
+    try:
+        rows, _ = read_predictions(folder / "predictions.csv")
+        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        methods, confidence = metrics["methods"], float(metrics["settings"]["confidence"])
+    except (ArtefactError, OSError, ValueError, KeyError):
+        return None
+    method, split = about["method"], about["split"]
+    scores = {
+        (row.seed, row.slide): row.score for row in rows if (row.method, row.split, row.part) == (method, split, "val")
+    }
+    told = next((each for each in methods if each["method"] == method), None)
+    if told is None:
+        return None
+    same = [each for each in told["choices"] if (each["split"], each["seed"]) == (split, "ensemble")]
+    ours = {(run.seed, slide): each.probabilities for run in fitted.runs for slide, each in run.chosen_on.items()}
+    if not same or any(same[0][key] != about["choice"][key] for key in about["choice"]):
+        return None  # of another threshold or calibration
+    if any(scores.get(key) != value for key, value in ours.items()):
+        return None  # of other models
+    whole = told["slide"]["splits"].get(split, told["slide"])["ensemble"]
+    if whole is None:
+        return None
+    figures = {
+        name: {key: whole[name].get(key) for key in ("value", "low", "high")} for name in FIGURES if whole.get(name)
+    }
+    return {"num": whole["num"], "confidence": confidence, "figures": figures}

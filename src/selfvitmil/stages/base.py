@@ -1,0 +1,190 @@
+"""What a stage of a run is. `run`, `plan` and `status` are loops over the one list of them, `stages.STAGES`.
+
+A stage lives in one file with its command's function and a `Stage` that says how it takes part in a run: what would
+stop it (`preflight`), what is left to do (`pending`), what that takes (`estimate`), how it is done (`run`) and how far
+it is (`status`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfvitmil.store.layout import StudyLayout
+
+if TYPE_CHECKING:
+    from selfvitmil.engine import Engine
+    from selfvitmil.stages.measure import Measures
+    from selfvitmil.stages.run_plan import RunPlan
+    from selfvitmil.study.folder import Summary
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What one stage has left to do."""
+
+    todo: Mapping[str, str] = field(default_factory=dict)
+    """Slide (or encoder) -> why it is to be built."""
+    num_up_to_date: int = 0
+    hopeless: frozenset[str] = frozenset()
+    """Those of `todo` that failed the last time or cannot be read. They are tried, but nothing is expected of them."""
+    words: str = ""
+    """Shown instead of the counts, for stages that do not work slide by slide."""
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """What is expected to differ afterwards."""
+        return frozenset(self.todo) - self.hopeless
+
+    @property
+    def line(self) -> str:
+        """One line for people."""
+        if self.words:
+            return self.words
+        if not self.todo:
+            return f"up to date ({self.num_up_to_date} slides)"
+        reasons: dict[str, list[str]] = {}
+        for slide, reason in self.todo.items():
+            reasons.setdefault(reason, []).append(slide)
+        parts = [f"{len(slides)} {why}" + (f" ({slides[0]})" * (len(slides) == 1)) for why, slides in reasons.items()]
+        left = f"; {self.num_up_to_date} up to date" if self.num_up_to_date else ""
+        return f"{len(self.todo)} slides to do: {', '.join(parts)}{left}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage takes on this machine."""
+
+    seconds: float = 0.0
+    """NaN where it is unknown."""
+    disk: float = 0.0
+    """Bytes written."""
+    memory: float = 0.0
+    """Bytes needed at once; of the GPU where `on_gpu`."""
+    basis: str = ""
+    """`measured`, `reckoned` or `usual`; empty where there is nothing to do."""
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is, in one folder of the study."""
+
+    stage: str
+    place: str
+    """The folder, relative to the study."""
+    done: int
+    asked: int | None
+    """Slides of the cohort (or 1 for a single product), where that is what is counted."""
+    failed: int
+    newest: float | None
+    """Modification time of the newest file, in seconds since 1970."""
+    words: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return self.asked is not None and self.done + self.failed >= self.asked
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of a study as `status` sees them: without its lock, without torch."""
+
+    study: Path
+    slides: frozenset[str] | None
+    """Slides of the cohort; None where there is no readable cohort.csv."""
+    failed: Counter[str]
+    """Stage -> slides in failures.csv."""
+
+    @property
+    def layout(self) -> StudyLayout:
+        return StudyLayout(self.study)
+
+    @property
+    def num_slides(self) -> int | None:
+        return None if self.slides is None else len(self.slides)
+
+    def progress(
+        self,
+        stage: str,
+        place: Path,
+        files: Iterable[Path],
+        asked: int | None,
+        *,
+        done: int | None = None,
+        failed_as: str | None = None,
+        words: str = "",
+    ) -> Progress:
+        """Progress in `place` by the files that exist there; `done` counts them unless given."""
+        found = [path for path in files if path.exists()]
+        newest = max((path.stat().st_mtime for path in found), default=None)
+        failed = self.failed[stage if failed_as is None else failed_as]
+        return Progress(
+            stage, self.layout.name(place), len(found) if done is None else done, asked, failed, newest, words
+        )
+
+    def slide_files(self, stage: str, folder: Path, failed_as: str) -> Progress:
+        """Progress of a stage that writes `<slide>.h5`."""
+        found = [path for path in folder.glob("*.h5") if self.slides is None or path.stem in self.slides]
+        return self.progress(stage, folder, found, self.num_slides, failed_as=failed_as)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The workers of a run."""
+
+    slides: Engine
+    device: Engine
+    """Fewer of them where each needs a GPU."""
+
+
+class Stage(ABC):
+    """One stage of a run. Objects hold no state."""
+
+    name: str
+    in_run: bool = True
+    """Whether `run` goes through it; `train` is part of `compare` and `evaluate` there."""
+    is_learning: bool = False
+    """Whether it needs slide labels."""
+    done_when_nothing_pending: bool = False
+    """Whether an empty `Pending.todo` means that the stage can be skipped."""
+
+    def preflight(self, plan: RunPlan) -> None:
+        """Raise the error that the stage would otherwise end in hours later. Reads only."""
+        del plan
+
+    @abstractmethod
+    def pending(self, plan: RunPlan) -> Pending:
+        """Return what is left to do. Reads only."""
+
+    @abstractmethod
+    def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        """Estimate time, disk and memory of what is pending."""
+
+    @abstractmethod
+    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+        """Do it."""
+
+    def status(self, snapshot: Snapshot) -> Iterable[Progress]:
+        """Yield how far the stage is, folder by folder. Must not load torch."""
+        del snapshot
+        return ()
+
+    def is_idle(self, plan: RunPlan) -> bool:
+        """Whether `run` can skip the stage."""
+        return self.done_when_nothing_pending and not plan.pending(self.name).todo
+
+    def estimate_pending(self, plan: RunPlan, measures: Measures) -> Estimate:
+        """Estimate, or an empty one where nothing is pending."""
+        if self.done_when_nothing_pending and not plan.pending(self.name).todo:
+            return Estimate()
+        return self.estimate(plan, measures)
+
+
+def unknown(*, on_gpu: bool) -> Estimate:
+    """Return the estimate of a stage whose rate is not known."""
+    return replace(Estimate(on_gpu=on_gpu), seconds=float("nan"), basis="not known")

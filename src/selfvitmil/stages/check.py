@@ -1,0 +1,96 @@
+"""The stage `check`: open every slide, read some of it, and report what will cause problems."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from selfvitmil.engine import Engine
+from selfvitmil.settings import StudySettings
+from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.measure import Measures
+from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.store.failures import read_failures
+from selfvitmil.store.files import write_csv
+from selfvitmil.store.layout import StudyLayout
+from selfvitmil.study.folder import CohortSource, Summary, cell, few, map_slides, open_study, study_cohort
+
+
+def check(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
+    """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`."""
+    from selfvitmil.slides.check import CheckJob, SlideCheck, check_slide
+
+    with open_study(study, "check"):
+        cohort, lines = study_cohort(study, source)
+        jobs = {
+            row.slide: CheckJob(
+                row.slide,
+                row.path,
+                settings.slide.reader,
+                row.mpp or settings.slide.forced_mpp,
+                row.annotation,
+                settings.slide.mpp,
+                settings.tile.mpp,
+            )
+            for row in cohort.rows
+        }
+        done, failures = map_slides(engine, study, "check", check_slide, jobs)
+        rows = _with_twins(list(done.values()))
+        header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
+        cells = [[cell(asdict(row)[name]) for name in header] for row in rows]
+        write_csv(StudyLayout(study).check_table, [header, *cells])
+    lines += few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
+    lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
+    shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
+    table = (shown, *(tuple(cell(asdict(row)[name]) for name in shown) for row in rows))
+    return Summary(tuple(lines), tuple(failures), table)
+
+
+def _with_twins(rows: Sequence[Any]) -> list[Any]:
+    """Rows with a warning on slides whose files are the same."""
+    first: dict[str, str] = {}
+    result = []
+    for row in rows:
+        twin = first.setdefault(row.fingerprint, row.slide)
+        warning = () if twin == row.slide else (f"the same file as {twin}: one slide under two names",)
+        result.append(replace(row, warnings=row.warnings + warning))
+    return result
+
+
+CHECKED_TILES = 16
+"""Tiles that `check` reads of a slide."""
+
+
+BYTES_PER_SLIDE = 200
+
+
+class Check(Stage):
+    """Open every slide once."""
+
+    name = "check"
+    done_when_nothing_pending = True
+
+    def pending(self, plan: RunPlan) -> Pending:
+        told = {failure.slide for failure in read_failures(plan.study) if failure.stage == self.name}
+        if plan.layout.check_table.exists():
+            with plan.layout.check_table.open(newline="", encoding="utf-8") as file:
+                told |= {row["slide"] for row in csv.DictReader(file)}
+        todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in told}
+        return Pending(todo, len(plan.cohort) - len(todo))
+
+    def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        number, rate = len(plan.pending(self.name).todo), measures.slides.read_per_s
+        seconds = number * (CHECKED_TILES / rate if rate else 1.0) / measures.processes
+        return Estimate(seconds, number * BYTES_PER_SLIDE, measures.workers_bytes, "reckoned")
+
+    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+        return check(plan.study, CohortSource(), plan.settings, engines.slides)
+
+    def status(self, snapshot: Snapshot) -> Iterable[Progress]:
+        table = snapshot.layout.check_table
+        if table.exists():
+            done = max(0, len(table.read_text(encoding="utf-8").splitlines()) - 1)
+            yield snapshot.progress(self.name, table, [table], snapshot.num_slides, done=done)

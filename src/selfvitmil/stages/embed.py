@@ -1,0 +1,260 @@
+"""Commands from tiles to vectors: `pretrain`, `embed`, `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from selfvitmil.cohort import Cohort
+from selfvitmil.engine import Engine
+from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.measure import Measures
+from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import write_text
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout, feature_name
+from selfvitmil.store.outcome import UP_TO_DATE
+from selfvitmil.store.provenance import FRESH
+from selfvitmil.study.encoders import encoder_sources, features_name, slides_of
+from selfvitmil.study.features import embed_stage
+from selfvitmil.study.folder import (
+    CohortSource,
+    Summary,
+    map_slides,
+    num_tiles,
+    open_study,
+    outcomes_of,
+    rebuilt_lines,
+    study_cohort,
+    why_build,
+)
+from selfvitmil.study.methods import TWO_SCALES, coarse_mpp, compared_methods
+from selfvitmil.study.preflight import nothing_done
+
+if TYPE_CHECKING:
+    from selfvitmil.encoder import EncoderConfig
+
+
+def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
+    """Turn the tiles of every scale into embeddings with each encoder; writes `bags/<tiling>/features_<encoder>/`.
+
+    A name that the study has an encoder of for every split stands for all of these. Where `embed.layout` is set, its
+    name follows the encoder's (`features_name`).
+    """
+    from selfvitmil.embed import embed_slide
+    from selfvitmil.encoder import load_encoder
+
+    sources = {
+        features_name(name, settings.embed.layout): place
+        for source in encoders
+        for name, place in encoder_sources(study, source).items()
+    }
+    # Loaded here first: one clear error, and one download, instead of one per slide.
+    loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in sources.items()}
+    pairs, lines = _scales_that_fit({name: encoder.config for name, encoder in loaded.items()}, settings)
+    lines += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
+    lines += [
+        f"{name}: layout {encoder.config.layout}, embeddings of {encoder.dim} dimensions"
+        for name, encoder in loaded.items()
+    ]
+    del loaded
+    failures: list[Failure] = []
+    with open_study(study, "embed"):
+        cohort, _ = study_cohort(study, CohortSource())
+        for tiling, name in pairs:
+            stage = embed_stage(name, tiling)
+            jobs, missing = embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
+            done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
+            record_failures(study, stage, [failure.slide for failure in missing], missing)
+            failures += [*missing, *failed]
+            folder = StudyLayout(study).features(tiling, name)
+            if done:
+                write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+                _keep_encoder_slides(folder, Path(sources[name]))
+            lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
+    return Summary(tuple(lines), tuple(failures))
+
+
+def _keep_encoder_slides(folder: Path, encoder: Path) -> None:
+    """Write beside features which slides their encoder was trained on, as far as its folder tells."""
+    slides = sorted(slides_of(encoder / SLIDES_FILE))
+    if slides:
+        write_text(folder / ENCODER_SLIDES_FILE, "".join(f"{slide}\n" for slide in slides))
+    else:
+        (folder / ENCODER_SLIDES_FILE).unlink(missing_ok=True)
+
+
+def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tuple[list[tuple[str, str]], list[str]]:
+    """(tiling, encoder) for every scale and the encoders made for it, and notes on the others.
+
+    An encoder that fits no scale at all raises what `check_fits` says of it.
+    """
+    from selfvitmil.encoder import check_fits
+
+    tile = settings.tile
+    pairs: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for name, config in configs.items():
+        misfits: list[EncoderError] = []
+        for mpp in (tile.mpp, *tile.parent_mpp):
+            try:
+                check_fits(config, mpp, tile.size_px, settings.stain.method)
+            except EncoderError as error:
+                misfits.append(error)
+                notes.append(f"note: tiles at {mpp:g} um/px are not embedded with {name}: {error}")
+            else:
+                pairs.append((tiling_name(tile, mpp), name))
+        if len(misfits) == 1 + len(tile.parent_mpp):
+            raise misfits[0]
+    return pairs, notes
+
+
+def embed_jobs(
+    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Jobs for the slides that have tiles, and a failure for each that has none."""
+    from selfvitmil.embed import EmbedJob
+
+    jobs: dict[str, Any] = {}
+    missing: list[Failure] = []
+    for row in cohort.rows:
+        table = StudyLayout(study).tile_table(tiling, row.slide)
+        bag = StudyLayout(study).feature_file(tiling, name, row.slide)
+        if table.exists():
+            jobs[row.slide] = EmbedJob(
+                row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
+                settings.slide.reader, row.mpp,
+            )  # fmt: skip
+        else:
+            reason = f"{row.slide}: no tile table in tiles/{tiling}"
+            missing.append(Failure(row.slide, stage, reason, "Run `selfvitmil tile` and see what it says"))
+    return jobs, missing
+
+
+def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
+    warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
+    total = sum(result.num_tiles for result in done.values())
+    made = [result for result in done.values() if result.outcome != UP_TO_DATE]
+    wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
+    return [
+        *rebuilt_lines(outcomes_of(done)),
+        *warnings,
+        f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}",
+    ]
+
+
+def _check_scales(plan: RunPlan, config: EncoderConfig | None) -> None:
+    """An error where an encoder, or the one that will be trained (None), is not for the tiles that it shall see."""
+    from selfvitmil.encoder import check_fits
+
+    settings, tile = plan.settings, plan.settings.tile
+    with nothing_done():
+        rows = compared_methods(settings, two_scales=bool(tile.parent_mpp)) if plan.has("compare") else ()
+        methods = [row.method for row in rows]
+        methods += (settings.train.aggregator,) if plan.has("evaluate") else ()
+        if config is not None:
+            check_fits(config, tile.mpp, tile.size_px, settings.stain.method)
+        if TWO_SCALES in methods:
+            _check_coarse(config, coarse_mpp(tile), settings)
+
+
+def _check_coarse(config: EncoderConfig | None, mpp: float, settings: StudySettings) -> None:
+    from selfvitmil.encoder import check_fits
+
+    try:
+        if config is None:
+            raise EncoderError(f"the encoder that is trained here is for tiles at {settings.tile.mpp:g} um/px alone")
+        check_fits(config, mpp, settings.tile.size_px, settings.stain.method)
+    except EncoderError as error:
+        raise ConfigError(
+            f"{TWO_SCALES} needs vectors of tiles at {mpp:g} um/px too",
+            error.what,
+            f"Name compare.methods without {TWO_SCALES}, or give --encoder with one that fits any scale",
+        ) from None
+
+
+NO_TILES = "without tiles"
+
+
+BYTES_PER_TILE, BYTES_PER_SLIDE = 32, 20_000
+"""Usual sizes beside the embeddings themselves."""
+
+
+class Embed(Stage):
+    """Turn tiles into embeddings, with the encoder of the study or a given one."""
+
+    name = "embed"
+    done_when_nothing_pending = True
+
+    def preflight(self, plan: RunPlan) -> None:
+        first = None if plan.request.trains_encoder else plan.loaded[next(iter(plan.sources))]
+        if plan.request.trains_encoder or first is not None:
+            _check_scales(plan, None if first is None else first.config)
+
+    def pending(self, plan: RunPlan) -> Pending:
+        """Of all encoders together: a slide is to do when one of them has no up-to-date embeddings of it."""
+        todo: dict[str, str] = {}
+        for name, source in plan.sources.items():
+            todo = self._pending_encoder(plan, name, source) | todo
+        hopeless = frozenset(slide for slide, why in todo.items() if why == NO_TILES)
+        found = Pending(todo, len(plan.cohort) - len(todo), hopeless)
+        if len(plan.sources) == 1:
+            return found
+        return replace(found, words=f"with each of {len(plan.sources)} encoders: {found.line}")
+
+    def _pending_encoder(self, plan: RunPlan, name: str, source: str) -> dict[str, str]:
+        """Slide -> why it is embedded with this encoder."""
+        features = features_name(name, plan.settings.embed.layout)
+        jobs, _ = embed_jobs(plan.study, plan.cohort, plan.tiling, features, source, plan.settings, stage=self.name)
+        untrained = plan.request.trains_encoder and name in plan.pending("pretrain").todo
+        loaded = None if untrained else plan.loaded[name]
+        identity = None if loaded is None else loaded.identity()
+        changing = plan.pending("tile").changing
+        found = {
+            slide: _why_embed(slide, jobs.get(slide), changing, untrained, identity) for slide in plan.cohort.slides
+        }
+        return {slide: why for slide, why in found.items() if why}
+
+    def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        todo, encoder, gpu = plan.pending(self.name).todo, measures.encoder, measures.gpu
+        if encoder is None:
+            return unknown(on_gpu=gpu)
+        tiles, number = measures.tiles_of(todo), len(plan.sources)  # every encoder on every slide
+        disk = number * (tiles * (2 * encoder.dim + BYTES_PER_TILE) + len(todo) * BYTES_PER_SLIDE)
+        pixels = 3 * plan.settings.tile.size_px**2
+        one_block = encoder.activations([plan.settings.tile.size_px]) / max(encoder.depth, 1)
+        memory = 4 * encoder.num_weights + plan.settings.embed.batch * (5 * pixels + 40 * one_block)
+        return Estimate(number * tiles / measures.with_reading(encoder.tiles_per_s), disk, memory, "measured", gpu)
+
+    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+        return embed(plan.study, list(plan.sources.values()), plan.settings, engines.device)
+
+    def status(self, snapshot: Snapshot) -> Iterable[Progress]:
+        for folder in snapshot.layout.all_features():
+            stage = embed_stage(feature_name(folder), folder.parent.name)
+            yield snapshot.slide_files(self.name, folder, stage)
+
+    def is_idle(self, plan: RunPlan) -> bool:
+        return super().is_idle(plan) and not plan.settings.tile.parent_mpp
+
+
+def _why_embed(slide: str, job: Any, changing: Collection[str], untrained: bool, identity: str | None) -> str | None:
+    """Why a slide is to be embedded; None when its embeddings are up to date, or only a hub could tell."""
+    from selfvitmil.embed import features_freshness
+
+    if job is None and slide not in changing:
+        return NO_TILES
+    if job is None or not job.bag.exists():
+        return "new"
+    if slide in changing:
+        return "stale: its tiles are rebuilt"
+    if untrained:
+        return "stale: the encoder is trained again"
+    freshness = FRESH if identity is None else features_freshness(job, identity)
+    return None if freshness.is_up_to_date else why_build(freshness)

@@ -1,0 +1,514 @@
+"""The command `localize`: maps of the slides of a study by trained models, and what is made from maps.
+
+Models are not trained here: they must be there and current, so that a map shows what the evaluation judged. A slide is
+mapped by the models of a split in which it is a test slide (or has another of `localize.parts`); threshold and decision
+come from that split's validation slides as in `evaluate`, and the labels of test slides stay sealed.
+
+Scores are computed in this process, slide by slide; lesions, pictures and exports by the workers (`products.py`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.table import listing
+from selfvitmil.engine import Engine
+from selfvitmil.engine.progress import show_progress
+from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.localize.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
+from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.measure import Measures
+from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.stages.train import below, prepare, results_name
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import file_fingerprint, hash_of, write_csv, write_text
+from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, failed, outcome_of
+from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
+from selfvitmil.study.features import FeatureChoice, Features
+from selfvitmil.study.folder import CohortSource, Summary, few, map_slides, open_study, rebuilt_lines
+from selfvitmil.study.preflight import nothing_done
+
+if TYPE_CHECKING:
+    from selfvitmil.aggregate import Aggregator
+    from selfvitmil.aggregate.scoring import TileScores
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.annotations import Annotation
+    from selfvitmil.bags import Bag
+    from selfvitmil.evaluate import Case, Trial
+    from selfvitmil.evaluate.cases import BagFile
+    from selfvitmil.evaluate.choices import Choice
+    from selfvitmil.evaluate.trial import TrialSplit
+    from selfvitmil.localize.maps import Verdict
+    from selfvitmil.localize.places import Places
+    from selfvitmil.localize.source import HeatmapSource
+    from selfvitmil.tiles import TileTable
+
+
+VERSION = 3
+"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM judges a tile's classes one by one;
+since 3 `auto` chooses by annotated validation slides, and prefers tile scores to attention without them."""
+SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
+MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
+"""Settings of `localize` that change maps; the others change what is made from them."""
+DECISIONS = {"protocol", "threshold", "calibration"}
+"""Settings of `evaluate` that change a slide's decision."""
+Part = Literal["test", "val", "train"]
+PARTS: tuple[Part, ...] = ("test", "val", "train")
+
+
+def localize(
+    study: Path,
+    source: CohortSource,
+    choice: FeatureChoice,
+    settings: StudySettings,
+    engine: Engine,
+    name: str | None = None,
+    slides: Sequence[str] = (),
+) -> Summary:
+    """Map slides by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
+    from selfvitmil.evaluate import seal
+    from selfvitmil.localize.scores import shown_class
+
+    with open_study(study, "localize"):
+        lines, cases, splits, features = prepare(study, source, choice, settings, "localize")
+        settings, staged = with_staging(settings, cases.cohort)
+        lines += staged
+        trial = seal(cases, splits, settings.evaluate)
+        shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
+        failed = {failure.slide for failure in cases.failures}
+        wanted, notes = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
+        model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
+        mapper = Mapper(study, settings, trial, cases.cohort, features, model)
+        mapped, failures = split_failures(mapper.map_all(wanted))
+        record_failures(study, "localize", wanted, failures)
+        jobs = {slide: mapper.product_job(slide) for slide in wanted if slide in mapped}
+        made, unmade = map_slides(engine, study, "localize", make_products, jobs)
+        failures += unmade + [result.failure for result in made.values() if result.failure is not None]
+        record_failures(study, "localize", wanted, failures)
+        write_tables(mapper.folder, made, wanted)
+        write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
+    lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
+    lines += [
+        *rebuilt_lines(mapped),
+        *_warning_lines(made),
+        *_source_lines(made),
+        *_last_lines(study, mapper.folder, mapped, made),
+    ]
+    return Summary(tuple(lines), (*cases.failures, *failures), _table(made))
+
+
+def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings, list[str]]:
+    """The settings with `localize.staging` resolved for this cohort, and what to print of it."""
+    from selfvitmil.cohort.camelyon16 import has_camelyon16_names
+
+    if settings.localize.staging != "auto":
+        return settings, []
+    lymph_nodes = has_camelyon16_names(cohort.slides)
+    staging = "lymph-node" if lymph_nodes else "none"
+    told = ["sizes of lesions come with the terms of lymph nodes: the slides have Camelyon16's names"] * lymph_nodes
+    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"staging": staging})}), told
+
+
+# ---------------------------------------------------------------------------------------------------- which slides
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A slide to map, and whose models map it."""
+
+    case: BagFile
+    split: TrialSplit
+    part: Part
+
+
+def choose_slides(
+    trial: Trial, parts: Sequence[Part], slides: Sequence[str], cohort: Cohort, failed: Collection[str] = ()
+) -> tuple[dict[str, Wanted], list[str]]:
+    """The slides to map, each with the first split that has it in the first of `parts`, and what to tell about it.
+
+    Named `slides` are taken from whatever part they are in. ConfigError or CohortError where one has no split.
+    """
+    found: dict[str, Wanted] = {}
+    again: set[str] = set()
+    for part in PARTS if slides else dict.fromkeys(parts):
+        for split in trial.splits:
+            for case in getattr(split, part):
+                first = found.setdefault(case.slide, Wanted(case, split, part))
+                if first.part == part and first.split is not split:
+                    again.add(case.slide)
+    for slide in slides:
+        if cohort[slide].slide not in found and slide not in failed:
+            raise ConfigError(
+                f"{slide}: no split has this slide",
+                "it has no label, or the splits leave it out",
+                "Use `selfvitmil predict` for slides that take no part in a study's splits",
+            )
+    names = dict.fromkeys(slides) if slides else found
+    chosen = {slide: found[slide] for slide in names if slide in found}
+    if not chosen and not slides:
+        raise ConfigError(f"localize.parts {', '.join(parts)}", "no split has slides in these parts", "Name others")
+    notes = []
+    if several := [slide for slide in chosen if slide in again]:
+        notes.append(f"{listing(several)}: in the same part of several splits; mapped by the models of the first")
+    if learned := [slide for slide, each in chosen.items() if each.part == "train"]:
+        notes.append(f"the models were trained on {listing(learned)}: their maps flatter")
+    return chosen, notes
+
+
+# ---------------------------------------------------------------------------------------------------- maps
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is known of a slide before anything is scored."""
+
+    wanted: Wanted
+    bag: Bag
+    table: TileTable | None
+    places: Places
+    provenance: Provenance
+    freshness: Freshness
+
+
+@dataclass(frozen=True, eq=False)
+class Mapper:
+    """Maps the slides of one study by the models of one method."""
+
+    study: Path
+    settings: StudySettings
+    trial: Trial
+    cohort: Cohort
+    features: Features
+    model: str
+
+    @property
+    def folder(self) -> Path:
+        return StudyLayout(self.study).heatmaps(self.model)
+
+    @property
+    def method(self) -> str:
+        return self.settings.train.aggregator
+
+    def map_all(self, wanted: Mapping[str, Wanted]) -> dict[str, BuildOutcome]:
+        """Write the heatmaps that are missing or stale; the outcome of every slide, also of those that failed."""
+        from selfvitmil.aggregate.train import BagStore
+
+        store = BagStore.of(self.settings.train)
+        splits = {each.split.name: each.split for each in wanted.values()}
+        models = self._check_models(splits.values())
+        outcomes: dict[str, BuildOutcome] = {}
+        stale: dict[str, list[Prepared]] = {}
+        for slide, each in wanted.items():
+            try:
+                prepared = self._prepared(each, models[each.split.name])
+            except (SelfVitMilError, OSError) as error:
+                outcomes[slide] = failed(Failure.of(slide, "localize", error))
+                continue
+            if prepared.freshness.is_up_to_date:
+                outcomes[slide] = UP_TO_DATE
+            else:
+                stale.setdefault(each.split.name, []).append(prepared)
+        with show_progress("localize", "slides", sum(map(len, stale.values()))) as progress:
+            for name, batch in stale.items():
+                of_split = self._split_models(splits[name], store)
+                source = self.choose_source(list(of_split.modules.values()), store)
+                for prepared in batch:
+                    failure = self._write(prepared, of_split, source, store)
+                    progress.advance(failure is not None, 1)
+                    slide = prepared.wanted.case.slide
+                    outcomes[slide] = outcome_of(prepared.freshness) if failure is None else failed(failure)
+        return outcomes
+
+    def product_job(self, slide: str) -> ProductJob:
+        """What a worker has to make from the map of a slide."""
+        row = self.cohort[slide]
+        # In a cohort of another tool's feature files these stand where slides would be named.
+        at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt")
+        file = row.path if at_hand else None
+        reader, settings = self.settings.slide.reader, self.settings.localize
+        return ProductJob(self.folder / f"{slide}.h5", file, row.annotation, reader, settings)
+
+    # ------------------------------------------------------------------------------------------------ before scoring
+
+    def _check_models(self, splits: Iterable[TrialSplit]) -> dict[str, str]:
+        """Split -> what its models were made from; ArtefactError unless all are there and current."""
+        from selfvitmil.evaluate import check_models
+
+        trial = replace(self.trial, splits=tuple(splits))
+        return check_models(self.method, trial, self.settings.train, self.features.models / self.method)
+
+    def _prepared(self, wanted: Wanted, models: str) -> Prepared:
+        """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
+        from selfvitmil.aggregate.scoring import check_effect
+
+        row = self.cohort[wanted.case.slide]
+        bag, table, places = self._placed(wanted.case)
+        if self.settings.localize.score == "effect":
+            check_effect(bag)
+        settings = {
+            "localize": self.settings.localize.model_dump(mode="json", include=MAP_SETTINGS),
+            "evaluate": self.settings.evaluate.model_dump(mode="json", include=DECISIONS),
+        }
+        inputs = {
+            "models": models,
+            "split": [wanted.split.name, wanted.part],
+            "features": wanted.case.identity,
+            "frame": hash_of(asdict(places.frame)),
+            "tiles": None if table is None else file_fingerprint(self._table_file(row.slide)),
+            "annotation": None if row.annotation is None else file_fingerprint(row.annotation),
+            "validation annotations": self._evidence_identity,
+        }
+        provenance = Provenance("localize", VERSION, settings, inputs)
+        freshness = heatmap_freshness(self.folder / f"{row.slide}.h5", provenance)
+        return Prepared(wanted, bag, table, places, provenance, freshness)
+
+    def _table_file(self, slide: str) -> Path:
+        return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
+
+    def _placed(self, case: BagFile) -> tuple[Bag, TileTable | None, Places]:
+        """The slide's bag, its tile table where the study has one, and where the tiles lie."""
+        from selfvitmil.localize.places import look_at_slide, place_tiles
+        from selfvitmil.tiles import read_tiles
+
+        row, slide, file = self.cohort[case.slide], self.settings.slide, self._table_file(case.slide)
+        bag = self.trial.bag(case)
+        table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
+        look = partial(look_at_slide, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
+        return bag, table, place_tiles(bag, table, look)
+
+    # ------------------------------------------------------------------------------------------------ scoring
+
+    def _split_models(self, split: TrialSplit, store: BagStore) -> SplitModels:
+        """The models of a split, and the choices that the evaluation makes after them."""
+        from selfvitmil.evaluate import stored_models
+
+        trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
+        stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
+        return SplitModels(stored.modules, stored.fitted.choices[split.name, None])
+
+    @cached_property
+    def _evidence(self) -> tuple[Case, ...]:
+        """Positive validation slides with an annotation, where these may choose what heatmaps show.
+
+        With several splits a validation slide of one may be a test slide of another: then none may. Nor where several
+        classes are told apart, since annotations tell tumour from normal tissue only.
+        """
+        first, *others = self.trial.splits
+        if self.settings.localize.score != "auto" or others or self.trial.num_classes > 1:
+            return ()
+        files = {case: self.cohort[case.slide].annotation for case in first.val if case.label == 1}
+        return tuple(case for case, file in files.items() if file is not None and file.exists())
+
+    @cached_property
+    def _evidence_identity(self) -> list[list[str]]:
+        files = {case: self.cohort[case.slide].annotation for case in self._evidence}
+        return [[case.slide, case.identity, file_fingerprint(file)] for case, file in files.items() if file]
+
+    def choose_source(self, modules: Sequence[Aggregator], store: BagStore) -> HeatmapSource | None:
+        """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
+        from selfvitmil.localize.scores import combine, score_by_seeds
+        from selfvitmil.localize.source import source_by_annotations
+
+        told: list[tuple[Any, Any]] = []
+        unread = 0
+        for case in self._evidence:
+            try:
+                bag, table, places = self._placed(case)
+                shares, _ = _shares(places, table, self._outlines(case.slide, places)[0])
+                told.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
+            except (SelfVitMilError, OSError):  # `localize --localize.parts val` says what is wrong with it
+                unread += 1
+        source = source_by_annotations(told)
+        if source is None or not unread:
+            return source
+        return replace(source, reason=f"{source.reason}; {unread} more could not be used")
+
+    def _write(
+        self, prepared: Prepared, models: SplitModels, source: HeatmapSource | None, store: BagStore
+    ) -> Failure | None:
+        from selfvitmil.localize.maps import write_map
+        from selfvitmil.localize.scores import make_map, score_by_seeds
+
+        slide, places = prepared.wanted.case.slide, prepared.places
+        try:
+            outlines, notes = self._outlines(slide, places)
+            shares, doubts = _shares(places, prepared.table, outlines)
+            kind = self.settings.localize.score if source is None else source.kind
+            scores = score_by_seeds(models.modules.values(), prepared.bag, kind, store)
+            slide_map = make_map(
+                slide, self.model, self.method, places.frame, places.coords_l0, scores,
+                self._verdict(prepared.wanted, models, scores), self.settings.localize,
+                source=source, annotated=shares, warnings=(*places.warnings, *notes, *doubts),
+                details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
+            )  # fmt: skip
+            write_map(self.folder / f"{slide}.h5", slide_map, _to_json(prepared.provenance))
+        except ConfigError:
+            raise  # what was asked for cannot be, whatever the slide
+        except (SelfVitMilError, OSError) as error:
+            return Failure.of(slide, "localize", error)
+        return None
+
+    def _outlines(self, slide: str, places: Places) -> tuple[tuple[Annotation, ...] | None, tuple[str, ...]]:
+        from selfvitmil.annotations import read_annotations
+        from selfvitmil.localize.places import check_outlines
+
+        file = self.cohort[slide].annotation
+        if file is None:
+            return None, ()
+        outlines = read_annotations(file, repair=True)
+        return outlines, check_outlines(outlines, places.frame.size_l0, file.name)
+
+    def _verdict(self, wanted: Wanted, models: SplitModels, scores: Sequence[TileScores]) -> Verdict:
+        from selfvitmil.localize.scores import make_verdict
+
+        return make_verdict(
+            [each.bag for each in scores], models.choice, self.trial.class_names, self.settings.localize.of_class,
+            split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in models.modules],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class SplitModels:
+    """The models of one split and how their mean becomes a decision."""
+
+    modules: Mapping[tuple[str, int], Aggregator]
+    """(split, seed) -> aggregator."""
+    choice: Choice
+
+
+def _shares(places: Places, table: TileTable | None, outlines: tuple[Annotation, ...] | None) -> tuple[Any, Any]:
+    from selfvitmil.localize.places import annotated_shares
+
+    return annotated_shares(places, table, outlines)
+
+
+def heatmap_freshness(path: Path, now: Provenance) -> Freshness:
+    """Return whether the heatmap at `path` is up to date."""
+    from selfvitmil.localize.maps import map_made_from
+
+    if not path.exists():
+        return MISSING
+    try:
+        record = json.loads(map_made_from(path) or "")
+        version, settings = record.pop("version", None), record.pop("settings", {})
+    except (ValueError, TypeError, AttributeError):
+        return damaged(path)
+    return now.compare(Provenance("localize", version, settings, record))
+
+
+def _to_json(provenance: Provenance) -> str:
+    """Return what a heatmap stores of its provenance."""
+    record = {"version": provenance.version, "settings": provenance.settings, **provenance.inputs}
+    return json.dumps(record, sort_keys=True)
+
+
+def split_failures(outcomes: Mapping[str, BuildOutcome]) -> tuple[dict[str, BuildOutcome], list[Failure]]:
+    """Return the outcomes of slides that have a heatmap now, and the failures of the others."""
+    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure is not None]
+    return {slide: outcome for slide, outcome in outcomes.items() if outcome.failure is None}, failures
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def write_tables(folder: Path, made: Mapping[str, Products], tried: Collection[str]) -> None:
+    """Write lesions.csv and points.csv; rows of slides that were not tried stay, as long as they have a map."""
+    parts = (("lesions.csv", LESION_COLUMNS, "lesions"), ("points.csv", POINT_COLUMNS, "points"))
+    for name, header, part in parts:
+        rows = [[slide, *row] for slide, result in made.items() for row in getattr(result, part)]
+        rows = sorted([*_kept(folder / name, header, tried), *rows], key=lambda row: row[0])
+        write_csv(folder / name, [header, *rows])
+
+
+def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable[Sequence[str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    if not rows or rows[0] != list(header):
+        return []
+    return [row for row in rows[1:] if row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
+
+
+def _table(made: Mapping[str, Products]) -> tuple[tuple[str, ...], ...]:
+    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
+    return (header, *((slide, *result.cells) for slide, result in made.items()))
+
+
+def _warning_lines(made: Mapping[str, Products]) -> list[str]:
+    texts: dict[str, list[str]] = {}
+    for slide, result in made.items():
+        for warning in result.warnings:
+            texts.setdefault(warning, []).append(slide)
+    return few([f"{listing(slides, 3)}: {text}" for text, slides in texts.items()], "the maps")
+
+
+def _source_lines(made: Mapping[str, Products]) -> list[str]:
+    """What the heatmaps show, and why."""
+    return list(dict.fromkeys(f"heatmaps show {result.shows}" for result in made.values() if result.shows))
+
+
+def _last_lines(
+    study: Path, folder: Path, mapped: Mapping[str, BuildOutcome], made: Mapping[str, Products]
+) -> list[str]:
+    from selfvitmil.localize.lesions import RANKS_ONLY
+
+    up_to_date = sum(outcome == UP_TO_DATE for outcome in mapped.values())
+    negative = sum(result.only_ranks for result in made.values())
+    left_alone = f" ({up_to_date} were up to date)" if up_to_date else ""
+    files = sum(result.num_made for result in made.values())
+    where = below(study, folder)
+    return [
+        f"{len(mapped)} maps{left_alone}, {files} pictures and exports made, in {where}",
+        *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
+        f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
+    ]
+
+
+LOCALIZE_S, BYTES_PER_TILE, BYTES_PER_SLIDE = 3.0, 400, 6_000_000
+"""Usual time and size of a slide's heatmap with its pictures."""
+
+
+class Localize(Stage):
+    """Draw heatmaps by the study's own method."""
+
+    name = "localize"
+    is_learning = True
+
+    def preflight(self, plan: RunPlan) -> None:
+        from selfvitmil.localize.scores import shown_class
+
+        assert plan.labels is not None
+        localize = plan.settings.localize
+        with nothing_done():
+            shown_class(plan.labels.class_names, 0, localize.of_class)
+            choose_slides(plan.labels, localize.parts, (), plan.cohort)
+
+    def pending(self, plan: RunPlan) -> Pending:
+        method, optimistic = plan.settings.train.aggregator, plan.settings.evaluate.protocol == "optimistic"
+        folder = plan.layout.heatmaps(f"{plan.features}_{method}{'_optimistic' * optimistic}")
+        there = sum(1 for _ in folder.glob("*.h5"))
+        words = f"heatmaps of the slides of the split {', '.join(plan.settings.localize.parts)} by {method}"
+        return Pending(words=words + (f"; {there} are there" if there else ""))
+
+    def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        rows = plan.cohort.rows
+        slides = [row.slide for row in rows if row.split in plan.settings.localize.parts] or [row.slide for row in rows]
+        disk = measures.tiles_of(slides) * BYTES_PER_TILE + len(slides) * BYTES_PER_SLIDE
+        return Estimate(len(slides) * LOCALIZE_S / measures.processes, disk, measures.workers_bytes, "usual")
+
+    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+        return localize(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)
+
+    def status(self, snapshot: Snapshot) -> Iterable[Progress]:
+        for folder in snapshot.layout.all_heatmaps():
+            yield snapshot.progress(self.name, folder, folder.glob("*.h5"), None)

@@ -1,0 +1,68 @@
+"""Many trainings at once, where bags are so small that one thread of the CPU is enough for each.
+
+Other processes make the models and store them; whoever asked for them then finds them current. Which process trains
+changes no bit of a model: it depends on its `Training` alone. On a GPU trainings share the bags that lie there, and
+large bags keep all cores busy with one training; then, and with `engine.workers` 0, they follow each other in this
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfvitmil.engine import Engine
+
+if TYPE_CHECKING:
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.evaluate import Trial
+    from selfvitmil.evaluate.models import Report, Training
+
+
+WORTH_STARTING_S = 5.0
+"""Seconds of trainings in this process after which others are asked: as long as they take to start."""
+
+
+def make_models(
+    asked: Iterable[tuple[Trial, Training]], engine: Engine, store: BagStore, report: Report
+) -> dict[Path, str]:
+    """Make models that are missing or stale, some of them in other processes; the note of each, by its folder.
+
+    A training that fails elsewhere is left out: it is made again by who asked, whose error then tells why.
+    """
+    from selfvitmil.evaluate.models import make_model
+
+    todo = [(trial, each, note) for trial, each in asked if isinstance(note := each.stored(), str)]
+    if engine.num_local < 2 or len(todo) < 3 or not _are_small(todo, store):
+        return {}
+    notes: dict[Path, str] = {}
+    start = time.monotonic()
+    while todo and time.monotonic() - start < WORTH_STARTING_S:
+        trial, training, note = todo.pop(0)
+        with trial.labels.training(str(training)):
+            training.make(note, trial.bag, store, report)
+        notes[_place(training)] = note
+    items = {str(_place(training)): training for _, training, _ in todo}
+    note_of = {_place(training): note for _, training, note in todo}
+    with ExitStack() as stack:
+        for trial, training, _ in todo:
+            stack.enter_context(trial.labels.training(str(training)))
+        for outcome in engine.map(make_model, items, stage="train", items_are="trainings", unit="trainings"):
+            if outcome.failure is None:
+                notes[Path(outcome.name)] = note_of[Path(outcome.name)]
+    return notes
+
+
+def _are_small(todo: Iterable[tuple[Trial, Training, str]], store: BagStore) -> bool:
+    from selfvitmil.aggregate.bag_store import one_thread_does
+
+    bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
+    return one_thread_does(bags, store.device)
+
+
+def _place(training: Training) -> Path:
+    assert training.place is not None, "models that are made elsewhere are found by their folders"
+    return training.place

@@ -1,0 +1,328 @@
+"""The stage `pretrain`: train an encoder on the tiles of the training split, without labels."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from selfvitmil.cohort.table import listing
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, StudySettings, read_toml, tiling_name, to_toml
+from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.measure import Measures, measure_training, untrained_network
+from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.store.files import write_text
+from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
+from selfvitmil.study.encoders import EncoderRun, encoder_name, encoder_runs, settle_scope, slides_of
+from selfvitmil.study.folder import CohortSource, Summary, find_cohort, open_study, store_cohort, study_cohort
+from selfvitmil.study.splits import propose_split
+
+
+def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
+    """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
+
+    Where one encoder would see test slides, or with `pretrain.per_split`, one is trained for every split
+    (`encoders/<name>_<split>/`). Under torchrun every process calls this; the first one holds the lock and writes.
+    """
+    from selfvitmil.pretrain.sources import ImageTiles
+
+    if encoder_name(name) != name:
+        raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
+    first = os.environ.get("RANK", "0") == "0"
+    with open_study(study, "pretrain") if first else nullcontext():
+        if images is not None:
+            lines, interrupted = _train(ImageTiles(images), study, name, f"images of {images.name}", settings)
+            return Summary(tuple(lines) if first else (), interrupted=interrupted)
+        cohort, _ = (study_cohort if first else find_cohort)(study, CohortSource())
+        cohort, lines, table = propose_split(study, name, cohort, settings)
+        if first:
+            store_cohort(study, cohort)
+        settings, told = settle_scope(study, name, cohort, settings)
+        lines += told
+        for line in lines if first else ():
+            print(line, file=sys.stderr, flush=True)  # before hours of training
+        interrupted = False
+        for run in encoder_runs(cohort, name, settings):
+            source, notes, trained_on = training_tiles(study, run, settings)
+            told, interrupted = _train(source, study, run.name, trained_on, settings)
+            lines += [*notes, *told]
+            if interrupted:
+                break
+    return Summary(tuple(lines) if first else (), table=table if first else (), interrupted=interrupted)
+
+
+def _train(source: Any, study: Path, name: str, trained_on: str, settings: StudySettings) -> tuple[list[str], bool]:
+    """Train one encoder; lines on it, and whether a signal ended the training."""
+    from selfvitmil.pretrain.train import Origin
+    from selfvitmil.pretrain.train import pretrain as train
+
+    first = os.environ.get("RANK", "0") == "0"
+    out = StudyLayout(study).encoder(name)
+    origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
+    result = train(source, out, settings.pretrain, origin, report=show)
+    if first:
+        # The encoder whose weights it started from may have seen others.
+        seen = {*source.names, *slides_of(Path(settings.pretrain.init) / SLIDES_FILE)}
+        write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in sorted(seen)))
+        write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
+    lines = [f"note: {warning}" for warning in result.warnings]
+    loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
+    steps = f"step {result.step} of {result.total_steps}{loss}"
+    if result.ending is not None and result.ending.stopped_early:
+        steps = result.ending.words
+    elif result.ending is not None and result.ending.words:
+        steps += f"; {result.ending.words}"
+    lines.append(f"encoders/{name}: {result.note}, {steps}")
+    return lines, not result.finished
+
+
+def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tuple[Any, list[str], str]:
+    """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
+    from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
+
+    tables = {row.slide: StudyLayout(study).tile_table(tiling_name(settings.tile), row.slide) for row in run.rows}
+    found = [row for row in run.rows if tables[row.slide].exists()]
+    slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
+    missing = [row.slide for row in run.rows if row not in found]
+    lines = [f"note: {len(missing)} slides have no tiles and are left out: {', '.join(missing)}"] if missing else []
+    if settings.pretrain.packs:
+        source = PackTiles(slides, stain_method=settings.stain.method)
+    else:
+        source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
+    return source, lines, f"{run.words}, {len(slides)} slides"
+
+
+def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
+    """Return a function that prints how training goes, the first line at once and then every `seconds` at most.
+
+    The first alarm is printed at once, so that whoever watches can end a run that gets worse.
+    """
+    last, alarmed = -math.inf, False
+
+    def show(line: dict[str, Any]) -> None:
+        nonlocal last, alarmed
+        if "alarm" in line and not alarmed:
+            alarmed = True
+            print(f"pretrain: step {line['step']}, warning: {line['alarm']}", file=sys.stderr, flush=True)
+        if time.monotonic() - last < seconds:
+            return
+        last = time.monotonic()
+        parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
+        print(f"pretrain: step {line['step']}, {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+SHOWN_METRICS = (
+    "loss",
+    "teacher_entropy",
+    "feature_rank",
+    "quality",
+    "knn20",
+    "linear",
+    "tiles_per_s",
+    "data_wait_share",
+)
+
+
+def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) -> None:
+    """ConfigError where a finished encoder of the study is not the one that the settings ask for.
+
+    `seen` are the test slides that it, or of whose patients it, has seen.
+    """
+    name = folder.name
+    if changed := changed_settings(folder, settings):
+        raise ConfigError(
+            f"encoders/{name} was made with other settings ({listing(changed, 4)})",
+            "hours of training are not thrown away, so nothing was done",
+            f"Give --name with a new name to train another one, --encoder {name} to go on with it as it is, or remove "
+            "its folder",
+        )
+    if seen and not settings.pretrain.transductive:
+        raise ConfigError(
+            f"encoders/{name} was trained on slides of patients that are tested on now ({listing(seen, 4)})",
+            "metrics on them could be too good, so nothing was done",
+            "Give --name with a new name to train another encoder, or one for every split; or --encoder with this name "
+            "to use it all the same: then all results are labelled transductive",
+        )
+
+
+def _method_defaults(pretrain: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them."""
+    return json.loads(json.dumps(METHOD_DEFAULTS[pretrain.get("method", PretrainSettings().method)]))
+
+
+def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
+    """Settings of a finished encoder that are others now, as `pretrain.epochs 100 -> 50`."""
+    from selfvitmil.pretrain.train import NOT_IN_HASH
+
+    if not (folder / "settings.toml").exists():
+        return []
+    before, now = read_toml(folder / "settings.toml"), json.loads(settings.model_dump_json(exclude_none=True))
+    defaults = json.loads(PretrainSettings().model_dump_json(exclude_none=True))
+    for told in (before.setdefault("pretrain", {}), now["pretrain"]):  # older versions wrote defaults of the method
+        told |= {key: value for key, value in _method_defaults(told).items() if key not in told}
+    changed: list[str] = []
+    for section, keys in (
+        ("pretrain", set(PretrainSettings.model_fields) - NOT_IN_HASH | {"init"}),
+        ("tile", {"mpp", "size_px"}),
+        ("stain", {"method"}),
+    ):
+        old, new = before.get(section, {}), now[section]
+        if section == "pretrain":  # a setting that an older version did not have was at its default
+            old = {key: value for key, value in defaults.items() if key not in old and key in new} | old
+        changed += [
+            f"{section}.{key} {old.get(key)} -> {new.get(key)}" for key in sorted(keys) if old.get(key) != new.get(key)
+        ]
+    return changed
+
+
+ACTIVATION_BYTES = 34
+"""What a ViT keeps for the backward pass, for each token, width and block, in half precision."""
+
+
+TRAINING_EFFICIENCY = 0.85
+"""Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""
+
+
+STEP_S = 2.0
+"""A training step is timed where it should not take longer, with fewer tiles if need be."""
+
+
+class Pretrain(Stage):
+    """Train the study's own encoder, or one for every split."""
+
+    name = "pretrain"
+    done_when_nothing_pending = True
+
+    def pending(self, plan: RunPlan) -> Pending:
+        parts = [self._pending_run(plan, run) for run in plan.runs]
+        todo = {name: why for part in parts for name, why in part.todo.items()}
+        return Pending(todo, words="; ".join(part.words for part in parts))
+
+    def _pending_run(self, plan: RunPlan, run: EncoderRun) -> Pending:
+        name, folder = run.name, plan.layout.encoder(run.name)
+        if not (folder / "config.json").exists():
+            return self._pending_unfinished(plan, folder, run)
+        check_encoder(folder, plan.seen.get(name, ()), plan.settings)
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        made_from = content.get("selfvitmil", {}).get("provenance", {}).get("made_from")
+        if not _training_tiles_change(plan, run) and made_from == _made_from(plan, run):
+            return Pending(words=f"up to date (encoders/{name})")
+        kept = (
+            f"encoders/{name} is kept, though its tiles have changed since it was trained or another version of "
+            "selfvitmil trained it; --name NEW trains another"
+        )
+        return Pending(words=kept)
+
+    def _pending_unfinished(self, plan: RunPlan, folder: Path, run: EncoderRun) -> Pending:
+        from selfvitmil.pretrain.checkpoint import read_metrics, read_state
+
+        pretrain, todo = plan.settings.pretrain, {folder.name: "new"}
+        length = f"{pretrain.steps} steps" if pretrain.steps else f"{pretrain.epochs} epochs"
+        state = read_state(folder)
+        if state is None:
+            return Pending(todo, words=f"train encoders/{folder.name}, {length}")
+        if _training_tiles_change(plan, run) or state["made_from"] != _made_from(plan, run):
+            raise ConfigError(
+                f"encoders/{folder.name} was begun with other settings, other tiles or by another version",
+                f"its checkpoint of step {state['step']} does not belong to this run, and nothing was done",
+                "Give --name with a new name, take the change back, or remove its folder to start again",
+            )
+        lines = read_metrics(folder)
+        step = max(state["step"], lines[-1]["step"] + 1 if lines else 0)
+        return Pending(todo, words=f"resume encoders/{folder.name} from step {step}, of {length}")
+
+    def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        """All encoders that are still to be trained, one after the other."""
+        todo = plan.pending(self.name).todo
+        each = [_estimate_encoder(plan, measures, run) for run in plan.runs if run.name in todo]
+        seconds, disk = sum(one.seconds for one in each), sum(one.disk for one in each)
+        return replace(each[0], seconds=seconds, disk=disk, memory=max(one.memory for one in each))
+
+    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+        return pretrain(plan.study, plan.encoder, plan.settings)
+
+    def status(self, snapshot: Snapshot) -> Iterable[Progress]:
+        """Finished encoders, and how far training is by the last line of its metrics."""
+        from selfvitmil.study.encoders import last_metrics
+
+        for folder in snapshot.layout.all_encoders():
+            finished, last = (folder / "config.json").exists(), last_metrics(folder)
+            told = [f"loss {last['loss']:.3f}"] if "loss" in last else []
+            told += [f"{last['tiles_per_s']:.0f} tiles/s"] if "tiles_per_s" in last else []
+            told += ["ALARM"] if "alarm" in last else []
+            words = ["finished", *told]
+            if not finished:
+                kept = "with a checkpoint" if (folder / "state.pt").exists() else "no checkpoint yet"
+                words = [f"not finished, step {int(last.get('step', -1)) + 1}", *told, kept]
+            files = [folder / name for name in ("metrics.jsonl", "config.json", "state.pt")]
+            yield snapshot.progress(self.name, folder, files, 1, done=int(finished), words=", ".join(words))
+
+
+def _made_from(plan: RunPlan, run: EncoderRun) -> str:
+    """Identity of the encoder that training would make."""
+    from selfvitmil.pretrain.train import Origin, identity_of
+
+    source, _, trained_on = training_tiles(plan.study, run, plan.settings)
+    origin = Origin(trained_on, plan.settings.preset)
+    return identity_of(source, plan.layout.encoder(run.name), plan.settings.pretrain, origin)
+
+
+def _training_tiles_change(plan: RunPlan, run: EncoderRun) -> bool:
+    changing = plan.pending("tile").changing
+    return any(row.slide in changing for row in run.rows)
+
+
+def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Estimate:
+    from selfvitmil.pretrain.checkpoint import read_metrics
+    from selfvitmil.pretrain.feed import Order
+    from selfvitmil.pretrain.learner import patch_px_of, settle_numbers
+    from selfvitmil.pretrain.recipes import recipes_of
+
+    settings, own, encoder, gpu = plan.settings, plan.settings.pretrain, measures.encoder, measures.gpu
+    counts = tuple(count for row in run.rows if (count := measures.tiles_of([row.slide])))
+    if encoder is None or not counts:
+        return unknown(on_gpu=gpu)
+    order = Order(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
+    numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
+    done = read_metrics(Path(plan.sources[run.name]))
+    steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
+    network = untrained_network(settings)
+    recipes = recipes_of(own, settings.tile.size_px, patch_px_of(network.backbone))
+    rate, basis = _training_rate(settings, measures, network, numbers, recipes, done)
+    seconds = steps * own.batch / rate
+    # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
+    weights = encoder.num_weights + 3 * own.head_width**2 + own.chosen("bottleneck") * numbers.out_dim
+    at_once = own.batch / own.accumulate if gpu else own.batch  # a CPU may take the parts side by side
+    kept = at_once * encoder.activations([recipe.size_px for recipe in recipes])
+    memory = 20 * weights + kept * ACTIVATION_BYTES * (1 if gpu else 2)
+    tile_bytes = 3 * sum(counts) * settings.tile.size_px**2
+    memory += tile_bytes if tile_bytes <= own.keep_gb * 1e9 and not gpu else 0
+    disk = 4 * encoder.num_weights + 16 * weights
+    return Estimate(seconds, disk, memory, basis, gpu)
+
+
+def _training_rate(
+    settings: StudySettings, measures: Measures, network: Any, numbers: Any, recipes: Any, done: Sequence[Any]
+) -> tuple[float, str]:
+    """Tiles a second: of the run so far, of a step or two, or by the encoder's rate where those would take long."""
+    from selfvitmil.pretrain.learner import gflop_per_tile
+
+    own, encoder = settings.pretrain, measures.encoder
+    assert encoder is not None
+    if done:
+        return float(done[-1]["tiles_per_s"]), "measured"
+    reckoned = TRAINING_EFFICIENCY * encoder.gflops / gflop_per_tile(network, own, recipes, numbers.out_dim)
+    part = min(own.batch // own.accumulate, int(reckoned * STEP_S))
+    if part >= 2 and (rate := measure_training(network, settings, numbers, recipes, part)) is not None:
+        return measures.with_reading(rate), "measured"
+    return measures.with_reading(reckoned), "reckoned"
