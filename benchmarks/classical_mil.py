@@ -41,7 +41,7 @@ from torch import Tensor
 
 from selfvitmil import metrics
 from selfvitmil.aggregate import Aggregator, build, settings_of
-from selfvitmil.aggregate.optim import Mover, learning_rates
+from selfvitmil.aggregate.optim import TrainingOptimizer, learning_rates
 from selfvitmil.aggregate.recipes import Recipe, recipe_of
 from selfvitmil.aggregate.steps import draw
 from selfvitmil.aggregate.train import BagStore, LabelledBag, score
@@ -134,7 +134,7 @@ def epochs_of(method: str, bags: Sequence[LabelledBag], seed: int) -> Iterator[A
     rng, store = np.random.default_rng(seed), BagStore("cpu")
     module = build(method, bags[0].bag.dim, 1, **recipe.options, standardize=True)
     module.set_standardization(*store.standardization([each.bag for each in bags]))
-    mover = Mover(module, recipe, store.device, keep_gradients=False)
+    optimizer = TrainingOptimizer(module, recipe, store.device, keep_gradients=False)
     starts = range(0, len(bags), recipe.accumulate)
     schedule = learning_rates(recipe, len(starts))
     for epoch in range(recipe.epochs):
@@ -145,8 +145,8 @@ def epochs_of(method: str, bags: Sequence[LabelledBag], seed: int) -> Iterator[A
             for place in together:
                 bag_ND = _some(store.features(bags[place].bag), recipe)
                 (module.loss(module(bag_ND), bags[place].label) / len(together)).backward()
-            mover.set_lr(schedule.value_at(step))
-            mover.step()
+            optimizer.set_lr(schedule.value_at(step))
+            optimizer.step()
         yield module.eval()
 
 

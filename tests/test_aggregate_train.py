@@ -206,15 +206,15 @@ def test_lookahead_equals_a_slow_loop():
     torch.manual_seed(0)
     module, plain = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     plain.load_state_dict(module.state_dict())
-    mover = optim.Mover(module, recipe, torch.device("cpu"), keep_gradients=False)
+    optimizer = optim.TrainingOptimizer(module, recipe, torch.device("cpu"), keep_gradients=False)
     radam = torch.optim.RAdam(decayed(plain, 0.1), lr=recipe.lr, decoupled_weight_decay=True, foreach=False)
     slow = [each.detach().clone() for each in plain.parameters()]
     inputs = torch.randn(20, 3)
     for number, row in enumerate(inputs, 1):
-        mover.set_lr(0.01)
+        optimizer.set_lr(0.01)
         module(row).square().sum().backward()
-        mover.step()
-        mover.settle()
+        optimizer.step()
+        optimizer.after_step()
         for group in radam.param_groups:
             group["lr"] = 0.01
         radam.zero_grad()
@@ -335,7 +335,7 @@ def test_a_shared_store_changes_nothing():
 
 def planted_worth(monkeypatch, values: list[float]) -> None:
     left = iter(values)
-    monkeypatch.setattr(model_selection, "worth", lambda *_: next(left))
+    monkeypatch.setattr(model_selection, "criterion", lambda *_: next(left))
 
 
 CONSTANT = {"lr": 0.01, "min_lr": 0.01, "warmup_epochs": 0}
@@ -397,9 +397,11 @@ def test_authors_criterion_and_auc_of_several_classes():
     labels = np.array([0, 0, 1, 1, 1])
     probabilities = np.array([[0.2], [0.6], [0.5], [0.7], [0.9]])
     area, right = 5 / 6, 4 / 5  # Youden's point lies between 0.6 and 0.7, and misses 0.5
-    assert model_selection.worth("authors", labels, probabilities, 0.3) == pytest.approx((area + right + 1 - 0.3) / 4)
-    assert model_selection.worth("auc", labels, probabilities, 0.3) == pytest.approx(area)
-    assert model_selection.worth("loss", labels, probabilities, 0.3) == -0.3
+    assert model_selection.criterion("authors", labels, probabilities, 0.3) == pytest.approx(
+        (area + right + 1 - 0.3) / 4
+    )
+    assert model_selection.criterion("auc", labels, probabilities, 0.3) == pytest.approx(area)
+    assert model_selection.criterion("loss", labels, probabilities, 0.3) == -0.3
     three = np.array([0, 1, 2, 2])
     scores = np.array([[0.8, 0.1, 0.1], [0.1, 0.5, 0.4], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
     assert model_selection.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
@@ -407,14 +409,16 @@ def test_authors_criterion_and_auc_of_several_classes():
 
 
 @given(
-    fallen=st.lists(st.integers(0, 50), min_size=1, max_size=8), size=st.integers(1, 400), num_classes=st.integers(1, 3)
+    overtaken=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    size=st.integers(1, 400),
+    num_classes=st.integers(1, 3),
 )
-def test_churn_against_a_slow_loop(fallen, size, num_classes):
-    labels = [number % max(num_classes, 2) for number in range(len(fallen))]
-    counted = [rank for rank, label in zip(fallen, labels, strict=True) if label or num_classes > 1]
+def test_churn_against_a_slow_loop(overtaken, size, num_classes):
+    labels = [number % max(num_classes, 2) for number in range(len(overtaken))]
+    counted = [rank for rank, label in zip(overtaken, labels, strict=True) if label or num_classes > 1]
     given_up = [rank for rank in counted if rank >= 1 and rank / size >= 0.05]
     expected = len(given_up) / len(counted) if counted else None
-    arrays = (np.array(labels), np.array(fallen), np.full(len(fallen), size))
+    arrays = (np.array(labels), np.array(overtaken), np.full(len(overtaken), size))
     assert model_selection.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
 
 
@@ -426,10 +430,10 @@ def test_overtaking_of_the_critical_instance_is_counted():
     assert isinstance(weight, torch.nn.Parameter)
     for seed in (1, 2):
         weight.data.copy_(torch.randn(1, DIM, generator=torch.Generator().manual_seed(seed)))
-        both.validate(1)
+        both.validation_step(1)
         now = validation[1].bag.features_ND.astype(np.float32) @ weight.detach().numpy()[0]
         if before is not None:
-            assert both.validation.fetch().fallen[1] == (now > now[before.argmax()]).sum()
+            assert both.validation.fetch().overtaken[1] == (now > now[before.argmax()]).sum()
         before = now
 
 
@@ -439,17 +443,17 @@ def test_overtaking_of_the_critical_instance_is_counted():
 def test_uniform_attention_is_told():
     trained = quick("abmil", lr=1e-9)
     (warning,) = trained.warnings
-    assert "attention is all but uniform at the chosen epoch" in warning
+    assert "attention is nearly uniform" in warning
     assert "train.standardize" in warning
 
 
 def test_doubts_come_above_their_thresholds_only():
     line = {"epoch": 7, "attention_entropy": 0.98, "critical_churn": 0.5}
-    assert model_selection.doubts(line) == []
-    assert model_selection.doubts({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
-    (told,) = model_selection.doubts({**line, "critical_churn": 0.6})
-    assert "from epoch 6 to the chosen epoch 7 it was given up for others on 60% of the validation slides" in told
-    assert len(model_selection.doubts({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
+    assert model_selection.attention_warnings(line) == []
+    assert model_selection.attention_warnings({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
+    (told,) = model_selection.attention_warnings({**line, "critical_churn": 0.6})
+    assert "60%" in told
+    assert len(model_selection.attention_warnings({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
 
 
 @pytest.mark.parametrize("wanted", ["auc", "authors"])
@@ -569,7 +573,7 @@ def test_chowders_evidence_has_the_right_sign():
 
 
 def test_scoring_a_bag_of_another_encoder_names_the_slide():
-    with pytest.raises(BagError, match="slide80: embeddings of 5 dimensions, the aggregator was trained on 16"):
+    with pytest.raises(BagError, match=r"slide80: .*5 dimensions.*16"):
         score(quick("mean").module, [made(80, 0, dim=5)[0].bag])
     with pytest.raises(BagError, match="slide81: NaN"):
         score(quick("mean").module, [nan_in(made(81, 0)[0]).bag])
@@ -666,7 +670,7 @@ def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, toget
     plain = quick("dsmil", **how)
     monkeypatch.setattr(FakeRecorder, "replays", [])
     monkeypatch.setattr(train, "Recorder", FakeRecorder)
-    monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: True)
+    monkeypatch.setattr(train._Run, "_can_capture", lambda self: True)
     assert_same_weights(plain, quick("dsmil", **how))
     moves = 0 if together == 1 else math.ceil(8 / together)
     assert len(FakeRecorder.replays) == 3 * (8 + 6 + moves)
@@ -679,7 +683,7 @@ def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
 
     plain = quick("dsmil", epochs=3)
     monkeypatch.setattr(train, "Recorder", Refusing)
-    monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: True)
+    monkeypatch.setattr(train._Run, "_can_capture", lambda self: True)
     trained = quick("dsmil", epochs=3)
     assert_same_weights(plain, trained)
     assert "(operation not permitted when stream is capturing)" in trained.warnings[0]
@@ -709,7 +713,7 @@ class TestOnGpu:
         how = {"device": "cuda", "epochs": 6, "accumulate": together, "options": options, **WHOLE}
         recorded = quick(name, **how)
         assert not [each for each in recorded.warnings if "graphs" in each]
-        monkeypatch.setattr(train._Run, "_can_be_recorded", lambda self: False)
+        monkeypatch.setattr(train._Run, "_can_capture", lambda self: False)
         plain = quick(name, **how)
         losses = [[line["train_loss"] for line in each.history] for each in (recorded, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -30,10 +30,10 @@ from selfvitmil.aggregate.supervised import (
     train_probe,
     train_tile_network,
 )
-from selfvitmil.aggregate.supervised.balance import BalancedOrder
-from selfvitmil.aggregate.supervised.files import read_model
-from selfvitmil.aggregate.supervised.labels import Coverage, coverage_of_bag, coverage_of_table, label_by_coverage
-from selfvitmil.aggregate.supervised.scores import slide_probability
+from selfvitmil.aggregate.supervised.balanced_sampling import BalancedOrder
+from selfvitmil.aggregate.supervised.model_files import read_model
+from selfvitmil.aggregate.supervised.pooling import slide_probability
+from selfvitmil.aggregate.supervised.tile_labels import Coverage, coverage_of_bag, coverage_of_table, label_by_coverage
 from selfvitmil.aggregate.train import BagStore, score
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, write_bag
@@ -133,7 +133,7 @@ def test_the_rules():
     assert label_tiles(table, holed, positive=True, use_unannotated=True).tolist() == [1, 0, 0, 0]
     other = [box(0, 0, 80, 40, "Stroma")]
     assert label_tiles(table, other, positive=True, use_unannotated=True).tolist() == [-1] * 4
-    with pytest.raises(CohortError, match="s: its label says no tumour"):
+    with pytest.raises(CohortError, match="s: labelled as negative"):
         label_tiles(table, regions, positive=False)
 
 
@@ -199,28 +199,28 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path: Path):
     names = ("tumour", "bare", "clean", "tumour2", "clean2")
     bags = {name: Bag(name, vectors, table_of(columns=4, rows=1).coords_l0, tile_extent=40.0) for name in names}
     for training, validation, error, words in (
-        ([bare, clean], others, ConfigError, "training slides is known to be tumour.*column annotation"),
-        ([tumour], others, ConfigError, "training slides is known to be normal"),
-        ([tumour, clean], [others[1]], ConfigError, "validation slides is known to be tumour"),
-        ([tumour, clean], [*others, tumour], CohortError, "patients both.*tumour"),
+        ([bare, clean], others, ConfigError, "no tumour tile in the training.*column annotation"),
+        ([tumour], others, ConfigError, "no normal tile in the training"),
+        ([tumour, clean], [others[1]], ConfigError, "no tumour tile in the validation"),
+        ([tumour, clean], [*others, tumour], CohortError, "patients in both.*tumour"),
         ([replace(tumour, label=2), clean], others, ConfigError, "tumour: label 2"),
     ):
         with pytest.raises(error, match=words):
             train_probe(training, validation, bags)
     moved = {**bags, "clean": replace(bags["clean"], coords=table_of(columns=4, rows=1).coords_l0[::-1])}
-    with pytest.raises(BagError, match="clean: its vectors are not those of its tile table"):
+    with pytest.raises(BagError, match=r"clean: .*tile table"):
         train_probe([tumour, clean], others, moved)
     broken = {**bags, "clean": replace(bags["clean"], features_ND=np.full((4, 3), np.nan))}
-    with pytest.raises(BagError, match="clean: NaN"):
+    with pytest.raises(BagError, match=r"clean: .*NaN"):
         train_probe([tumour, clean], others, broken)
     wide = {**bags, "clean": replace(bags["clean"], features_ND=np.zeros((4, 5)))}
     with pytest.raises(BagError, match="3 and 5 dimensions"):
         train_probe([tumour, clean], others, wide)
     with pytest.raises(ConfigError, match="no tile table"):
         train_tile_network([replace(tumour, table=None), clean], others, tmp_path / "m", stain_method="none")
-    assert train_probe([tumour, clean, bare], others, bags).warnings == (
-        "training: 1 positive slides have no outline of tumour and are left out: bare",
-    )
+    (warning,) = train_probe([tumour, clean, bare], others, bags).warnings
+    assert warning.startswith("training: 1 ")
+    assert warning.endswith(": bare")
 
 
 # ---------------------------------------------------------------------------------------------------- probe

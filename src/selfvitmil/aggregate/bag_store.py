@@ -29,17 +29,17 @@ from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.settings import TrainSettings
 
 ONE_THREAD_ELEMENTS = 1 << 22
-"""Values of the largest bag below which a second thread is not worth it."""
+"""Number of values of the largest bag below which one CPU thread is faster than several."""
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Values converted to float64 at a time: what stays in the cache of a processor, what keeps a GPU busy."""
+"""Values converted to float64 at a time: what fits into a CPU cache, what keeps a GPU busy."""
 STAGING_BYTES = 4 << 20
-"""Of one piece of pinned memory."""
+"""Size of one pinned staging buffer."""
 STAGING_THREADS = 4
-"""One thread copies a few GB/s out of a mapped file, a GPU takes several times that."""
+"""Copy threads: one copies a few GB/s from a mapped file, and a GPU accepts several times that."""
 
 
 def choose_device(wanted: str | torch.device) -> torch.device:
-    """`auto` is the current GPU where there is one; ConfigError for a device that cannot be used."""
+    """Return the torch device; `auto` is the current GPU if there is one. Raise ConfigError for an unusable device."""
     if str(wanted) == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -55,10 +55,10 @@ def choose_device(wanted: str | torch.device) -> torch.device:
 
 @contextmanager
 def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
-    """One thread of the CPU where bags are small: several wait for each other longer than they compute.
+    """Use one CPU thread where bags are small: several threads spend more time synchronizing than computing.
 
-    On a machine that others use too, that wait is 50 times the work: threads spin at barriers for one that is not
-    running. How many threads there are depends on the bags alone, so results stay the same to the bit.
+    On a shared machine that overhead is 50 times the work: threads spin at barriers for one that is not scheduled. The
+    number of threads depends on the bags alone, so results stay bit-identical.
     """
     before, one = torch.get_num_threads(), one_thread_does(bags, device)
     if one:
@@ -71,7 +71,7 @@ def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
 
 
 def one_thread_does(bags: Iterable[Bag], device: torch.device) -> bool:
-    """Whether a second thread of the CPU would not help with the largest of these bags."""
+    """Whether one CPU thread is enough for the largest of these bags."""
     return device.type == "cpu" and max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
 
 
@@ -79,7 +79,7 @@ class BagStore:
     """Bags as tensors on one device."""
 
     def __init__(self, device: str | torch.device = "auto", cache_gb: float | None = None):
-        """`cache_gb`: memory of a GPU for bags; None means three quarters of what is free now."""
+        """`cache_gb`: GPU memory for bags; None means three quarters of what is free now."""
         self.device = choose_device(device)
         self._room_bytes = 0
         self._staging: _Staging | None = None
@@ -92,15 +92,15 @@ class BagStore:
         self._coords: dict[Bag, Tensor] = {}
         self._moments: dict[Bag, Moments] = {}
         self.evidence_choices: dict[Any, Any] = {}
-        """Choices of `aggregate.evidence` on these bags, so that trainings with other seeds need not repeat them."""
+        """Choices of `aggregate.evidence` on these bags, reused by training runs with other seeds."""
 
     @classmethod
     def of(cls, settings: TrainSettings) -> BagStore:
-        """The store that the settings ask for."""
+        """Return a store with the device and cache size of the settings."""
         return cls(settings.device, settings.cache_gb)
 
     def features(self, bag: Bag) -> Tensor:
-        """The bag's vectors (N, D) on the device."""
+        """Return the bag's embeddings (N, D) on the device."""
         kept = self._kept.get(bag)
         if kept is not None:
             return kept
@@ -116,16 +116,16 @@ class BagStore:
         return features_ND
 
     def prefetch(self, bag: Bag) -> None:
-        """Begin to upload a bag that is not kept and will be asked for next."""
+        """Start uploading a bag that is not cached and will be requested next."""
         if self._staging is not None and bag not in self._kept and bag not in self._coming:
             self._coming[bag] = self._staging.upload_later(_on_host(bag))
 
     def holds(self, bags: Sequence[Bag]) -> bool:
-        """Whether all these bags stay where they are on the device."""
+        """Whether all these bags stay cached at a fixed address on the device."""
         return all(bag in self._kept for bag in bags)
 
     def coords(self, bag: Bag) -> Tensor:
-        """Corners of its tiles (N, 2) on the device; BagError where it has none."""
+        """Return the tile corners (N, 2) on the device; raise BagError where the bag has none."""
         if bag not in self._coords:
             if bag.coords is None:
                 why, how = "this aggregator was built with coordinates=True", "Build it with coordinates=False"
@@ -134,7 +134,7 @@ class BagStore:
         return self._coords[bag]
 
     def check(self, bags: Sequence[Bag]) -> None:
-        """BagError for the first bag that is empty or holds NaN or infinity."""
+        """Raise BagError for the first bag that is empty or contains NaN or infinity."""
         for bag in bags:
             if len(bag) == 0:
                 check_bag(bag)
@@ -146,25 +146,25 @@ class BagStore:
         finite = torch.stack(deviations).isfinite().tolist() if deviations else []
         for bag, is_finite in zip(bags, finite, strict=True):
             if not is_finite:
-                check_bag(bag)  # it says which row
-                raise BagError(f"{bag.slide}: its values are too large to be squared", "their spread is not a number")
+                check_bag(bag)  # its message names the row
+                raise BagError(f"{bag.slide}: its values are too large", "their variance overflows")
 
     def moments(self, bag: Bag) -> Moments:
-        """Mean and spread of the bag's vectors."""
+        """Return mean and sum of squared deviations of the bag's embeddings."""
         if bag not in self._moments:
             self._moments[bag] = measure(self.features(bag))
         return self._moments[bag]
 
     def standardization(self, bags: Sequence[Bag]) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation (D,) over all instances of these bags, float64 on the CPU."""
+        """Return mean and standard deviation (D,) over all instances of these bags, float64 on the CPU."""
         whole = merge([self.moments(bag) for bag in bags])
         return whole.mean_D.cpu(), (whole.squares_D / whole.count).sqrt().cpu()
 
 
 def _on_host(bag: Bag) -> Tensor:
-    """A tensor on the bag's own memory."""
+    """Return a tensor that shares the bag's memory."""
     with warnings.catch_warnings():
-        # Mapped files are read-only and torch has no such tensors; nothing here writes into a bag.
+        # Mapped files are read-only, which torch tensors cannot express; nothing here writes into a bag.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(bag.features_ND)
 
@@ -174,7 +174,7 @@ def _on_host(bag: Bag) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Of some rows: how many, their mean, and the sum of squared deviations from it, in float64."""
+    """Count, mean and sum of squared deviations of some instances, in float64."""
 
     count: int
     mean_D: Tensor
@@ -182,9 +182,9 @@ class Moments:
 
 
 def measure(bag_ND: Tensor) -> Moments:
-    """Moments of a bag, chunk by chunk."""
+    """Return the moments of a bag, computed chunk by chunk."""
     num_rows = max(1, CHUNK_ELEMENTS.get(bag_ND.device.type, 1 << 20) // bag_ND.shape[1])
-    # Reused: fresh memory for every chunk costs a CPU more than the arithmetic.
+    # Reused: allocating memory for every chunk costs a CPU more than the arithmetic.
     buffer = torch.empty(min(num_rows, len(bag_ND)), bag_ND.shape[1], dtype=torch.float64, device=bag_ND.device)
     parts = []
     for chunk in bag_ND.split(num_rows):
@@ -195,7 +195,7 @@ def measure(bag_ND: Tensor) -> Moments:
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
-    """Moments of all rows of the parts together."""
+    """Return the moments of all parts combined."""
     means_PD = torch.stack([part.mean_D for part in parts])
     counts_P1 = torch.tensor([[float(part.count)] for part in parts], device=means_PD.device, dtype=torch.float64)
     count = sum(part.count for part in parts)
@@ -209,13 +209,13 @@ def merge(parts: Sequence[Moments]) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class _Upload:
-    """A tensor on its way to the device."""
+    """A tensor that is being copied to the device."""
 
     features_ND: Tensor
     arrived: torch.cuda.Event
 
     def received(self) -> Tensor:
-        """The tensor, for use in the current stream, which waits for it; its memory is not given away before that."""
+        """Return the tensor for use in the current stream, which waits for the copy and keeps the memory alive."""
         current = torch.cuda.current_stream(self.features_ND.device)
         current.wait_event(self.arrived)
         self.features_ND.record_stream(current)
@@ -223,7 +223,7 @@ class _Upload:
 
 
 class _Staging:
-    """Uploads of mapped memory: threads copy pieces of it to pinned memory, from where the device fetches them."""
+    """Uploads of memory-mapped bags: threads copy pieces to pinned memory, from which the device fetches them."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -236,7 +236,7 @@ class _Staging:
         self._ahead = ThreadPoolExecutor(1)
 
     def upload(self, host_ND: Tensor) -> _Upload:
-        """Copy to the device; returns when nothing more is to be read from the host's tensor."""
+        """Copy to the device; return when the host tensor has been read completely."""
         with torch.cuda.stream(self._stream):
             target_ND = torch.empty(host_ND.shape, dtype=host_ND.dtype, device=self._device)
         source, target = host_ND.flatten(), target_ND.flatten()
@@ -249,7 +249,7 @@ class _Staging:
         return _Upload(target_ND, arrived)
 
     def upload_later(self, host_ND: Tensor) -> Future[_Upload]:
-        """The same in the background."""
+        """Upload in the background."""
         return self._ahead.submit(self.upload, host_ND)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:

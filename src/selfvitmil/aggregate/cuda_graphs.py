@@ -1,10 +1,10 @@
-"""Steps recorded once as CUDA graphs and replayed: a replay costs the host one call instead of a hundred launches.
+"""Training steps captured as CUDA graphs and replayed: a replay costs one launch instead of a hundred.
 
-Every bag has its own graph: its features lie at one address for good, so nothing is padded or copied. All graphs draw
-from one pool of memory, in which no step leaves anything behind, so they may be replayed in any order. A step must have
-run at least once before, on the same stream, so that libraries have loaded what they need and optimizers have their
-state; the trainer's first epoch does that. A step that waits for the device (`Aggregator.waits_for_device`) cannot be
-recorded. Random numbers of torch's own generator are drawn anew in every replay.
+Every bag has its own graph: its features stay at one address, so nothing is padded or copied. All graphs share one
+memory pool, in which no step leaves data behind, so they may be replayed in any order. A step must have run at least
+once before, on the same stream, so that libraries are initialized and optimizers have their state; the first epoch does
+that. A step that synchronizes with the device (`Aggregator.waits_for_device`) cannot be captured. Random numbers of
+torch's generator are drawn anew in every replay.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 Step = Callable[[], None]
 
 MAX_GRAPHS = 2000
-"""Each holds some memory of the driver; beyond so many bags a first epoch is not to be repeated that often anyway."""
+"""Largest number of graphs: each holds some driver memory, and with more bags the gain per epoch is small."""
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """All work in a stream of its own, where it can be recorded; on a CPU nothing."""
+    """Run all work in a separate stream, where it can be captured; does nothing on a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -37,25 +37,25 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 class Recorder:
-    """Records steps, all in one pool of memory, which lives as long as what was recorded."""
+    """Captures steps in one memory pool, which lives as long as the graphs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, steps: Sequence[Step]) -> list[Step]:
-        """For each step one that replays it. Nothing is computed. RuntimeError where a step cannot be recorded."""
+        """Return a replay for each step, without computing anything; raise RuntimeError where capture fails."""
         torch.cuda.synchronize()
         with _no_garbage_collection():
             return [self._recorded(step) for step in steps]
 
     def _recorded(self, step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's forbidden calls count: another one may be pinning memory meanwhile.
+        # thread_local: another thread may be pinning memory meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             step()
         except BaseException:
-            with suppress(RuntimeError):  # the recording is spoilt, it says so once more
+            with suppress(RuntimeError):  # the failed capture reports its error a second time
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -64,7 +64,7 @@ class Recorder:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collected tensors and graphs would free memory in the middle of a recording, which spoils it."""
+    """Disable garbage collection: freeing tensors or graphs during a capture invalidates it."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

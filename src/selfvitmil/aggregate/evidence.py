@@ -1,12 +1,12 @@
 """Choose which kind of evidence decides a slide's label: few tiles of one class, or the average tile.
 
 A lesion shows in a few tiles, a mutation may show a little in all of them, and some classes are the absence of
-something. An aggregator that looks for the wrong kind learns nothing, so the kind is chosen before the aggregator is
-trained, by cross-validation on the slides that it may learn from (training and validation; never a test slide). Each
-kind and fold has a linear scorer of tiles; a slide's logit is the mean of its highest scores (`positive`), the same for
-the other class (`negative`), or the mean of all (`average`). All scorers are trained side by side as the columns of one
-matrix, so that the choice costs about as much as one training of max pooling. The kind with the highest AUC is taken,
-of equals the one with the lowest Brier score.
+something. An aggregator that looks for the wrong kind fails to learn, so the kind is chosen before the aggregator is
+trained, by cross-validation on the training and validation slides (never on the test set). Each kind and fold has a
+linear tile scorer; a slide's logit is the mean of its highest scores (`positive`), the same for the other class
+(`negative`), or the mean of all (`average`). All scorers are trained together as the columns of one matrix, so that the
+choice costs about as much as one training run of max pooling. The kind with the highest AUC is chosen; ties are broken
+by the lower Brier score.
 
 N instances, D dimensions, C classes, K highest scores, M = kinds x folds.
 """
@@ -27,16 +27,16 @@ from selfvitmil.aggregate.bag_store import BagStore
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.aggregate.dsmil import EVIDENCE
-from selfvitmil.aggregate.optim import Mover, learning_rates
+from selfvitmil.aggregate.optim import TrainingOptimizer, learning_rates
 from selfvitmil.aggregate.recipes import Recipe
 from selfvitmil.aggregate.steps import LabelledBag, draw
 
 FOLDS = 5
-"""Of the cross-validation; fewer where a class has fewer patients."""
+"""Folds of the cross-validation; fewer where a class has fewer patients."""
 TOP = 3
-"""Highest scores that make the logit of a slide, as in the two-stream recipe."""
+"""Number of highest scores in a slide's logit, as in the two-stream recipe."""
 SEED = 0
-"""Of folds and training: the choice depends on the slides alone, so that all seeds of a split make the same one."""
+"""Seed of folds and training: the choice depends on the slides alone, so all seeds of a split share it."""
 BINARY_KINDS = ("positive", "negative", "average")
 MULTICLASS_KINDS = ("free", "average")
 
@@ -48,13 +48,13 @@ class EvidenceChoice:
     evidence: str
     slides: int
     folds: int
-    """0 where there were too few patients to choose."""
+    """0 where there were too few patients for cross-validation."""
     brier: Mapping[str, float]
     auc: Mapping[str, float]
 
     @property
     def reason(self) -> str:
-        """Why this kind was chosen, in one sentence."""
+        """The chosen kind and the reason, in one sentence."""
         if not self.folds:
             return f"{EVIDENCE[self.evidence]} (assumed: too few patients of a class for cross-validation)"
         scores = ", ".join(f"{kind} {self.auc[kind]:.3f}" for kind in self.auc)
@@ -65,7 +65,7 @@ class EvidenceChoice:
 
 
 def evidence_words(choices: Sequence[EvidenceChoice]) -> tuple[str, ...]:
-    """The kinds that several splits chose, each with how many of them did and the mean AUC of all kinds there."""
+    """Return one sentence per chosen kind: the number of splits that chose it and the mean AUC of all kinds there."""
     if len(choices) < 2:
         return tuple(choice.reason for choice in choices)
     found: list[str] = []
@@ -81,7 +81,7 @@ def evidence_words(choices: Sequence[EvidenceChoice]) -> tuple[str, ...]:
 
 
 def choose_evidence(bags: Sequence[LabelledBag], num_classes: int, recipe: Recipe, store: BagStore) -> EvidenceChoice:
-    """Cross-validate all kinds of evidence on `bags`, trained by the numbers of `recipe`.
+    """Cross-validate all kinds of evidence on `bags` with the hyperparameters of `recipe`.
 
     Random numbers come from torch's generators, which the caller seeds with `SEED`.
     """
@@ -104,7 +104,7 @@ def choose_evidence(bags: Sequence[LabelledBag], num_classes: int, recipe: Recip
 
 
 def assign_folds(bags: Sequence[LabelledBag]) -> np.ndarray | None:
-    """Fold of every bag, by patient and stratified by class; None where a class has fewer than two patients."""
+    """Return the fold of every bag, by patient and stratified by class; None if a class has fewer than two patients."""
     label_of: dict[str, int] = {}
     for each in bags:
         label_of[each.patient] = max(each.label, label_of.get(each.patient, 0))
@@ -123,7 +123,7 @@ def assign_folds(bags: Sequence[LabelledBag]) -> np.ndarray | None:
 
 
 class _Scorers(Aggregator):
-    """One linear scorer of tiles for every kind, fold and class, side by side; see the module's text."""
+    """One linear tile scorer for every kind, fold and class; see the module's docstring."""
 
     def __init__(self, dim: int, num_classes: int, kinds: Sequence[str], folds: int):
         super().__init__(dim, num_classes, standardize=True)
@@ -134,7 +134,7 @@ class _Scorers(Aggregator):
         nn.init.zeros_(self.scorer.bias)
 
     def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
-        """Logits of the slide by every scorer: (kinds, folds, C)."""
+        """Return the slide logits of every scorer: (kinds, folds, C)."""
         scores = bag.project(self.scorer).view(len(bag), len(self.kinds), self.folds, self.num_classes)
         highest = scores.topk(min(TOP, len(bag)), dim=0).values.mean(0)
         average = scores.mean(0)
@@ -153,13 +153,16 @@ def _cross_validate(
     recipe: Recipe,
     store: BagStore,
 ) -> dict[str, np.ndarray]:
-    """Kind -> (slides, C) probabilities, each by a scorer that was not trained on the slide, at its best epoch."""
+    """Return kind -> out-of-fold probabilities (slides, C), each at the best epoch of its scorer."""
     folds, device = int(fold_of.max()) + 1, store.device
     recipe = replace(recipe, accumulate=1, clip_grad=0.0)
     scorers = _Scorers(bags[0].bag.dim, num_classes, kinds, folds)
     scorers.set_standardization(*store.standardization([each.bag for each in bags]))
     scorers.to(device)
-    mover, schedule = Mover(scorers, recipe, device, keep_gradients=False), learning_rates(recipe, len(bags))
+    optimizer, schedule = (
+        TrainingOptimizer(scorers, recipe, device, keep_gradients=False),
+        learning_rates(recipe, len(bags)),
+    )
     targets = torch.tensor([each.label for each in bags], device=device)
     target_SC = targets[:, None].float() if num_classes == 1 else F.one_hot(targets, num_classes).float()
     learns_SF = torch.from_numpy(fold_of)[:, None].to(device) != torch.arange(folds, device=device)
@@ -169,14 +172,14 @@ def _cross_validate(
     for epoch in range(recipe.epochs):
         scorers.train()
         for number, place in enumerate(np.random.default_rng((SEED, epoch)).permutation(len(bags))):
-            mover.set_lr(schedule.value_at(epoch * len(bags) + number))
+            optimizer.set_lr(schedule.value_at(epoch * len(bags) + number))
             features_ND = store.features(bags[place].bag)
             kept = max(1, len(features_ND) - int(recipe.instance_dropout * len(features_ND)))
             if kept < len(features_ND):
                 features_ND = features_ND.index_select(0, draw(len(features_ND), kept, device))
             losses = _losses(scorers(features_ND).logits_C, target_SC[place])
             (losses * learns_SF[place]).sum().backward()
-            mover.step()
+            optimizer.step()
         scorers.eval()
         with torch.no_grad():
             logits = torch.stack([scorers(store.features(each.bag)).logits_C for each in bags])  # (S, kinds, folds, C)
@@ -190,5 +193,5 @@ def _cross_validate(
 
 
 def _losses(logits: Tensor, target_C: Tensor) -> Tensor:
-    """Cross-entropy, one sigmoid per class, averaged over the classes."""
+    """Return the cross-entropy with one sigmoid per class, averaged over the classes."""
     return F.binary_cross_entropy_with_logits(logits, target_C.expand_as(logits), reduction="none").mean(-1)

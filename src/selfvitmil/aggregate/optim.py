@@ -1,7 +1,7 @@
-"""What moves the weights of an aggregator: optimizers of the recipes, learning rates, Lookahead.
+"""Optimizers of the training recipes, learning-rate schedule and Lookahead.
 
-On a GPU every number that changes from step to step (learning rate, step counts) lives on the device, so that a step
-can be recorded once and replayed (`graphs.py`).
+On a GPU every value that changes from step to step (learning rate, step counts) lives on the device, so that a step can
+be captured once and replayed (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from selfvitmil.pretrain.optim import parameter_groups
 from selfvitmil.pretrain.schedule import CosineSchedule
 
 MOMENTUM = 0.9
-"""Of SGD, Nesterov's form, as MIL-RNN has it."""
+"""Nesterov momentum of SGD, as in MIL-RNN."""
 LOOKAHEAD_STEPS = 6
 LOOKAHEAD_SHARE = 0.5
 
 
 def learning_rates(recipe: Recipe, steps_per_epoch: int) -> CosineSchedule:
-    """Linear warm-up, whose last step has the full rate, then half a cosine to `min_lr`; counted in optimizer steps."""
+    """Return the schedule in optimizer steps: linear warm-up to the full rate, then half a cosine to `min_lr`."""
     warmup_steps = recipe.warmup_epochs * steps_per_epoch
     first = recipe.lr / max(warmup_steps, 1)
     return CosineSchedule(recipe.lr, recipe.min_lr, recipe.epochs * steps_per_epoch, warmup_steps, first)
 
 
-class Mover:
-    """An optimizer together with what surrounds a step of it: learning rate, clipping, Lookahead, clearing.
+class TrainingOptimizer:
+    """An optimizer with learning rate, gradient-norm clipping, Lookahead and zeroing of gradients.
 
-    `step` may be recorded; `set_lr` and `settle` are called outside of what is recorded.
+    `step` may be captured as a CUDA graph; `set_lr` and `after_step` are called outside of the capture.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe, device: torch.device, keep_gradients: bool):
@@ -42,14 +42,14 @@ class Mover:
         self._lookahead = Lookahead(self._parameters) if recipe.optimizer == "lookahead-radam" else None
 
     def step(self) -> None:
-        """Clip the gradients, move the weights, clear the gradients."""
+        """Clip the gradients, update the weights, zero the gradients."""
         if self._clip_grad > 0:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_grad)
         self._optimizer.step()
-        self.clear()
+        self.zero_grad()
 
-    def clear(self) -> None:
-        """No gradients; kept ones become 0 where they are, since what was recorded adds to them there."""
+    def zero_grad(self) -> None:
+        """Drop the gradients, or set them to 0 in place where captured graphs accumulate into them."""
         self._optimizer.zero_grad(set_to_none=not self._keep_gradients)
 
     def set_lr(self, value: float) -> None:
@@ -59,14 +59,14 @@ class Mover:
             else:
                 group["lr"] = value
 
-    def settle(self) -> None:
-        """After every step: what Lookahead does between steps."""
+    def after_step(self) -> None:
+        """Apply Lookahead after an optimizer step, where the recipe uses it."""
         if self._lookahead is not None:
             self._lookahead.count_step()
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """The recipe's optimizer; AdamW and RAdam spare biases and norms their weight decay, Adam and SGD spare nothing."""
+    """Return the recipe's optimizer; AdamW and RAdam apply no weight decay to biases and norms, Adam and SGD do."""
     on_gpu = device.type == "cuda"
     lr: Any = torch.full((), recipe.lr, device=device) if on_gpu else recipe.lr
     common: dict[str, Any] = {"lr": lr, "weight_decay": recipe.weight_decay}
@@ -83,7 +83,7 @@ def make_optimizer(module: nn.Module, recipe: Recipe, device: torch.device) -> t
 
 
 class Lookahead:
-    """Zhang et al. 2019: after every `every` steps the weights go back part of the way to where they were then.
+    """Lookahead (Zhang et al., NeurIPS 2019, arXiv:1907.08610): every `every` steps, interpolate to the slow weights.
 
     slow <- slow + share * (weights - slow); weights <- slow
     """
@@ -97,7 +97,7 @@ class Lookahead:
 
     @torch.no_grad()
     def count_step(self) -> None:
-        """One more step was made."""
+        """Count a step; update slow and fast weights every `every` steps."""
         self._steps += 1
         if self._steps % self._every:
             return

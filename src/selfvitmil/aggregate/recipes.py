@@ -1,14 +1,14 @@
-"""Recipes: with which numbers each aggregator is trained, ours and those of its own paper or code.
+"""Training recipes: the hyperparameters of each aggregator, our defaults and those of its paper or code.
 
-`recipe_of(name, settings)` gives the numbers: the method's `default` or `published` recipe, overruled field by field by
-what `TrainSettings` sets; `note_of` says for a table how they differ from the published ones. Two tables hold the
-numbers, each a row of differences from a common base, so that a number is changed in one place. `source` says in words
-where a recipe comes from, `departs` where we cannot follow it.
+`recipe_of(name, settings)` returns the method's `default` or `published` recipe, overridden by the fields that
+`TrainSettings` sets; `note_of` describes for a table how it differs from the published one. Two tables hold the
+hyperparameters, each a row of differences from a common base. `source` names the origin of a recipe, `departs` where
+the implementation differs from it.
 
-What holds for all: one bag a step (`accumulate` bags make one step of the optimizer), the learning rate rises over the
-warm-up and falls along half a cosine (`min_lr` equal to `lr` keeps it constant), and the weights of the best validation
-epoch are kept, also where the published code takes those of the last one or of the best on its test set. Computation is
-in float32.
+For all methods: one bag per step (`accumulate` bags make one optimizer step), the learning rate rises over the warm-up
+and falls along half a cosine (`min_lr` equal to `lr` keeps it constant), and the weights of the best validation epoch
+are kept, also where the published code takes those of the last epoch or of the best on its test set. Computation is in
+float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings, describe
 
 MAX_LR = 0.03
-"""What a learning rate is raised to at most for embeddings of few dimensions."""
+"""Upper limit of the learning rate when it is scaled up for embeddings of few dimensions."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers of a training; the fields are those of `TrainSettings`, resolved."""
+    """Hyperparameters of a training run; the fields are those of `TrainSettings`, resolved."""
 
     optimizer: str
     """adamw, adam, sgd (Nesterov, momentum 0.9) or lookahead-radam."""
@@ -38,45 +38,45 @@ class Recipe:
     betas: tuple[float, float]
     weight_decay: float
     epochs: int
-    """Passes over the training bags, at most."""
+    """Maximum number of epochs."""
     warmup_epochs: int
     accumulate: int
     clip_grad: float
-    """Longest gradient of all weights together; 0 means no limit."""
+    """Clip the global gradient norm to this value; 0 disables clipping."""
     patience: int
-    """Epochs without a better validation after which training ends; 0 means never."""
+    """Early stopping: epochs without improvement on the validation set; 0 disables it."""
     min_epochs: int
-    """Epochs before which it does not end."""
+    """Epochs before which early stopping does not apply."""
     monitor: str
     """loss, auc, or authors: (AUC + accuracy + 1 - loss) / 4."""
     class_weights: str
-    """none, or balanced: a bag counts by the rarity of its class."""
+    """none, or balanced: bags are weighted inversely to the frequency of their class."""
     instance_dropout: float
     max_instances: int | None
     standardize: bool
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the aggregator that differ from its own defaults."""
+    """Settings of the aggregator that differ from its defaults."""
     source: str = ""
-    """In words: where the numbers come from."""
+    """Origin of the hyperparameters, as text."""
     departs: str = ""
-    """In words: where the source cannot be followed."""
+    """Differences from the source, as text."""
     lr_dim: int | None = None
-    """Dimensions that `lr` is meant for, see `for_dim`; None means that it holds for any."""
+    """Feature dimension that `lr` is tuned for, see `for_dim`; None means any."""
     keep_min_lr: bool = False
-    """Whether `min_lr` was set, and so holds for any dimension while `lr` does not."""
+    """Whether `min_lr` was set by the user and so is not scaled along with `lr`."""
 
     @property
     def module_options(self) -> dict[str, Any]:
-        """Arguments of `build`; a kind of evidence that is still to be chosen is left at the method's default."""
+        """Arguments of `build`; `evidence` is left at the method's default where it is still `auto`."""
         chosen = {key: value for key, value in self.options.items() if (key, value) != ("evidence", "auto")}
         return {**chosen, "standardize": self.standardize}
 
     def for_dim(self, dim: int) -> Recipe:
-        """The recipe for embeddings of `dim` dimensions: learning rates go with 1 / dim where `lr_dim` says so.
+        """Return the recipe for `dim`-dimensional embeddings: learning rates scale with 1 / dim where `lr_dim` is set.
 
         A step of Adam moves every weight by about `lr`, and so the logit of a linear scorer by `lr` times the sum of
         |h_i| over the dimensions. Published rates agree with that: 1e-4 for 512 (DSMIL), 2e-5 for 3840 (Self-ViT-MIL).
-        ConfigError where the rate would have to rise to a `min_lr` that was set.
+        Raises ConfigError where the scaled rate falls below a `min_lr` that was set.
         """
         if self.lr_dim is None:
             return self
@@ -88,7 +88,7 @@ class Recipe:
 
 
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
-    """What to say of a recipe before anything is trained by it."""
+    """Return warnings about a recipe, to show before training."""
     if recipe.options.get("scale") != "none":
         return ()
     return (
@@ -123,14 +123,14 @@ _BASE = Recipe(
 _TWO_STREAMS: dict[str, Any] = {
     "lr": 5e-4,
     "lr_dim": 1024,
-    "weight_decay": 1.0,  # a step shrinks weights by lr times this: little, but it takes the first weights' noise away
+    "weight_decay": 1.0,  # a step shrinks weights by lr times this: enough to remove the noise of the initial weights
     "epochs": 60,
     "warmup_epochs": 5,
     "min_epochs": 40,
     "instance_dropout": 0.3,
     "options": {"init": "quiet", "top": 3, "evidence": "auto"},
 }
-"""What makes DSMIL find its critical instances also on few slides: benchmarks/small_cohorts.py."""
+"""Settings with which DSMIL finds its critical instances on small cohorts too: benchmarks/small_cohorts.py."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "self-vit-mil": _TWO_STREAMS,
@@ -138,8 +138,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "dsmil-lc": _TWO_STREAMS,
     "abmil": {"lr_dim": 1024},
     "abmil-gated": {"lr_dim": 1024},
-    # Sigmoids all the way are slow to start: linear scores, as in its first form, and no early end. With the scorer of
-    # its current form 2 of 8 seeds learned nothing on made bags that all others solve.
+    # Sigmoid layers are slow to start: linear scores, as in its original form, and no early stopping. With the scorer
+    # of its current form 2 of 8 seeds failed on synthetic bags that all others solve.
     "chowder": {"lr": 3e-4, "lr_dim": 1024, "min_epochs": 60, "options": {"scorer_hidden": 0}},
     "transmil": {"lr": 2e-4, "options": {"landmarks": 64}},
     "mil-rnn": {"lr": 3e-4, "lr_dim": 1024},
@@ -148,12 +148,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "max": {"lr": 5e-4, "lr_dim": 1024},
     "topk": {"lr": 5e-4, "lr_dim": 1024},
 }
-"""What differs from the base, by method."""
+"""Differences from the base recipe, by method."""
 
 # ---------------------------------------------------------------------------------------------------- published
 
 _AS_PRINTED = replace(_BASE, weight_decay=0.0, warmup_epochs=0, patience=0, standardize=False, source="")
-"""What papers do not mention: no warm-up, no early stop, embeddings as they are."""
+"""Where papers are silent: no warm-up, no early stopping, embeddings without standardization."""
 
 _DSMIL = {
     "optimizer": "adam",
@@ -178,7 +178,7 @@ _CLAM = {
 }
 _OWN_BASELINE = "ours, for want of a published recipe: Adam as in CLAM's practice, embeddings as they are"
 UNPUBLISHED = ("mean", "max", "topk")
-"""Methods without a recipe of their own in the literature."""
+"""Methods without a published recipe."""
 _EPOCH_ON_VALIDATION = "the epoch is chosen on validation slides, theirs on the test set (evaluate.protocol optimistic)"
 
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -278,7 +278,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "max": {**_CLAM, "source": _OWN_BASELINE},
     "topk": {**_CLAM, "source": _OWN_BASELINE},
 }
-"""What differs from `_AS_PRINTED`, by method."""
+"""Differences from `_AS_PRINTED`, by method."""
 
 _PUBLISHED_FORMS: dict[tuple[str, str, Any], dict[str, Any]] = {
     ("chowder", "form", "original"): {
@@ -294,7 +294,7 @@ _PUBLISHED_FORMS: dict[tuple[str, str, Any], dict[str, Any]] = {
         "departs": "they average several such networks, here the seeds are averaged",
     },
 }
-"""Published recipes of a method's other form: (method, option, its value)."""
+"""Published recipes of a method's other form: (method, option, value)."""
 
 
 _SELF_VIT_MIL: dict[str, dict[str, Any]] = {
@@ -321,16 +321,15 @@ _SELF_VIT_MIL: dict[str, dict[str, Any]] = {
         f"{_EPOCH_ON_VALIDATION}",
     },
 }
-"""What differs from `_AS_PRINTED` for Self-ViT-MIL itself, by `train.recipe`; other methods follow `_PUBLISHED`."""
+"""Differences from `_AS_PRINTED` for Self-ViT-MIL itself, by `train.recipe`; other methods use `_PUBLISHED`."""
 
 
 def recipe_of(name: str, settings: TrainSettings) -> Recipe:
-    """The recipe of a method by `settings.recipe`, overruled by every field that `settings` sets.
+    """Return the recipe of a method by `settings.recipe`, overridden by every field that `settings` sets.
 
-    Fields of `settings` itself hold for every method; those under the method's own name in `settings.options` come
-    after them and hold for it alone. Where only `lr` is set, `min_lr` keeps its share of it; where only `epochs` is
-    set, the warm-up ends before them.
-    ConfigError where the method is unknown or its numbers contradict each other.
+    Fields of `settings` itself apply to every method; those under the method's name in `settings.options` take
+    precedence and apply to it alone. Where only `lr` is set, `min_lr` keeps its ratio to it; where only `epochs` is
+    set, the warm-up is shortened to end before. Raises ConfigError for an unknown method or contradictory values.
     """
     known = settings_of(name)
     recipe = _recipe(name, settings)
@@ -353,7 +352,7 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     if recipe.lr_dim is None:  # else `for_dim` does, which knows the learning rate
         _check_lr(recipe)
     if recipe.warmup_epochs >= recipe.epochs:
-        why = f"{recipe.epochs} epochs are all that there are"
+        why = f"it must be less than the number of epochs, {recipe.epochs}"
         raise ConfigError(f"warmup_epochs={recipe.warmup_epochs}", why, "Set train.warmup_epochs to fewer")
     return recipe
 
@@ -368,7 +367,7 @@ def _check_lr(recipe: Recipe, which: str = "") -> None:
 
 
 def _checked_numbers(name: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of a training that were given for one method; ConfigError where one is out of range."""
+    """Return the hyperparameters given for one method; raise ConfigError where one is out of range."""
     try:
         checked = TrainSettings.model_validate(dict(numbers))
     except ValidationError as error:
@@ -377,7 +376,7 @@ def _checked_numbers(name: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
-    """The options of the method that `settings` are for: those without a method's name, over them its own.
+    """Return the options of a method: those without a method's name, overridden by its own.
 
     Where several methods are compared, `study.methods.options_for` makes the settings of each.
     """
@@ -385,7 +384,7 @@ def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
     own = settings.options.get(name, {})
     for method, options in settings.options.items():
         if isinstance(options, dict):
-            settings_of(method)  # it exists
+            settings_of(method)  # raises ConfigError for an unknown method
     return {**shared, **(own if isinstance(own, dict) else {})}
 
 
@@ -403,24 +402,24 @@ def _recipe(name: str, settings: TrainSettings) -> Recipe:
     return replace(_AS_PRINTED, **(own or _PUBLISHED[name]))
 
 
-# ---------------------------------------------------------------------------------------------------- in a table
+# ---------------------------------------------------------------------------------------------------- table notes
 
 
 @dataclass(frozen=True)
 class RecipeNote:
-    """What a row of a comparison must tell about its recipe."""
+    """Description of a row's recipe in a comparison."""
 
     kind: Literal["published", "changed", "ours"]
-    """As its source says; that with some numbers changed; or one of ours."""
+    """The published recipe; the published recipe with changes; or one of ours."""
     source: str
     departs: str
-    """Where the source cannot be followed."""
+    """Differences from the source, as text."""
     differences: tuple[str, ...]
-    """From the published recipe, for instance `lr 0.0005 (published 2e-05)`."""
+    """Differences from the published recipe, for example `lr 0.0005 (published 2e-05)`."""
 
     @property
     def words(self) -> str:
-        """The recipe in one line."""
+        """Description of the recipe in one line."""
         if self.kind == "published":
             return f"as published: {self.source}." + (f" Departs: {self.departs}." if self.departs else "")
         listed = "; ".join(self.differences) or "the method has no published recipe"
@@ -428,7 +427,7 @@ class RecipeNote:
 
 
 def note_of(name: str, settings: TrainSettings, dim: int) -> RecipeNote:
-    """How the recipe of `settings` differs from the published one of the method, for bags of `dim` dimensions."""
+    """Return how the recipe of `settings` differs from the method's published one, for `dim` dimensions."""
     asked = recipe_of(name, settings).for_dim(dim)
     source = settings.recipe if settings.recipe != "default" else "published"
     plain = TrainSettings.model_validate({"aggregator": name, "recipe": source})

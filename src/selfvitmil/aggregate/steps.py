@@ -1,8 +1,8 @@
-"""A training step and a validation step on one bag, as functions of the bag's place in its list.
+"""Training step and validation step on one bag, as functions of the bag's index.
 
-They read and write tensors that stay where they are (weights, gradients, targets, one slot per bag for losses and
-scores), take no number from the host and give none back, so that each can be recorded as a CUDA graph and replayed
-(`graphs.py`), and nothing waits for the device within an epoch. The epoch's results are fetched at once.
+They read and write tensors at fixed addresses (weights, gradients, targets, one entry per bag for losses and scores)
+and exchange no values with the host, so that each can be captured as a CUDA graph and replayed (`cuda_graphs.py`), and
+nothing synchronizes within an epoch. The epoch's results are fetched at once.
 
 T training bags, V validation bags, N instances, D dimensions, C classes.
 """
@@ -28,14 +28,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LabelledBag:
-    """A bag of the cohort with the truth of its slide."""
+    """A bag with the label of its slide."""
 
     slide: str
     bag: Bag
     label: int
-    """Index of its class; 0 or 1 where the label is binary."""
+    """Class index; 0 or 1 for a binary label."""
     of_patient: str = ""
-    """Whose slide it is; empty where every slide is a patient of its own."""
+    """Patient identifier; empty where every slide counts as its own patient."""
 
     @property
     def patient(self) -> str:
@@ -43,20 +43,20 @@ class LabelledBag:
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
-    """What an epoch found out about the validation bags."""
+class ValidationResults:
+    """Results of one epoch on the validation bags."""
 
     losses: Floats
     probabilities: Floats
     """(V, C)."""
     entropies: Floats
-    """Of attention, as shares of log N; NaN where there is none."""
-    fallen: NDArray[np.int64]
-    """How many instances have more evidence now than the one that had most of it in the epoch before."""
+    """Normalized attention entropies (divided by log N); NaN where there is no attention."""
+    overtaken: NDArray[np.int64]
+    """Number of instances with more evidence than the previous epoch's critical instance."""
 
 
-class Slots:
-    """Labels, weights and results of a list of bags, on the device."""
+class TrainingBuffers:
+    """Labels, weights and losses of a list of bags, on the device."""
 
     def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
         self.bags = bags
@@ -64,37 +64,37 @@ class Slots:
         self.weights_of_bags = np.array(weights, dtype=np.float64)
         one_hot = torch.eye(max(num_classes, 2))[torch.from_numpy(self.labels)]
         self._losses = torch.zeros(len(bags), device=device)
-        # One view for each bag, made once: making them in every step costs as much as what is done with them.
+        # One view per bag, created once: creating views in every step costs as much as using them.
         self.targets = (one_hot[:, 1:] if num_classes == 1 else one_hot).to(device).unbind()
         self.weights = torch.tensor(weights, device=device, dtype=torch.float32).unbind()
         self.losses = self._losses.unbind()
 
     def fetch_losses(self) -> Floats:
-        """The losses on the host, which waits for the device here."""
+        """Return the losses on the host; synchronizes with the device."""
         return self._losses.double().cpu().numpy()
 
 
-class JudgedSlots(Slots):
-    """The same for validation bags, of which more is asked."""
+class ValidationBuffers(TrainingBuffers):
+    """The same for validation bags, with probabilities, attention entropies and critical instances."""
 
     def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
         super().__init__(bags, num_classes, weights, device)
         self._probabilities = torch.zeros(len(bags), num_classes, device=device)
         self._entropies = torch.zeros(len(bags), device=device)
-        self._fallen, critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
+        self._overtaken, critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
         self.probabilities, self.entropies = self._probabilities.unbind(), self._entropies.unbind()
-        self.fallen, self.critical = self._fallen.unbind(), critical.unbind()
-        # Whose evidence is asked for: the bag's own class; with a binary label there is one column only.
+        self.overtaken, self.critical = self._overtaken.unbind(), critical.unbind()
+        # Column of the evidence: the bag's own class; a binary label has a single column.
         self.columns = [0 if num_classes == 1 else each.label for each in bags]
 
-    def fetch(self) -> Judged:
-        """The results on the host, which waits for the device here."""
+    def fetch(self) -> ValidationResults:
+        """Return the results on the host; synchronizes with the device."""
         probabilities, entropies = (each.double().cpu().numpy() for each in (self._probabilities, self._entropies))
-        return Judged(self.fetch_losses(), probabilities, entropies, self._fallen.cpu().numpy().copy())
+        return ValidationResults(self.fetch_losses(), probabilities, entropies, self._overtaken.cpu().numpy().copy())
 
 
 class Steps:
-    """Both steps of one training."""
+    """Training and validation step of one training run."""
 
     def __init__(
         self,
@@ -109,39 +109,39 @@ class Steps:
         self.store = store
         weight_of = class_weights(training, module.num_classes, recipe.class_weights)
         weights = [[weight_of[each.label] for each in bags] for bags in (training, validation)]
-        self.training = Slots(training, module.num_classes, weights[0], store.device)
-        self.validation = JudgedSlots(validation, module.num_classes, weights[1], store.device)
+        self.training = TrainingBuffers(training, module.num_classes, weights[0], store.device)
+        self.validation = ValidationBuffers(validation, module.num_classes, weights[1], store.device)
         self.share = torch.ones((), device=store.device)
-        """Of a bag's loss in the loss of its step: 1 / bags of the step."""
+        """Weight of a bag's loss in its optimizer step: 1 / number of bags in the step."""
 
-    def learn(self, place: int) -> None:
-        """Add the gradient of one training bag, and note its loss."""
-        slots = self.training
-        features_ND, coords_N2 = self._inputs(slots.bags[place].bag)
+    def train_step(self, index: int) -> None:
+        """Accumulate the gradient of one training bag and store its loss."""
+        buffers = self.training
+        features_ND, coords_N2 = self._inputs(buffers.bags[index].bag)
         num_seen = self._num_seen(len(features_ND))
         if num_seen < len(features_ND):
             seen = draw(len(features_ND), num_seen, features_ND.device)
             features_ND = features_ND.index_select(0, seen)
             coords_N2 = None if coords_N2 is None else coords_N2.index_select(0, seen)
         output = self.module(features_ND, coords_N2)
-        loss = self.module.loss(output, slots.targets[place])
+        loss = self.module.loss(output, buffers.targets[index])
         factor = self.share if self.recipe.accumulate > 1 else None
         if self.recipe.class_weights != "none":
-            factor = slots.weights[place] if factor is None else factor * slots.weights[place]
+            factor = buffers.weights[index] if factor is None else factor * buffers.weights[index]
         (loss if factor is None else loss * factor).backward()
-        slots.losses[place].copy_(loss.detach())
+        buffers.losses[index].copy_(loss.detach())
 
     @torch.no_grad()
-    def validate(self, place: int) -> None:
-        """Note what the module says of one validation bag."""
-        slots = self.validation
-        output = self.module(*self._inputs(slots.bags[place].bag))
-        summary = summarize_output(self.module, output, slots.columns[place])
-        slots.losses[place].copy_(self.module.loss(output, slots.targets[place]))
-        slots.probabilities[place].copy_(summary.probabilities_C)
-        slots.entropies[place].copy_(summary.entropy)
-        evidence_N, critical = summary.evidence_N, slots.critical[place]
-        slots.fallen[place].copy_((evidence_N > evidence_N.index_select(0, critical.reshape(1))).sum())
+    def validation_step(self, index: int) -> None:
+        """Store loss, probabilities, entropy and critical instance of one validation bag."""
+        buffers = self.validation
+        output = self.module(*self._inputs(buffers.bags[index].bag))
+        summary = summarize_output(self.module, output, buffers.columns[index])
+        buffers.losses[index].copy_(self.module.loss(output, buffers.targets[index]))
+        buffers.probabilities[index].copy_(summary.probabilities_C)
+        buffers.entropies[index].copy_(summary.entropy)
+        evidence_N, critical = summary.evidence_N, buffers.critical[index]
+        buffers.overtaken[index].copy_((evidence_N > evidence_N.index_select(0, critical.reshape(1))).sum())
         critical.copy_(evidence_N.argmax())
 
     def _inputs(self, bag: Bag) -> tuple[Tensor, Tensor | None]:
@@ -153,15 +153,15 @@ class Steps:
 
 
 def draw(num_instances: int, num_drawn: int, device: torch.device) -> Tensor:
-    """Places of some instances, drawn without replacement, in their old order.
+    """Return indices of instances drawn without replacement, in their original order.
 
-    A fixed number of them, so that the device need not be asked how many there are.
+    Their number is fixed, so that the device need not be synchronized.
     """
     return torch.rand(num_instances, device=device).topk(num_drawn, sorted=False).indices.sort().values
 
 
 def class_weights(training: Sequence[LabelledBag], num_classes: int, rule: str) -> list[float]:
-    """Weight of a bag's loss by its class: 1, or balanced, number of bags / (number of classes * bags of the class)."""
+    """Return the loss weight of each class: 1, or balanced, number of bags / (classes * bags of the class)."""
     counts = np.bincount([each.label for each in training], minlength=max(num_classes, 2))
     if rule == "none":
         return [1.0] * len(counts)

@@ -1,11 +1,11 @@
-"""The fully supervised baseline: a classifier of tiles learns from outlined lesions and scores slides by their tiles.
+"""Fully supervised baseline: a tile classifier trained on annotated tumour regions, pooled to slide scores.
 
-It answers what slide labels alone cost. Two forms: `probe`, a logistic regression on the frozen vectors of an encoder,
-and `tilenet` (trained by `tiletrain`), a ResNet-18 on the pixels of tiles. In both, `labels` says which tiles are
-tumour, which are normal and which are left out; every choice (strength of the penalty, epoch) is made on tiles of
-validation slides; `scores` turns the probabilities of a slide's tiles into one. Of the published row (DSMIL's table,
-accuracy 0.9147 and AUC 0.9362 on Camelyon16) neither the overlap that makes a tile tumour nor the pooling is known, so
-both can be set (`SupervisedSettings`).
+It is the upper reference for weak supervision by slide labels. Two forms: `probe`, a logistic regression on frozen
+embeddings, and `tile_network` (trained by `tile_training`), a ResNet-18 on tile pixels. In both, `tile_labels`
+labels tiles as tumour, normal or excluded; every choice (L2 penalty, epoch) is made on tiles of validation slides;
+`pooling` combines the tile probabilities of a slide. For the published row (DSMIL's table, accuracy 0.9147 and AUC
+0.9362 on Camelyon16) neither the overlap threshold of tumour tiles nor the pooling is known, so both are settings
+(`SupervisedSettings`).
 
     trained = train_probe(training, validation, bags, settings, seed)
     scores = score(trained.module, test_bags)      # selfvitmil.aggregate.train
@@ -16,10 +16,15 @@ both can be set (`SupervisedSettings`).
 
 from __future__ import annotations
 
-from selfvitmil.aggregate.supervised.labels import AnnotatedSlide, label_slides
 from selfvitmil.aggregate.supervised.probe import TileProbe, TrainedProbe, save_probe, train_probe
-from selfvitmil.aggregate.supervised.tilenet import TileNetwork, load_tile_network, score_slides, tile_probabilities
-from selfvitmil.aggregate.supervised.tiletrain import TrainedNetwork, train_tile_network
+from selfvitmil.aggregate.supervised.tile_labels import AnnotatedSlide, label_slides
+from selfvitmil.aggregate.supervised.tile_network import (
+    TileNetwork,
+    load_tile_network,
+    score_slides,
+    tile_probabilities,
+)
+from selfvitmil.aggregate.supervised.tile_training import TrainedNetwork, train_tile_network
 
 __all__ = [
     "AnnotatedSlide",

@@ -1,9 +1,9 @@
-"""The cheap supervised baseline: logistic regression on the frozen vectors of labelled tiles.
+"""Linear probe: logistic regression on the frozen embeddings of labelled tiles.
 
-Vectors are standardized over the training tiles; both classes weigh the same; the strength of the L2 penalty is the one
-with the smallest loss on tiles of validation slides. The fit is exact (full-batch L-BFGS), so seeds differ only in
-which tiles of large slides are sampled. Vectors stay in the bags' own type and are converted chunk by chunk: memory is
-that of the sampled rows and little more.
+Embeddings are standardized over the training tiles; classes are balanced by weights; the L2 penalty is the one with the
+lowest loss on tiles of validation slides. The fit is exact (full-batch L-BFGS), so seeds differ only in which tiles of
+large slides are sampled. Embeddings stay in the bags' own dtype and are converted chunk by chunk: memory is that of the
+sampled rows and little more.
 
 N tiles of a slide or of all, D dimensions, C = 1 class.
 """
@@ -23,15 +23,15 @@ from torch.nn import functional as F
 from selfvitmil.aggregate.bag_store import choose_device, measure
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.chunked_bag import ChunkedBag
-from selfvitmil.aggregate.supervised import files
-from selfvitmil.aggregate.supervised.labels import (
+from selfvitmil.aggregate.supervised import model_files
+from selfvitmil.aggregate.supervised.pooling import Pool
+from selfvitmil.aggregate.supervised.tile_labels import (
     AnnotatedSlide,
     LabelledTiles,
     check_sides,
     label_slides,
     sample_rows,
 )
-from selfvitmil.aggregate.supervised.scores import Pool
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
 from selfvitmil.metrics import auc
@@ -39,13 +39,13 @@ from selfvitmil.settings import SupervisedSettings
 
 KIND = "supervised-probe"
 CHUNK_BYTES = 1 << 25
-"""Of converted vectors at a time."""
+"""Bytes of embeddings converted at a time."""
 MAX_ITERATIONS = 200
-"""Of L-BFGS for each penalty; it starts from the solution for the next stronger one."""
+"""L-BFGS iterations for each penalty; each fit starts from the solution of the next stronger penalty."""
 
 
 class TileProbe(Aggregator):
-    """A linear classifier of tiles as an aggregator: its probability for a slide is that of the pooled tiles."""
+    """A linear tile classifier as an aggregator: the slide probability is pooled from the tile probabilities."""
 
     def __init__(self, dim: int, *, pool: Pool = "topk", k: int = 10):
         super().__init__(dim, 1, standardize=True)
@@ -55,7 +55,7 @@ class TileProbe(Aggregator):
         self.config = {"name": KIND, "dim": dim, "num_classes": 1, "pool": pool, "k": k}
 
     def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
-        logits_NC = bag.project(self.scorer).double()  # or the sigmoids of sure tiles would all be 1
+        logits_NC = bag.project(self.scorer).double()  # float32 sigmoids of confident tiles would all be 1
         top_K = logits_NC[:, 0].topk(1 if self.pool == "max" else min(self.k, len(bag))).values
         # The logit of the mean of their sigmoids.
         logit = F.logsigmoid(top_K).logsumexp(0) - F.logsigmoid(-top_K).logsumexp(0)
@@ -64,16 +64,16 @@ class TileProbe(Aggregator):
 
 @dataclass(frozen=True, eq=False)
 class TrainedProbe:
-    """A probe and how it came about."""
+    """A fitted probe with its history."""
 
     module: TileProbe
     """On the CPU, in eval mode; `train.score` scores bags with it."""
     l2: float
-    """The penalty that validation chose."""
+    """L2 penalty chosen on the validation tiles."""
     history: tuple[dict[str, float], ...]
-    """One per penalty, strongest first: l2, evaluations, train_loss, val_loss, val_auc."""
+    """One entry per penalty, strongest first: l2, evaluations, train_loss, val_loss, val_auc."""
     num_tiles: dict[str, int]
-    """Tiles that were used: train_tumour, train_normal, val_tumour, val_normal."""
+    """Numbers of tiles used: train_tumour, train_normal, val_tumour, val_normal."""
     warnings: tuple[str, ...]
 
 
@@ -84,7 +84,7 @@ def train_probe(
     settings: SupervisedSettings | None = None,
     seed: int = 0,
 ) -> TrainedProbe:
-    """Fit a probe to the labelled tiles of the training slides; `bags` holds the vectors of all slides by name."""
+    """Fit a probe to the labelled tiles of the training slides; `bags` holds the embeddings of all slides by name."""
     settings = settings or SupervisedSettings()
     labelled = [label_slides(side, settings, bags) for side in (training, validation)]
     check_sides(labelled[0][0], labelled[1][0])
@@ -93,8 +93,8 @@ def train_probe(
         _gather(side, bags, settings.tiles_per_slide, (seed, number), device)
         for number, (side, _) in enumerate(labelled)
     )
-    if val.vectors_ND.shape[1] != train.vectors_ND.shape[1]:
-        raise _mixed_dimensions({train.vectors_ND.shape[1], val.vectors_ND.shape[1]}, "training and validation")
+    if val.embeddings_ND.shape[1] != train.embeddings_ND.shape[1]:
+        raise _mixed_dimensions({train.embeddings_ND.shape[1], val.embeddings_ND.shape[1]}, "training and validation")
     mean_D, std_D = train.moments()
     weights = torch.zeros(len(mean_D) + 1, dtype=torch.float64, device=device)
     history: list[dict[str, float]] = []
@@ -122,35 +122,35 @@ def train_probe(
 
 
 def save_probe(folder: Path, trained: TrainedProbe, told: Mapping[str, Any]) -> None:
-    """Write the probe's folder: weights, penalty, tiles. For people alone, since every comparison fits it anew.
+    """Write the probe's folder: weights, penalty, tile counts. For inspection only: every comparison refits the probe.
 
-    `told` is what only the caller knows (encoder, split, seed).
+    `told` is further metadata from the caller (encoder, split, seed).
     """
     config = {**told, "module": trained.module.config, "l2": trained.l2, "num_tiles": trained.num_tiles}
-    files.write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
+    model_files.write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
 
 
 # ---------------------------------------------------------------------------------------------------- data
 
 
 @dataclass(frozen=True, eq=False)
-class _Vectors:
-    """Vectors of labelled tiles of many slides, with weights that sum to one half for each class."""
+class _LabelledEmbeddings:
+    """Embeddings of labelled tiles of many slides, with weights that sum to one half for each class."""
 
-    vectors_ND: Tensor
-    """In the bags' own type."""
+    embeddings_ND: Tensor
+    """In the bags' own dtype."""
     labels_N: Tensor
     """0 or 1, float64."""
     weights_N: Tensor
 
     def centred(self, mean_D: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Pieces of the vectors less `mean_D`, in float32; each is valid until the next, which takes its memory."""
-        dim = self.vectors_ND.shape[1]
+        """Yield chunks of the embeddings minus `mean_D` in float32, each valid until the next: they share a buffer."""
+        dim = self.embeddings_ND.shape[1]
         rows = max(1, CHUNK_BYTES // (4 * dim))
-        memory = torch.empty((min(rows, len(self.vectors_ND)), dim), device=self.vectors_ND.device)
-        for start in range(0, len(self.vectors_ND), rows):
+        memory = torch.empty((min(rows, len(self.embeddings_ND)), dim), device=self.embeddings_ND.device)
+        for start in range(0, len(self.embeddings_ND), rows):
             part = slice(start, start + rows)
-            piece = self.vectors_ND[part]
+            piece = self.embeddings_ND[part]
             yield part, memory[: len(piece)].copy_(piece).sub_(mean_D)
 
     def counts(self) -> list[tuple[str, int]]:
@@ -158,25 +158,25 @@ class _Vectors:
         return [("tumour", tumour), ("normal", len(self.labels_N) - tumour)]
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each dimension, float32; one that never varies has 1."""
-        moments = measure(self.vectors_ND)
+        """Return mean and standard deviation of each dimension, float32; 1 for a constant dimension."""
+        moments = measure(self.embeddings_ND)
         std_D = (moments.squares_D / moments.count).sqrt()
         return moments.mean_D.float(), torch.where(std_D > 1e-6, std_D, 1.0).float()
 
     def logits(self, weights: Tensor, mean_D: Tensor, std_D: Tensor) -> Tensor:
-        """(N,) float64 logits under (D + 1,) weights of standardized vectors, the bias last."""
+        """Return float64 logits (N,) for weights (D + 1,) of standardized embeddings, the bias last."""
         weight_D = weights[:-1].float() / std_D
         return torch.cat([chunk.mv(weight_D) for _, chunk in self.centred(mean_D)]).double() + weights[-1]
 
     def loss(self, logits_N: Tensor) -> Tensor:
-        """Log loss with both classes counting alike."""
+        """Return the class-balanced log loss."""
         return (self.weights_N * F.softplus((1 - 2 * self.labels_N) * logits_N)).sum()
 
 
 def _gather(
     slides: Sequence[LabelledTiles], bags: Mapping[str, Bag], most: int, entropy: tuple[int, int], device: torch.device
-) -> _Vectors:
-    """The sampled rows of all slides in one tensor."""
+) -> _LabelledEmbeddings:
+    """Return the sampled rows of all slides in one tensor; raise BagError for values that are not finite."""
     dims = {bags[each.slide.slide].dim for each in slides}
     if len(dims) > 1:
         raise _mixed_dimensions(dims, "the slides")
@@ -185,28 +185,30 @@ def _gather(
         for number, each in enumerate(slides)
     ]
     dtype = np.result_type(*(bags[each.slide.slide].features_ND.dtype for each in slides))
-    vectors_ND = np.empty((sum(map(len, rows_of)), dims.pop()), dtype=dtype)
+    embeddings_ND = np.empty((sum(map(len, rows_of)), dims.pop()), dtype=dtype)
     start = 0
     for each, rows in zip(slides, rows_of, strict=True):
-        part = vectors_ND[start : start + len(rows)]
+        part = embeddings_ND[start : start + len(rows)]
         part[:] = bags[each.slide.slide].features_ND[rows]
         if not np.isfinite(part).all():
             raise BagError(
-                f"{each.slide.slide}: NaN or infinity among its vectors",
-                "nothing can be fitted to them",
+                f"{each.slide.slide}: its embeddings contain NaN or infinity",
+                "the probe cannot be fitted",
                 "Embed the slide again; with half precision, check the encoder for overflow",
             )
         start += len(rows)
     labels_N = np.concatenate([each.labels_N[rows] for each, rows in zip(slides, rows_of, strict=True)])
     weights_N = 0.5 / np.bincount(labels_N, minlength=2)[labels_N]
-    tensors = (torch.from_numpy(values).to(device) for values in (vectors_ND, labels_N.astype(np.float64), weights_N))
-    return _Vectors(*tensors)
+    tensors = (
+        torch.from_numpy(values).to(device) for values in (embeddings_ND, labels_N.astype(np.float64), weights_N)
+    )
+    return _LabelledEmbeddings(*tensors)
 
 
 def _mixed_dimensions(dims: set[int], where: str) -> BagError:
     return BagError(
-        f"vectors of {where} have {' and '.join(map(str, sorted(dims)))} dimensions",
-        "they were made by different encoders",
+        f"embeddings of {where} have {' and '.join(map(str, sorted(dims)))} dimensions",
+        "they come from different encoders",
         "Embed all slides with one encoder",
     )
 
@@ -214,8 +216,8 @@ def _mixed_dimensions(dims: set[int], where: str) -> BagError:
 # ---------------------------------------------------------------------------------------------------- fit
 
 
-def _fit(data: _Vectors, mean_D: Tensor, std_D: Tensor, l2: float, start: Tensor) -> tuple[Tensor, int]:
-    """Weights (D + 1,) with the smallest balanced log loss plus l2 / 2 times their squares, and the passes it took."""
+def _fit(data: _LabelledEmbeddings, mean_D: Tensor, std_D: Tensor, l2: float, start: Tensor) -> tuple[Tensor, int]:
+    """Return the weights (D + 1,) that minimize balanced log loss + l2 / 2 |w|^2, and the number of passes."""
     weights = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [weights],
@@ -239,8 +241,10 @@ def _fit(data: _Vectors, mean_D: Tensor, std_D: Tensor, l2: float, start: Tensor
     return weights.detach(), passes
 
 
-def _objective(data: _Vectors, mean_D: Tensor, std_D: Tensor, l2: float, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient in one pass over the vectors: autograd would keep them all in float32."""
+def _objective(
+    data: _LabelledEmbeddings, mean_D: Tensor, std_D: Tensor, l2: float, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient in one pass over the embeddings: autograd would keep them all in float32."""
     weight_D = weights[:-1].float() / std_D
     loss = 0.5 * l2 * weights[:-1].square().sum()
     gradient = torch.cat([l2 * weights[:-1], weights.new_zeros(1)])

@@ -1,4 +1,4 @@
-"""From the probabilities of a slide's tiles to the score of the slide."""
+"""Pool the tile probabilities of a slide to a slide score."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Pool = Literal["max", "topk"]
 
 
 def slide_probability(probabilities_N: NDArray[np.float64], pool: Pool, k: int) -> float:
-    """The largest of the tiles' probabilities, or the mean of the `k` largest (of all where there are fewer)."""
+    """Return the largest tile probability, or the mean of the `k` largest (of all where there are fewer)."""
     number = 1 if pool == "max" else min(k, len(probabilities_N))
     return float(np.partition(probabilities_N, -number)[-number:].mean())
 
 
 def bag_score(slide: str, probabilities_N: NDArray[np.float64], pool: Pool, k: int) -> BagScore:
-    """A slide's result in the form of all methods; `critical` is its most suspicious tile."""
+    """Return the slide's score in the common form; `critical` is the tile with the highest probability."""
     return BagScore(
         slide=slide,
         probabilities=(slide_probability(probabilities_N, pool, k),),

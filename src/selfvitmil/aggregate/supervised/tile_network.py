@@ -1,7 +1,7 @@
-"""A classifier of tiles: an encoder, usually a ResNet-18, with one logit on top; its folder, what it says of slides.
+"""Tile classifier: an encoder, usually a ResNet-18, with a linear head; loading it and scoring slides with it.
 
-Tiles are read from the slides by the machinery of pretraining (`pretrain.sources`, `pretrain.feed`) and normalized as
-in training. `tiletrain` trains it.
+Tiles are read from the slides as in pretraining (`pretrain.sources`, `pretrain.feed`) and normalized as in training.
+`tile_training.py` trains it.
 
 Axes in names: B tiles of a batch, N tiles of a slide, D width, H and W height and width, 3 is RGB.
 """
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from selfvitmil import stain
 from selfvitmil.aggregate.bag_store import choose_device
 from selfvitmil.aggregate.scoring import BagScore
-from selfvitmil.aggregate.supervised import files
-from selfvitmil.aggregate.supervised.scores import bag_score
+from selfvitmil.aggregate.supervised import model_files
+from selfvitmil.aggregate.supervised.pooling import bag_score
 from selfvitmil.encoder import Encoder, EncoderConfig, build_backbone, check_fits
 from selfvitmil.pretrain import feed
 from selfvitmil.pretrain.sources import Indices, Pixels, SlideTiles, TileSource, TrainSlide
@@ -31,13 +31,13 @@ from selfvitmil.settings import SupervisedSettings
 
 KIND = "supervised-tile-network"
 SCORE_BATCH = 256
-"""Tiles that are scored at once."""
+"""Tiles per batch in scoring."""
 
 StainMethod = Literal["slide", "tile", "none"]
 
 
 class TileNetwork(nn.Module):
-    """An encoder with a linear layer on top: normalized images to the logit of tumour."""
+    """An encoder with a linear head: normalized images to the tumour logit."""
 
     def __init__(self, encoder: Encoder):
         super().__init__()
@@ -45,15 +45,15 @@ class TileNetwork(nn.Module):
         self.head = nn.Linear(encoder.dim, 1)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        """(B,) logits in float32: half precision would make many tiles equal."""
-        vectors_BD = self.encoder(images_B3HW)
+        """Return logits (B,) in float32: half precision would produce ties between many tiles."""
+        embeddings_BD = self.encoder(images_B3HW)
         with torch.autocast(images_B3HW.device.type, enabled=False):
-            return self.head(vectors_BD.float())[:, 0]
+            return self.head(embeddings_BD.float())[:, 0]
 
 
 def load_tile_network(folder: Path) -> tuple[TileNetwork, dict[str, Any]]:
-    """The network of a folder, in eval mode, and its config."""
-    tensors, config = files.read_model(folder, KIND)
+    """Return the network of a folder, in evaluation mode, and its config."""
+    tensors, config = model_files.read_model(folder, KIND)
     encoder_config = EncoderConfig(**config["encoder"])
     backbone = build_backbone(encoder_config.architecture, encoder_config.model_args)
     network = TileNetwork(Encoder(backbone, encoder_config))
@@ -72,7 +72,7 @@ def tile_probabilities(
     stain_method: StainMethod,
     reader: str = "auto",
 ) -> list[NDArray[np.float64]]:
-    """For every slide the probability of each tile of its table to be tumour, as if both were equally frequent."""
+    """Return the tumour probability of each tile of every slide's table, for equal class priors."""
     settings = settings or SupervisedSettings()
     source = SlideTiles(slides, stain_method=stain_method, reader=reader)
     check_fits(network.encoder.config, source.mpp or 0.0, source.size_px, stain_method)
@@ -92,7 +92,7 @@ def score_slides(
     stain_method: StainMethod,
     reader: str = "auto",
 ) -> list[BagScore]:
-    """One score per slide, pooled as the settings say over all tiles of its table."""
+    """Return one score per slide, pooled over all tiles of its table by `settings.pool`."""
     settings = settings or SupervisedSettings()
     found = tile_probabilities(network, slides, settings, stain_method=stain_method, reader=reader)
     pairs = zip(slides, found, strict=True)
@@ -103,7 +103,7 @@ def score_slides(
 def score_tiles(
     network: TileNetwork, source: TileSource, tiles: Indices, device: torch.device, dtype: torch.dtype, workers: int
 ) -> NDArray[np.float64]:
-    """Logits of tiles, given by their numbers in the source; in the same order."""
+    """Return the logits of tiles, given by their indices in the source, in the same order."""
     firsts = np.cumsum(source.counts)
     logits: list[Tensor] = []
     done = 0
@@ -119,7 +119,7 @@ def score_tiles(
 
 
 def _in_batches(parts: Iterator[Pixels]) -> Iterator[Tensor]:
-    """The tiles of many small parts, `SCORE_BATCH` or a few more at a time."""
+    """Yield the tiles of many small parts in batches of about `SCORE_BATCH`."""
     waiting: list[Tensor] = []
     for part in parts:
         waiting.append(part.tiles_B3HW)
@@ -131,5 +131,5 @@ def _in_batches(parts: Iterator[Pixels]) -> Iterator[Tensor]:
 
 
 def num_workers(settings: SupervisedSettings) -> int:
-    """Processes that read tiles."""
+    """Return the number of worker processes that read tiles."""
     return feed.default_workers() if settings.workers is None else settings.workers

@@ -1,9 +1,9 @@
-"""Training a ResNet-18 to tell tumour from normal on the pixels of labelled tiles: the supervised baseline proper.
+"""Train a ResNet-18 tile classifier (tumour or normal) on the pixels of labelled tiles: the supervised baseline.
 
-In come slides with outlines, out goes a model folder (`model.safetensors`, `config.json`, `metrics.jsonl`). Tiles are
-read from the slides ahead of the training, half of every batch is tumour (`balance`); they are turned, flipped and
-varied in stain and colour on the device, but not cropped: the tumour of a tile may lie in any corner of it. Tiles of
-validation slides choose the epoch, by their AUC. A run that was stopped goes on after its last epoch.
+Input: annotated slides. Output: a model folder (`model.safetensors`, `config.json`, `metrics.jsonl`). Tiles are
+prefetched from the slides, half of every batch is tumour (`balanced_sampling.py`); they are rotated, flipped and
+augmented in stain and colour on the device, but not cropped: the tumour of a tile may lie in any corner. The epoch is
+chosen by the AUC of validation tiles. An interrupted run resumes after its last epoch.
 
 Axes in names: B tiles of a batch, V views, S edge of a view, H and W height and width, 3 is RGB.
 """
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfvitmil.aggregate.bag_store import choose_device
-from selfvitmil.aggregate.supervised import files
-from selfvitmil.aggregate.supervised.balance import BalancedOrder
-from selfvitmil.aggregate.supervised.labels import (
+from selfvitmil.aggregate.supervised import model_files
+from selfvitmil.aggregate.supervised.balanced_sampling import BalancedOrder
+from selfvitmil.aggregate.supervised.tile_labels import (
     NORMAL,
     TUMOUR,
     AnnotatedSlide,
@@ -35,7 +35,7 @@ from selfvitmil.aggregate.supervised.labels import (
     label_slides,
     sample_rows,
 )
-from selfvitmil.aggregate.supervised.tilenet import (
+from selfvitmil.aggregate.supervised.tile_network import (
     KIND,
     StainMethod,
     TileNetwork,
@@ -57,11 +57,11 @@ from selfvitmil.settings import SupervisedSettings
 from selfvitmil.store.files import hash_of
 
 STAGE_VERSION = 1
-"""Part of the hash of a run: raised when the same settings come to mean something else."""
+"""Part of a run's hash: incremented when the same settings produce other results."""
 NOT_IN_HASH = {"workers", "device", "l2", "pool", "k", "init"}
-"""Settings that do not change the weights (`init` counts by its weights)."""
+"""Settings that do not change the weights (`init` is covered by the hash of its weights)."""
 MIN_STEPS = 50
-"""Steps of an epoch, where its length is not set."""
+"""Minimum steps per epoch, where its length is not set."""
 MEASURED_TILES = 2048
 """Tiles on which mean and standard deviation of the colours are measured."""
 VIEW = ViewRecipe(
@@ -76,19 +76,19 @@ VIEW = ViewRecipe(
     grey=0.0,
     blur=0.0,
 )
-"""How tiles are varied in training; colours less than without labels, where they would be a short cut."""
+"""Augmentation; weaker in colour than in pretraining, where colour would be a shortcut."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedNetwork:
-    """A network and how it came about."""
+    """A trained tile network with its history."""
 
     network: TileNetwork
-    """On the CPU, in eval mode."""
+    """On the CPU, in evaluation mode."""
     epoch: int
-    """The one that validation chose, counted from 1."""
+    """Epoch chosen on the validation tiles, counted from 1."""
     history: tuple[dict[str, Any], ...]
-    """One per epoch: epoch, lr, train_loss, val_loss, val_auc, seconds."""
+    """One entry per epoch: epoch, lr, train_loss, val_loss, val_auc, seconds."""
     note: str
     """`made`, `current`, `continued after epoch ...` or `made again: ...`."""
     warnings: tuple[str, ...]
@@ -105,10 +105,10 @@ def train_tile_network(
     reader: str = "auto",
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainedNetwork:
-    """Train on the labelled tiles of the training slides and write the model's folder, unless it is current.
+    """Train on the labelled tiles of the training slides and write the model folder, unless it is up to date.
 
-    After every epoch `state.pt` is written there, from which the same call goes on. `report` gets the line of every
-    epoch. The rest is as in `SlideTiles`.
+    After every epoch the checkpoint `state.pt` is written there, from which the same call resumes. `report` is called
+    with every epoch's history line. `stain_method` and `reader` are those of `SlideTiles`.
     """
     settings = settings or SupervisedSettings()
     labelled = [label_slides(side, settings) for side in (training, validation)]
@@ -117,11 +117,11 @@ def train_tile_network(
     sides = [_Side.of(side, stain_method, reader) for side, _ in labelled]
     run = _Run(sides[0], sides[1], settings, seed, choose_device(settings.device))
     note = "made"
-    if (folder / files.CONFIG).exists():
+    if (folder / model_files.CONFIG).exists():
         try:
-            if files.read_config(folder, KIND).get("made_from") == run.made_from:
+            if model_files.read_config(folder, KIND).get("made_from") == run.made_from:
                 network, config = load_tile_network(folder)
-                return TrainedNetwork(network, config["epoch"], files.read_history(folder), "current", warnings)
+                return TrainedNetwork(network, config["epoch"], model_files.read_history(folder), "current", warnings)
             note = "made again: other settings, slides or outlines than before"
         except ArtefactError:
             note = "made again: the model was damaged"
@@ -136,7 +136,7 @@ def train_tile_network(
         "seed": seed,
         "epoch": run.best_epoch,
     }
-    files.write_model(folder, KIND, network.state_dict(), config, run.history)
+    model_files.write_model(folder, KIND, network.state_dict(), config, run.history)
     (folder / STATE_FILE).unlink(missing_ok=True)
     note = f"continued after epoch {started}" if started else note
     return TrainedNetwork(network, run.best_epoch, tuple(run.history), note, (*warnings, *run.warnings))
@@ -147,7 +147,7 @@ def train_tile_network(
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """All tiles of the slides to train on, or to choose by, and their labels."""
+    """All tiles of the training or validation slides, and their labels."""
 
     source: SlideTiles
     slides: list[LabelledTiles]
@@ -167,7 +167,7 @@ class _Side:
         return [*self.source.identity(), hash_of(self.labels.tobytes().hex())]
 
     def sample(self, most: int, seed: int) -> Indices:
-        """Numbers of labelled tiles, at most so many of a slide and class."""
+        """Return indices of labelled tiles, at most `most` per slide and class."""
         firsts = np.cumsum([0, *self.source.counts])
         chosen = [
             first + sample_rows(each.labels_N, most, np.random.default_rng([seed, number]))
@@ -176,11 +176,11 @@ class _Side:
         return np.concatenate(chosen)
 
 
-# ---------------------------------------------------------------------------------------------------- the run
+# ---------------------------------------------------------------------------------------------------- training run
 
 
 class _Run:
-    """One training run: what it is made of, and the epochs it goes through."""
+    """One training run: data, network, optimizer and epochs."""
 
     def __init__(self, train: _Side, val: _Side, settings: SupervisedSettings, seed: int, device: torch.device):
         self.train_side, self.val_side, self.settings, self.seed, self.device = train, val, settings, seed, device
@@ -205,7 +205,7 @@ class _Run:
         self.warnings: list[str] = []
 
     def _start(self) -> TileNetwork:
-        """The network before its first step; colours still unknown where it starts from scratch."""
+        """Return the initial network; its normalization is not set yet where it starts from scratch."""
         settings, source = self.settings, self.train_side.source
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed)
@@ -216,13 +216,13 @@ class _Run:
                 check_fits(encoder.config, source.mpp or 0.0, encoder.config.size_px, source.stain_method)
             return TileNetwork(encoder)
 
-    # ------------------------------------------------------------------------------------------------ before
+    # ------------------------------------------------------------------------------------------------ setup
 
     def resume(self, folder: Path) -> int:
-        """Put everything on the device, as a checkpoint of this very run left it; the epochs that are done."""
+        """Set up the device, restoring a checkpoint of this run if there is one; return the completed epochs."""
         state = read_state(folder)
         if state is not None and state["made_from"] != self.made_from:
-            state = None  # of other settings: it will be overwritten
+            state = None  # from other settings: it will be overwritten
         config = self.network.encoder.config
         colours = (config.mean, config.std)
         if state is not None:
@@ -254,7 +254,7 @@ class _Run:
     # ------------------------------------------------------------------------------------------------ epochs
 
     def train(self, folder: Path, report: Callable[[dict[str, Any]], None]) -> None:
-        """All epochs that are left, with a checkpoint after each."""
+        """Train the remaining epochs, with a checkpoint after each."""
         steps, settings = self.steps_per_epoch, self.settings
         total = settings.epochs * steps
         warmup = suggested_warmup_steps(total)
@@ -282,10 +282,10 @@ class _Run:
                 report(line)
                 loss_sum, start = torch.zeros_like(loss_sum), time.perf_counter()
         if unfitted:
-            self.warnings.append(f"the stains of {unfitted} tiles could not be found: they kept their colours")
+            self.warnings.append(f"stain estimation failed for {unfitted} tiles: their colours were not normalized")
 
     def _step(self, batch: Batch, lr: float) -> Tensor:
-        """One step of the optimizer; its loss, still on the device."""
+        """Run one optimizer step and return its loss, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.network.train()
@@ -301,7 +301,7 @@ class _Run:
 
     def _views(self, batch: Batch) -> Tensor:
         config = self.network.encoder.config
-        # A tile may be twice in a batch, where its class has few: by its place each copy gets a view of its own.
+        # A tile may occur twice in a batch if its class has few: the index gives each copy its own augmentation.
         ids_B = batch.ids_B + torch.arange(len(batch.ids_B))
         (views_VB3SS,) = make_views(
             batch.tiles_B3HW.to(self.device, non_blocking=True),
@@ -316,12 +316,12 @@ class _Run:
         return views_VB3SS[0]
 
     def _labels(self, ids_B: Indices) -> Tensor:
-        """(B,) labels of tiles, by the numbers that tell them from all others."""
+        """Return the labels (B,) of tiles, given by their unique ids."""
         places = self.by_id[np.searchsorted(self.train_side.source.ids, ids_B, sorter=self.by_id)]
         return torch.from_numpy(self.train_side.labels[places].astype(np.float32))
 
     def _validate(self) -> dict[str, float]:
-        """Balanced loss and AUC of the validation tiles."""
+        """Return class-balanced loss and AUC of the validation tiles."""
         side = self.val_side
         self.network.eval()
         logits = score_tiles(self.network, side.source, self.val_tiles, self.device, self.dtype, self.workers)
@@ -331,13 +331,13 @@ class _Run:
         if not np.isfinite(balanced):
             raise EncoderError(
                 f"the loss of epoch {self.epoch + 1} is not a number ({balanced})",
-                "training from here on would be in vain",
+                "training has diverged",
                 "Lower supervised.lr; with fp16 use --supervised.precision bf16 or fp32",
             )
         return {"val_loss": float(balanced), "val_auc": auc(labels, logits)}
 
     def _finish_epoch(self, folder: Path, line: dict[str, Any]) -> None:
-        """Keep the weights when they are the best so far, by AUC and then by loss, and write the checkpoint."""
+        """Keep the weights if they are the best so far, by AUC and then by loss, and write the checkpoint."""
         before = [(-each["val_auc"], each["val_loss"]) for each in self.history]
         self.history.append(line)
         if not before or (-line["val_auc"], line["val_loss"]) < min(before):
@@ -351,7 +351,7 @@ class _Run:
         write_state(folder, state | {"scaler": self.scaler.state_dict()})
 
     def result(self) -> TileNetwork:
-        """The network of the chosen epoch, on the CPU."""
+        """Return the network of the chosen epoch, on the CPU."""
         network = self.network.to("cpu").to(memory_format=torch.contiguous_format)
         network.load_state_dict(self.best)
         return network.eval()

@@ -1,6 +1,6 @@
-"""Models of the supervised baseline in files: `model.safetensors`, `config.json` and `metrics.jsonl` in one folder.
+"""Model folders of the supervised baseline: `model.safetensors`, `config.json` and `metrics.jsonl`.
 
-The config is written last and holds the checksum of the weights, so that files of two models never pass for one.
+The config is written last and holds the checksum of the weights, so that files of two models cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write_model(
     config: Mapping[str, Any],
     history: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Write a model's folder; the same model gives the same weights and config, byte for byte."""
+    """Write a model folder; the same model gives byte-identical weights and config."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     weights = safetensors.torch.save(plain, metadata={"format": "pt"})
     write_bytes(folder / WEIGHTS, weights)
@@ -39,7 +39,7 @@ def write_model(
 
 
 def read_config(folder: Path, kind: str) -> dict[str, Any]:
-    """The config of a model; ArtefactError where there is none of this kind."""
+    """Return the config of a model; raise ArtefactError where there is none of this kind."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         told = (config["kind"], config["format_version"])
@@ -51,7 +51,7 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def read_model(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and config of a model that `write_model` wrote."""
+    """Return weights and config of a model written by `write_model`; raise ArtefactError if invalid."""
     config = read_config(folder, kind)
     try:
         weights = (folder / WEIGHTS).read_bytes()
@@ -65,7 +65,7 @@ def read_model(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def read_history(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The lines of `metrics.jsonl`."""
+    """Return the lines of `metrics.jsonl`."""
     return tuple(json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines())
 
 
