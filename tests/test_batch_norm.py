@@ -264,6 +264,22 @@ def test_a_resumed_run_and_one_with_probes_give_the_same_weights(images: Path, t
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
+def test_quality_is_measured_with_the_statistics_of_plain_tiles(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[int] = []
+
+    def look(self: Any, encoder: Encoder, step: int) -> dict[str, Any]:
+        check_statistics(encoder, pixels_of(images))
+        seen.append(step)
+        return {}
+
+    monkeypatch.setattr(train.Watch, "is_due", lambda self, step: step == 1)
+    monkeypatch.setattr(train.Watch, "look", look)
+    pretrain(ImageTiles(images), tmp_path / "run", settings_of("resnet18", "dino"), Origin("x"), device="cpu")
+    assert seen == [1]
+
+
 @pytest.mark.slow
 def test_resnet50_trains_too(images: Path, tmp_path: Path):
     settings = settings_of("resnet18", "lejepa", architecture="resnet50", steps=1)

@@ -817,7 +817,8 @@ class _Run:
         A signal does not cut it short: which weights are kept must not depend on when a run was interrupted.
         """
         start = time.perf_counter()
-        found = self.quality.look(Encoder(self.learner.result, self._config()).to(self.place.device), self.step)
+        with self._kept_encoder() as encoder:
+            found = self.quality.look(encoder, self.step)
         seconds = time.perf_counter() - start
         self.pace.leave_out(seconds)
         return found | {"quality_s": round(seconds, 3)} if found else {}
@@ -863,10 +864,13 @@ class _Run:
         """The encoder that the weights so far make, for the first process to assess or save in a `with` block.
 
         Its batch norms have statistics of plain tiles meanwhile, computed with these very weights; afterwards those of
-        the training are back.
+        the training are back. Other processes get it as it is.
         """
         network, device = self.learner.result, self.place.device
         encoder = Encoder(network, self._config(provenance)).to(device)
+        if self.place.rank > 0:
+            yield encoder
+            return
         if self.plain_tiles is None and batch_norm.batch_norms_of(network):
             told = (batch_norm.NUM_TILES, self.made_for_px, self.settings.seed, self.workers)
             self.plain_tiles = batch_norm.passes_of(read_plain_sample(self.source, *told))
