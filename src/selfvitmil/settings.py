@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
@@ -177,6 +177,7 @@ _DINO: dict[str, Any] = {
     "scale_lr": True,
     "min_lr": 1e-6,
     "warmup_lr": 1e-6,
+    "layer_decay": 1.0,
     "weight_decay": 0.04,
     "weight_decay_end": 0.4,
     "clip_grad": 3.0,
@@ -197,6 +198,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "scale_lr": True,
         "min_lr": 1e-6,
         "warmup_lr": 1e-6,
+        "layer_decay": 1.0,
         "weight_decay": 0.05,
         "weight_decay_end": 0.05,
         "clip_grad": 3.0,
@@ -214,6 +216,7 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
         "scale_lr": False,
         "min_lr": 2.4e-7,
         "warmup_lr": 1e-5,
+        "layer_decay": 1.0,
         "weight_decay": 1e-5,
         "weight_decay_end": 1e-5,
         "clip_grad": 0.0,
@@ -226,6 +229,23 @@ METHOD_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of pretraining whose default depends on `method`: the numbers of its paper, with `simclr` those of DSMIL."""
+START_LR, START_LAYER_DECAY = 1e-4, 0.7
+"""Learning rate (at most) and layer-wise decay of a run that starts from trained weights. A full 5e-4 in all layers
+overwrites them within some hundred steps; nanopath continues DINOv2 with 1.25e-4 and 0.7 (0.8 was worse)."""
+LORA_LR_FACTOR = 10
+"""Adapters start at zero and have few weights: with the low rate of a continued run they hardly move."""
+FROM_SCRATCH = ("architecture", "width", "depth", "heads", "patch_px", "lr", "mean", "std")
+"""Settings of a preset that hold only for a network that starts from scratch: starting weights decide these."""
+
+
+def pretrain_defaults(method: str, init: str = "scratch", lora: int = 0) -> dict[str, Any]:
+    """Return the defaults of pretraining that depend on the method and on where the weights start."""
+    found = dict(METHOD_DEFAULTS[method])
+    if init != "scratch":
+        found |= {"lr": min(found["lr"], START_LR), "layer_decay": START_LAYER_DECAY}
+    if lora:
+        found |= {"lr": found["lr"] * LORA_LR_FACTOR, "layer_decay": 1.0}
+    return found
 
 
 class PretrainSettings(Settings):
@@ -248,7 +268,11 @@ class PretrainSettings(Settings):
     patch_px: int | None = Field(default=None, gt=0)
     """Edge of the ViT's patches, where it shall differ."""
     init: str = "scratch"
-    """Where the weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name."""
+    """Where the weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name. Its network, channel
+    means and embedding layout are kept, and the defaults of `lr` and `layer_decay` are lower."""
+    lora: int = Field(default=0, ge=0)
+    """Rank of low-rank adapters (LoRA, Hu et al. 2021) on the attention layers of a ViT from `init`: its own weights
+    stay fixed, adapters and head are trained, and the saved encoder has them merged in. 0 trains all weights."""
     packs: bool = False
     """Read tiles from the packs that `tile --pack` made, and not from the slides."""
     transductive: bool = False
@@ -283,7 +307,11 @@ class PretrainSettings(Settings):
     optimizer: Literal["adamw", "adam"] | None = None
     """AdamW, or Adam, whose weight decay is part of the gradient; none means adamw, with `simclr` adam."""
     lr: float | None = Field(default=None, gt=0)
-    """Learning rate after the warm-up; none means 5e-4, with `simclr` 1e-5."""
+    """Learning rate after the warm-up; none means 5e-4, with `init` 1e-4, with `lora` 1e-3 (with `simclr` 1e-5, with
+    `lora` 1e-4)."""
+    layer_decay: float | None = Field(default=None, gt=0, le=1)
+    """Layer-wise learning-rate decay: block k of n learns with `lr` times this to the power n - k, patch and position
+    embedding as block 0, the head with `lr`. None means 1 from scratch and with `lora`, 0.7 with `init`."""
     scale_lr: bool | None = None
     """Take `lr` for a batch of 256 and scale it in proportion to the batch; none means true, with `simclr` false."""
     min_lr: float | None = Field(default=None, ge=0)
@@ -432,9 +460,9 @@ class PretrainSettings(Settings):
     """Decides the starting weights, the order of the tiles and all that is random in their views."""
 
     def chosen(self, name: str) -> Any:
-        """The value of a setting, or where it is none the default of the method, if it has one."""
+        """The value of a setting, or where it is none the default of the method and start, if there is one."""
         value = getattr(self, name)
-        return METHOD_DEFAULTS[self.method].get(name) if value is None else value
+        return pretrain_defaults(self.method, self.init, self.lora).get(name) if value is None else value
 
 
 TokenLayout = Literal[
@@ -779,6 +807,11 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
         raise ValueError("pretrain.min_lr is never reached: the constant schedule keeps lr, unless decay_share is set")
     if pretrain.decay_share and not is_constant:
         raise ValueError("pretrain.decay_share is for the constant schedule: the cosine falls over the whole run")
+    if pretrain.lora and pretrain.init == "scratch":
+        raise ValueError(
+            "pretrain.lora adapts trained weights, and pretrain.init is scratch: give --pretrain.init with an encoder, "
+            "or leave pretrain.lora out"
+        )
     if pretrain.batch % pretrain.accumulate:
         raise ValueError(f"pretrain.batch {pretrain.batch} does not divide into {pretrain.accumulate} equal parts")
     if pretrain.sampler == "one-slide" and (pretrain.tiles_per_slide or 1) % pretrain.batch:
@@ -801,6 +834,8 @@ def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | N
     merged: dict[str, Any] = {}
     if preset in get_args(Preset) and preset != "default":
         merged = _overlay(merged, read_toml(Path(str(resources.files("selfvitmil") / "presets" / f"{preset}.toml"))))
+        if any(_section(told, "pretrain").get("init", "scratch") != "scratch" for told in (from_file, typed)):
+            merged["pretrain"] = {k: v for k, v in _section(merged, "pretrain").items() if k not in FROM_SCRATCH}
     merged = _overlay(_overlay(merged, from_file), typed)
     return parse(merged, source=str(toml_file) if toml_file is not None else "the command line")
 
@@ -881,6 +916,11 @@ def _to_toml(values: Mapping[str, Any], prefix: str) -> str:
     for key in tables:
         text += f"\n[{prefix}{key}]\n" + _to_toml(values[key], prefix=f"{prefix}{key}.")
     return text
+
+
+def _section(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = told.get(name)
+    return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
 
 
 def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain import schedule
 from selfvitmil.pretrain.batch_norm import batch_norms_of
 from selfvitmil.pretrain.joint import JointBatch
+from selfvitmil.pretrain.lora import add_adapters, check_lora, share_frozen
 from selfvitmil.pretrain.objectives.choose import make_objective
 from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
 from selfvitmil.pretrain.optim import update_teacher
 from selfvitmil.pretrain.schedule import ConstantSchedule, CosineSchedule, TeacherTemperature
-from selfvitmil.pretrain.tokens import class_token, has_shortcut
+from selfvitmil.pretrain.tokens import class_token, first_token, has_shortcut
 from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
@@ -139,7 +140,7 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
         with seeded(seed):
             layout: dict[str, Any] = {"layout": "cls+patchmean"} if args.get("depth", 4) < 4 else {}
             return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
-    encoder = load_encoder(settings.init)
+    encoder = _for_any_size(load_encoder(settings.init))
     told = encoder.config
     wanted = settings.architecture
     if wanted is not None and wanted.split(".")[0] != told.architecture:
@@ -156,7 +157,20 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             "weights of one network do not fit another",
             f"Leave pretrain.{differing[0]} out, or start from other weights",
         )
+    if settings.lora:
+        check_lora(encoder.backbone, settings.lora)
     return encoder
+
+
+def _for_any_size(encoder: Encoder) -> Encoder:
+    """The same encoder for images of any size: views are smaller than tiles, and some ViTs refuse all but their own."""
+    config = encoder.config
+    if not has_class_token(encoder.backbone) or getattr(encoder.backbone, "dynamic_img_size", True):
+        return encoder
+    args = {**config.model_args, "dynamic_img_size": True}
+    backbone = build_backbone(config.architecture, args)
+    backbone.load_state_dict(encoder.backbone.state_dict())
+    return Encoder(backbone, config.model_copy(update={"model_args": args}), encoder.warnings).eval()
 
 
 def _shape_of(backbone: Any) -> dict[str, int | None]:
@@ -190,8 +204,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def embedding_of(backbone: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """What turns images into the vectors that training compares."""
-    return class_token if has_shortcut(backbone) else _call
+    """What turns images into the vectors that training compares: a ViT's class token, whatever its own pooling is."""
+    if has_shortcut(backbone):
+        return class_token
+    return first_token if has_class_token(backbone) else _call
 
 
 def _call(backbone: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -231,12 +247,18 @@ class Learner(nn.Module):
             own = build_backbone(config.architecture, {**config.model_args, **drop}) if average else encoder.backbone
             own.load_state_dict(encoder.backbone.state_dict())
             self.student = Branch(own, self.objective.make_head(dim))
+            if settings.lora:
+                add_adapters(own, settings.lora)
         self.teacher: Branch | None = None
         if average:
             head = self.objective.make_head(dim) if self.objective.has_teacher else nn.Identity()
             self.teacher = Branch(encoder.backbone, head).requires_grad_(False)
             if self.objective.has_teacher:
                 head.load_state_dict(self.student.head.state_dict())
+            if settings.lora:
+                add_adapters(encoder.backbone, settings.lora)
+                encoder.backbone.load_state_dict(own.state_dict())
+                share_frozen(encoder.backbone.requires_grad_(False), own)
         self.train()
 
     def train(self, mode: bool = True) -> Learner:

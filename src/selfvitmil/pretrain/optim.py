@@ -5,11 +5,25 @@ All of it works on lists of tensors at once and never waits for the device: no n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+LAYER = re.compile(r"(?:blocks|layers?|stages)[._]?(\d+)\.")
+"""How names of parameters in a numbered block (of a ViT) or stage (of a ResNet and others) begin in timm's networks."""
+
+
+class Rate(NamedTuple):
+    """How the schedules act on a group of parameters."""
+
+    lr_scale: float
+    """What the learning rate is multiplied by."""
+    decayed: bool
+    """Whether the group has weight decay."""
 
 
 def parameter_groups(*modules: nn.Module) -> list[dict[str, Any]]:
@@ -17,13 +31,55 @@ def parameter_groups(*modules: nn.Module) -> list[dict[str, Any]]:
 
     The schedule of the weight decay must touch the first group only; the second has `weight_decay` 0.
     """
+    return _split(chain.from_iterable(module.named_parameters() for module in modules))
+
+
+def _split(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                (others if name.endswith("bias") or parameter.ndim <= 1 else decayed).append(parameter)
+    for name, parameter in named:
+        if parameter.requires_grad:
+            (others if name.endswith("bias") or parameter.ndim <= 1 else decayed).append(parameter)
     return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+
+
+def layered_groups(network: nn.Module, head: nn.Module, decay: float) -> tuple[list[dict[str, Any]], list[Rate]]:
+    """Return groups as of `parameter_groups` for each learning rate of layer-wise decay, and how schedules act on them.
+
+    With `decay` 1 these are the two groups of `parameter_groups(network, head)`.
+    """
+    scales = layer_scales(network, decay)
+    named = [(name, parameter, scales[name]) for name, parameter in network.named_parameters()]
+    named += [(name, parameter, 1.0) for name, parameter in head.named_parameters()]
+    groups: list[dict[str, Any]] = []
+    rates: list[Rate] = []
+    for scale in sorted({scale for _, _, scale in named}, reverse=True):
+        both = _split((name, parameter) for name, parameter, own in named if own == scale)
+        for group, decayed in zip(both, (True, False), strict=True):
+            if group["params"]:
+                groups.append(group)
+                rates.append(Rate(scale, decayed))
+    return groups, rates
+
+
+def layer_scales(network: nn.Module, decay: float) -> dict[str, float]:
+    """Return what the learning rate of each parameter is multiplied by: decay ** (n - k) in block (or stage) k of n.
+
+    What comes before the blocks (patch embedding, class token and registers, positions; the first convolution) counts
+    as block 0, what comes after them (the final norm) as block n. A network without numbered blocks has 1 throughout.
+    """
+    layers = [(name, LAYER.match(name)) for name, _ in network.named_parameters()]
+    numbers = sorted({int(found[1]) for _, found in layers if found})
+    last = len(numbers)
+    scales: dict[str, float] = {}
+    layer = 0 if numbers else last
+    for name, found in layers:
+        if found:
+            layer = numbers.index(int(found[1])) + 1
+        elif layer:  # the first parameters after a block
+            layer = last
+        scales[name] = decay ** (last - layer)
+    return scales
 
 
 @torch.no_grad()
@@ -60,11 +116,13 @@ def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> N
     """Move every weight of the teacher towards the student's: momentum * teacher + (1 - momentum) * student.
 
     Call it after the optimizer's step. Buffers (running means of batch norms) become the student's, until `batch_norm`
-    computes those that belong to the averaged weights.
+    computes those that belong to the averaged weights. Weights that both share (frozen ones) stay as they are.
     """
     for mine, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
         mine.copy_(theirs)
-    own: list[torch.Tensor] = list(teacher.parameters())
-    targets: list[torch.Tensor] = list(student.parameters())
+    pairs = zip(teacher.parameters(), student.parameters(), strict=True)
+    moving = [(mine, theirs) for mine, theirs in pairs if mine is not theirs]
+    own: list[torch.Tensor] = [mine for mine, _ in moving]
+    targets: list[torch.Tensor] = [theirs for _, theirs in moving]
     torch._foreach_mul_(own, momentum)  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_add_(own, targets, alpha=1 - momentum)  # pyright: ignore[reportPrivateImportUsage]

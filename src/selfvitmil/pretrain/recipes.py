@@ -29,23 +29,27 @@ def recipes_of(settings: PretrainSettings, tile_px: int, patch_px: int | None) -
         grey=settings.grey,
         **{name: settings.chosen(name) for name in ("brightness", "contrast", "saturation", "hue")},
     )
+    unit = patch_px or 1
+    _check_size("global_px", large, unit)
     if settings.method == "simclr":  # resampled as torchvision does where nothing is said, and DSMIL with it
         return (replace(base, blur=settings.blur[2], interpolation="bilinear"),) * 2
-    unit = patch_px or 1
     small = settings.local_px or max(round(large * 3 / 7 / unit), 1) * unit
-    for name, size in (("global_px", large), ("local_px", small)):
-        if size % unit:
-            raise ConfigError(
-                f"pretrain.{name} {size} is no multiple of {unit}",
-                f"the ViT cuts its views into patches of {unit} px",
-                f"Use {max(round(size / unit), 1) * unit}",
-            )
+    _check_size("local_px", small, unit)
     first, second, third = settings.blur
     return (
         replace(base, blur=first),
         replace(base, blur=second, solarize=settings.solarize),
         *[replace(base, size_px=small, scale=settings.local_scale, blur=third)] * settings.num_local,
     )
+
+
+def _check_size(name: str, size: int, unit: int) -> None:
+    if size % unit:
+        raise ConfigError(
+            f"pretrain.{name} {size} is no multiple of {unit}",
+            f"the ViT cuts its views into patches of {unit} px",
+            f"Use {max(round(size / unit), 1) * unit}",
+        )
 
 
 def made_for_px(recipe: ViewRecipe, tile_px: int) -> int:

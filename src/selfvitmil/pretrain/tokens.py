@@ -26,7 +26,9 @@ from selfvitmil.encoder.network import ConvStem
 
 def has_shortcut(backbone: nn.Module) -> bool:
     """Whether this is a plain ViT, for which `class_token` gives what the network itself gives."""
-    if type(backbone) is not VisionTransformer or backbone.global_pool != "token" or not backbone.has_class_token:
+    if type(backbone) is not VisionTransformer or not backbone.has_class_token:
+        return False
+    if backbone.global_pool not in ("token", ""):  # without pooling (Virchow) the network gives all tokens
         return False
     vit: Any = backbone
     block = vit.blocks[-1]
@@ -49,6 +51,13 @@ def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
     class_B1D = class_B1D + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(tokens_BND))))
     class_B1D = class_B1D + last.drop_path2(last.ls2(last.mlp(last.norm2(class_B1D))))
     return vit.norm(class_B1D[:, 0])
+
+
+def first_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
+    """(B, D): the class token after the final norm of any ViT of timm's, also of those that pool in another way."""
+    # Networks that average keep their final norm behind the pooling, under another name.
+    norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else nn.Identity()
+    return norm(vit.forward_features(images_B3HW)[:, 0])
 
 
 def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,9 @@ from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, 
 from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of, read_plain_sample
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.learner import Learner, Numbers
+from selfvitmil.pretrain.lora import merged
 from selfvitmil.pretrain.objectives.contract import RECENT_LINES, Outcome, Part
-from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, parameter_groups
+from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, layered_groups
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.quality import plan_evaluations, read_sample
 from selfvitmil.pretrain.recipes import made_for_px, recipes_of
@@ -210,6 +211,7 @@ class _Run:
         self.numbers: Numbers = learning.settle_numbers(settings, sum(source.counts), self.order.steps_per_epoch)
         self.workers = default_workers() if settings.workers is None else settings.workers
         self.encoder = learning.start_encoder(settings, source.size_px, settings.seed)
+        self.warnings += self.encoder.warnings
         self.made_from = self._identity()
 
     def _check_size(self) -> None:
@@ -298,8 +300,10 @@ class _Run:
         self.schedules = self.numbers.schedules(settings)
         self.learner = Learner(self.encoder, settings, self.numbers, settings.seed).to(device)
         # Fused only on a GPU: on a CPU it is no faster.
+        student = self.learner.student
+        groups, self.rates = layered_groups(student.backbone, student.head, settings.chosen("layer_decay"))
         self.optimizer = OPTIMIZERS[self.numbers.optimizer](
-            parameter_groups(self.learner.student), lr=0.0, fused=True if device.type == "cuda" else None
+            groups, lr=0.0, fused=True if device.type == "cuda" else None
         )
         self.dtype = choose_precision(settings.precision, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -687,8 +691,9 @@ class _Run:
 
     def _move(self, numbers: dict[str, float], states: list[torch.Tensor]) -> None:
         """The optimizer's step with this step's numbers, then the average and what the objective moves itself."""
-        for group, decay in zip(self.optimizer.param_groups, (numbers["weight_decay"], 0.0), strict=True):
-            group["lr"], group["weight_decay"] = numbers["lr"], decay
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = numbers["lr"] * rate.lr_scale
+            group["weight_decay"] = numbers["weight_decay"] if rate.decayed else 0.0
         self.scaler.unscale_(self.optimizer)
         if self.numbers.clip_grad:
             clip_each_gradient(self.learner.student.parameters(), self.numbers.clip_grad)
@@ -856,8 +861,10 @@ class _Run:
             **asdict(ending),
             "made_from": self.made_from,
         }
+        if self.settings.init != "scratch":
+            provenance |= {"layer_decay": self.settings.chosen("layer_decay"), "lora": self.settings.lora}
         with self._kept_encoder(provenance) as encoder:
-            save_encoder(folder, encoder)
+            save_encoder(folder, Encoder(merged(encoder.backbone), encoder.config))
 
     @contextmanager
     def _kept_encoder(self, provenance: dict[str, Any] | None = None) -> Iterator[Encoder]:

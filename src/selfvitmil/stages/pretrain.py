@@ -15,7 +15,7 @@ from typing import Any
 
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, StudySettings, read_toml, tiling_name, to_toml
+from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, tiling_name, to_toml
 from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
 from selfvitmil.stages.measure import Measures, measure_training, untrained_network
 from selfvitmil.stages.run_plan import RunPlan
@@ -157,7 +157,8 @@ def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) 
 
 def _method_defaults(pretrain: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON has them."""
-    return json.loads(json.dumps(METHOD_DEFAULTS[pretrain.get("method", PretrainSettings().method)]))
+    told = {key: pretrain[key] for key in ("init", "lora") if key in pretrain}
+    return json.loads(json.dumps(pretrain_defaults(pretrain.get("method", PretrainSettings().method), **told)))
 
 
 def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
