@@ -30,7 +30,7 @@ from selfvitmil.aggregate.train import Trained, save_model
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
-from selfvitmil.evaluate.choices import Choice
+from selfvitmil.evaluate.thresholds import Choice
 from selfvitmil.localize.maps import write_map
 from selfvitmil.localize.products import ProductJob, make_products
 from selfvitmil.package import SETTINGS, Judge, Measures, Package, PackageParts, expect, open_package, write_package

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from selfvitmil.cohort import Cohort, SlideRow
-from selfvitmil.evaluate.cases import Case, Cases, find_cases
+from selfvitmil.evaluate.dataset import Case, Cases, find_cases
 from selfvitmil.tiles import TileTable, trident_attributes
 
 DIM = 6

@@ -20,7 +20,7 @@ from scipy.stats import binomtest
 
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
-from selfvitmil.evaluate.table import PUBLISHED, ComparisonRow, JudgedOn, PairedRow
+from selfvitmil.evaluate.comparison_table import PUBLISHED, ComparisonRow, EvaluatedOn, PairedRow
 from selfvitmil.metrics import Interval, auc, auc_interval, average_precision, curve_bands
 
 NAMES = ("normal", "tumor")
@@ -225,7 +225,7 @@ def test_confusion_shows_counts_shares_and_limits():
 
 
 def forest_rows() -> list[ComparisonRow]:
-    on = JudgedOn("demo", "given test split", (("normal", 17), ("tumor", 12)))
+    on = EvaluatedOn("demo", "given test split", (("normal", 17), ("tumor", 12)))
     half = Interval(0.5, 0.3, 0.7, "Wilson")
     rows = []
     for k, method in enumerate(("dsmil", "mean", "transmil")):
@@ -253,8 +253,8 @@ def test_forest_keeps_published_apart_from_measured():
     assert "ensembles of 2 seeds. Lines: 95 % intervals. Vertical line: MEAN, the baseline." in text
     assert "0.700 [0.600, 0.780]" in text
 
-    on = replace(rows[0].judged_on, camelyon16_test=True, protocol="optimistic")
-    official = words(figures.auc_figure([replace(row, judged_on=on) for row in rows]))
+    on = replace(rows[0].evaluated_on, camelyon16_test=True, protocol="optimistic")
+    official = words(figures.auc_figure([replace(row, evaluated_on=on) for row in rows]))
     assert "AUC of every method: OPTIMISTIC" in official
     assert "the same test slides" in official
     assert "not comparable" not in official
@@ -314,14 +314,14 @@ def all_figures(protocol: figures.Protocol = "honest") -> dict[str, Figure]:
     told = {"class_names": NAMES, "threshold": 0.45, "threshold_from": YOUDEN, "protocol": protocol}
     three, history = np.arange(29) % 3, [{"epoch": e, "train_loss": 1 / e, "val_loss": 0.5} for e in range(1, 9)]
     by_class = np.random.default_rng(0).dirichlet([1, 1, 1], 29)
-    on = replace(forest_rows()[0].judged_on, protocol=protocol)
+    on = replace(forest_rows()[0].evaluated_on, protocol=protocol)
     return {
         "roc": figures.draw_roc(labels, ensemble, seed_scores=seeds, resamples=100, **told),
         "pr": figures.draw_pr(labels, ensemble, seed_scores=seeds, resamples=100, **told),
         "roc3": figures.draw_roc(three, by_class, class_names="abc", resamples=100, protocol=protocol),
         "calibration": figures.draw_calibration(labels, ensemble, uncalibrated=ensemble**2, **told),
         "confusion": figures.draw_confusion([[15, 2], [3, 9]], NAMES, threshold_from=YOUDEN, protocol=protocol),
-        "auc": figures.draw_auc([replace(row, judged_on=on) for row in forest_rows()]),
+        "auc": figures.draw_auc([replace(row, evaluated_on=on) for row in forest_rows()]),
         "history": figures.draw_history([history] * 2, [3, 4], protocol=protocol),
     }
 

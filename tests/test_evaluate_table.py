@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from selfvitmil import metrics
 from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.inference import Estimator
-from selfvitmil.evaluate.table import (
+from selfvitmil.evaluate.comparison_table import (
     PUBLISHED,
     ComparisonRow,
-    JudgedOn,
+    EvaluatedOn,
     PairedRow,
     holm,
     paired_rows,
@@ -31,12 +30,13 @@ from selfvitmil.evaluate.table import (
     table_markdown,
     table_notes,
 )
+from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.settings import EvaluateSettings, StudySettings
 from selfvitmil.store.files import write_text
 
 YOUDEN = "Youden's point of the validation slides"
-ON = JudgedOn("demo", "given test split", (("normal", 80), ("tumor", 49)))
+ON = EvaluatedOn("demo", "given test split", (("normal", 80), ("tumor", 49)))
 
 
 def interval(value: float) -> Interval:
@@ -49,7 +49,7 @@ def row(method: str, auc: float = 0.8, **changed) -> ComparisonRow:
         "method": method,
         "display_name": method,
         "features": "DINO ViT-S/16 at 0.5 mpp",
-        "judged_on": ON,
+        "evaluated_on": ON,
         "seed_aucs": (0.79, 0.81, 0.83),
         "auc": interval(auc),
         "accuracy": interval(0.75),
@@ -268,7 +268,7 @@ def test_cells_round_and_keep_published_numbers_apart():
 def test_cells_fit_160_columns():
     long = "a method with a name that nobody would give it"
     rows = [row("self-vit-mil", 0.9, display_name=long, warnings=("w1", "w2", f"w{k}")) for k in range(3, 12)]
-    rows[0] = replace(rows[0], judged_on=ON, training_seconds=5999.0)
+    rows[0] = replace(rows[0], evaluated_on=ON, training_seconds=5999.0)
     cells = table_cells(rows)
     assert len({len(line) for line in cells}) == 1
     widths = [max(len(part) for line in cells for part in line[k].split("\n")) for k in range(len(cells[0]))]
@@ -309,18 +309,18 @@ def test_notes_tell_data_threshold_seeds_and_test_of_every_number():
 
 def test_what_is_said_of_published_numbers_depends_on_the_test_slides():
     official = replace(ON, cohort="Camelyon16", split="official test set", camelyon16_test=True)
-    last = next(note for note in table_notes([row("dsmil", judged_on=official)]) if "not measured here" in note)
+    last = next(note for note in table_notes([row("dsmil", evaluated_on=official)]) if "not measured here" in note)
     assert "which are the test slides here too" in last
     assert "not comparable" not in last
     assert not any("ublished" in note for note in table_notes([row("mean")]))
 
 
 def test_optimistic_is_written_on_the_table():
-    rows = [row("dsmil", judged_on=replace(ON, protocol="optimistic"))]
+    rows = [row("dsmil", evaluated_on=replace(ON, protocol="optimistic"))]
     assert table_cells(rows)[0][0] == "method\nOPTIMISTIC"
     assert "| method OPTIMISTIC |" in table_markdown(rows)
     assert table_notes(rows)[0].startswith(
-        "OPTIMISTIC: epoch, threshold and kind of evidence were chosen on the slides that judge"
+        "OPTIMISTIC: epoch, threshold and kind of evidence were chosen on the test set"
     )
     assert next(csv.DictReader(io.StringIO(table_csv(rows))))["protocol"] == "optimistic"
     assert "OPTIMISTIC" not in table_markdown([row("dsmil")])
@@ -329,7 +329,7 @@ def test_optimistic_is_written_on_the_table():
 @pytest.mark.parametrize("estimator", Estimator)
 def test_the_table_says_what_intervals_and_p_values_are_conditional_on(estimator: Estimator):
     on = replace(ON, estimator=estimator)
-    rows = [row("dsmil", judged_on=on), row("mean", judged_on=on)]
+    rows = [row("dsmil", evaluated_on=on), row("mean", evaluated_on=on)]
     assert table_notes(rows).count(estimator.conditional_on) == 1
     assert estimator.conditional_on in table_markdown(rows)
     for record in csv.DictReader(io.StringIO(table_csv(rows))):
@@ -387,7 +387,7 @@ def test_markdown_is_one_table_whatever_the_names():
 
 def test_several_classes():
     on = replace(ON, counts=(("a", 5), ("b", 6), ("c", 7)))
-    rows = [row("mean", judged_on=on, sensitivity=None, specificity=None)]
+    rows = [row("mean", evaluated_on=on, sensitivity=None, specificity=None)]
     header, line = table_cells(rows)
     assert header[1:4] == ["recipe", "macro AUC [95 %]", "macro AUC\nof seeds"]
     assert line[7:9] == ["-", "-"]
@@ -397,8 +397,8 @@ def test_several_classes():
 
 def test_rows_judged_otherwise_do_not_stand_in_one_table():
     for render in (table_cells, table_csv, table_markdown, table_notes):
-        with pytest.raises(MetricError, match="dsmil and max were judged on different slides"):
-            render([row("dsmil"), row("max", judged_on=replace(ON, protocol="optimistic"))])
+        with pytest.raises(MetricError, match="dsmil and max have different test sets"):
+            render([row("dsmil"), row("max", evaluated_on=replace(ON, protocol="optimistic"))])
         with pytest.raises(MetricError, match="without rows"):
             render([])
 
@@ -411,7 +411,7 @@ def test_rows_judged_otherwise_do_not_stand_in_one_table():
 )
 def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: str, tmp_path: Path):
     for place, auc in (("results/compare", 0.7), ("results/compare_optimistic", 0.9)):
-        made = row("self-vit-mil", auc, judged_on=replace(ON, protocol=place.partition("_")[2] or "honest"))
+        made = row("self-vit-mil", auc, evaluated_on=replace(ON, protocol=place.partition("_")[2] or "honest"))
         write_text(tmp_path / place / "table.csv", table_csv([made]))
         write_text(tmp_path / place / "lesions.csv", f"maps_of,hit_rate\nself-vit-mil,{auc}\n")
     settings = StudySettings(evaluate=EvaluateSettings(protocol=protocol))
@@ -429,7 +429,7 @@ def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: st
 
 def test_a_run_on_three_classes_ends_with_the_macro_auc(tmp_path: Path):
     on = replace(ON, counts=(("a", 3), ("b", 4), ("c", 5)))
-    made = row("self-vit-mil", 0.876, judged_on=on, sensitivity=None, specificity=None)
+    made = row("self-vit-mil", 0.876, evaluated_on=on, sensitivity=None, specificity=None)
     write_text(tmp_path / "results" / "compare" / "table.csv", table_csv([made]))
     header, line = outcome_table(tmp_path, StudySettings())
     shown = dict(zip(header, line, strict=True))

@@ -541,11 +541,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, monkeypatch: pytest.MonkeyPatch):
     trials: list[Any] = []
-    seal = evaluate.seal
-    monkeypatch.setattr(evaluate, "seal", lambda *given: trials.append(seal(*given)) or trials[-1])
+    hold_out = evaluate.hold_out_test_labels
+    monkeypatch.setattr(evaluate, "hold_out_test_labels", lambda *given: trials.append(hold_out(*given)) or trials[-1])
     summary = work.run(localize_stage.localize)
     assert not summary.failures
-    assert [trial.labels.reason for trial in trials] == [""]  # sealed to the end
+    assert [trial.labels.reason for trial in trials] == [""]  # held out to the end
     told, classes = read_predictions(work.study / "results" / "features_vit_dsmil" / "predictions.csv")
     rows = {row.slide: row for row in told if row.part == "test" and row.seed is None}
     maps = work.maps()

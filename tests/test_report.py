@@ -25,13 +25,13 @@ from selfvitmil import cli
 from selfvitmil.annotations import Annotation
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.evaluate.comparison_table import PUBLISHED, table_csv, table_markdown
+from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.evaluate.figures import roc_figure
-from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.evaluate.method_metrics import score_method
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult, Run
-from selfvitmil.evaluate.results import comparison_row, judged_on, write_results
-from selfvitmil.evaluate.scores import score_method
-from selfvitmil.evaluate.table import PUBLISHED, table_csv, table_markdown
+from selfvitmil.evaluate.result_files import comparison_row, evaluated_on, write_results
 from selfvitmil.localize import overlay
 from selfvitmil.localize.figures import write_lesion_scores, write_lesion_table
 from selfvitmil.localize.judge import LesionCase, judge_lesions
@@ -134,7 +134,7 @@ def plant_results(folder: Path) -> None:
     write_results(folder / MODEL, [one], [scored], EVALUATE)
     labels, scores = [1, 0, 1, 0], [0.9, 0.2, 0.3, 0.1]
     write_text(folder / MODEL / "roc.svg", roc_figure(labels, scores, f"ROC of {GONE}", resamples=100))
-    row = comparison_row(one, scored, judged_on(one, "made"), published=PUBLISHED["self-vit-mil"])
+    row = comparison_row(one, scored, evaluated_on(one, "made"), published=PUBLISHED["self-vit-mil"])
     write_results(folder / "compare", [one], [scored], EVALUATE)
     write_text(folder / "compare" / "table.csv", table_csv([row]))
     write_text(folder / "compare" / "table.md", table_markdown([row]))
@@ -549,7 +549,7 @@ def test_ends_of_a_map(scores: list[int], most: int):
 def test_markdown_tables_are_read_back():
     one = result(method="a|b\\c\\|d")
     scored = score_method(one, EVALUATE)
-    row = comparison_row(one, scored, judged_on(one, "co|hort"))
+    row = comparison_row(one, scored, evaluated_on(one, "co|hort"))
     header, rows, notes = judged.parse_markdown_table(table_markdown([row]))
     assert rows[0][0] == "a|b\\c\\|d"
     assert len(header) == len(rows[0]) == 15
@@ -628,7 +628,7 @@ def test_slides_and_trainings_of_all_splits_are_told(overlap: bool, words: str, 
     scored, folder = score_method(one, EVALUATE), tmp_path / "results"
     write_results(folder / "alone", [one], [scored], EVALUATE)
     write_results(folder / "compare", [one], [scored], EVALUATE)
-    write_text(folder / "compare" / "table.csv", table_csv([comparison_row(one, scored, judged_on(one, "c"))]))
+    write_text(folder / "compare" / "table.csv", table_csv([comparison_row(one, scored, evaluated_on(one, "c"))]))
     text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
     assert f"test slides {words}" in text
     assert "compare: self-vit-mil, 10 trainings 10 min" in text

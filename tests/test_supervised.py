@@ -39,7 +39,7 @@ from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, write_bag
 from selfvitmil.cohort import SlideRow, make_cohort
 from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError, EncoderError
-from selfvitmil.evaluate import Run, find_cases, make_splits, seal
+from selfvitmil.evaluate import Run, find_cases, hold_out_test_labels, make_splits
 from selfvitmil.metrics import auc
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, SupervisedSettings
@@ -544,7 +544,7 @@ def test_rows_of_both_protocols_lie_apart_and_tell_the_time_of_their_training(
         told = {"tile": TILE, "supervised": TINY.model_dump(), "compare": {"supervised": method}}
         settings = StudySettings.model_validate({**told, "evaluate": {"protocol": protocol}})
         cases = find_cases(make_cohort(rows), files, tiling="1mpp_32px_0px")
-        trial = seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+        trial = hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
         study = made[0].path.parent
         row = SupervisedRow(study, settings, cases, trial, tmp_path / "models" / "vit", BagStore("cpu"), lines.append)
         return row.run(trial.splits[0], 0)

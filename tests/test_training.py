@@ -10,7 +10,7 @@ import pytest
 from planted import planted
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.engine import Engine
-from selfvitmil.evaluate import Trial, make_splits, seal
+from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits
 from selfvitmil.evaluate.models import Training, trainings_of
 from selfvitmil.evaluate.protocol import fit_method
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
@@ -23,7 +23,7 @@ TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", fol
 @pytest.fixture
 def trial(tmp_path: Path) -> Trial:
     cases = planted(tmp_path, patients=12, shift=6.0)
-    return seal(cases, make_splits(cases, TRAIN), EvaluateSettings())
+    return hold_out_test_labels(cases, make_splits(cases, TRAIN), EvaluateSettings())
 
 
 def made(trial: Trial, folder: Path, workers: int) -> tuple[list[Training], dict[Path, str]]:

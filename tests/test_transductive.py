@@ -13,7 +13,7 @@ import pytest
 
 from planted import row, write_features
 from selfvitmil.cohort import Cohort, Split, k_fold, read_cohort
-from selfvitmil.evaluate.trial import seen_slides
+from selfvitmil.evaluate.evaluation_splits import seen_slides
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
 from selfvitmil.study.encoders import encoder_runs, settle_scope

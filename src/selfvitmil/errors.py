@@ -116,5 +116,5 @@ class EngineError(SelfVitMilError):
     """Workers that cannot be started or reached."""
 
 
-class SealedLabelError(SelfVitMilError):
+class HeldOutLabelError(SelfVitMilError):
     """A test label requested before the final evaluation, or training started after it."""

@@ -49,7 +49,7 @@ def package(
 
     `results` is the folder of results that the model card's figures come from, where it has another name than usual.
     """
-    from selfvitmil.evaluate import seal, stored_models
+    from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
     _check_asked(choice, settings)
@@ -60,7 +60,10 @@ def package(
         if features.by_split:
             choice = replace(choice, encoder=None)  # the split's own, which its features name
             features = replace(features.by_split[chosen.name], encoder=features.encoder, models=features.models)
-        trial, models = seal(cases, [chosen], settings.evaluate), features.models / settings.train.aggregator
+        trial, models = (
+            hold_out_test_labels(cases, [chosen], settings.evaluate),
+            features.models / settings.train.aggregator,
+        )
         stored = stored_models(settings.train.aggregator, trial, settings.train, models)
         fitted = stored.fitted
         settings, _ = with_staging(settings, cases.cohort)

@@ -1,22 +1,26 @@
-"""Judging aggregators: which slides, which splits, by what protocol, with which numbers.
+"""Evaluation of aggregators: data set, splits, protocol, metrics and comparison table.
 
-cases.py        a cohort and its feature files -> cases: labelled slides with a sound bag
-guard.py        the seal on test labels
-trial.py        splits, with the test labels under seal
-models.py       trainings, and the models that they leave
-protocol.py     a method over splits and seeds: trained, scored, decided
-choices.py      threshold and calibration, and where they come from
-predictions.py  predictions.csv
-scores.py       all metrics, by slide and by patient
-results.py      the folder of results; rows of the comparison
-table.py        the comparison table, published rows
-figures.py      SVG figures
+dataset.py            a cohort and its feature files -> labelled slides with valid bags
+held_out_labels.py    test labels that cannot be read before the final scoring
+evaluation_splits.py  training, validation and test slides of every split, test labels held out
+models.py             training runs and their stored models
+protocol.py           a method over splits and seeds: training, scoring, decisions
+thresholds.py         decision threshold and calibration, and their origin
+predictions.py        predictions.csv
+method_metrics.py     all metrics of a method, by slide and by patient
+estimators.py         how metrics of several test sets are combined
+result_files.py       the results folder; rows of the comparison
+comparison_table.py   the comparison table, paired tests, published rows
+baseline_advice.py    advice where a simple method is better on validation slides
+figures.py            SVG figures; figure_files.py writes them
 """
 
 from __future__ import annotations
 
-from selfvitmil.evaluate.cases import Case, Cases, CoarseScale, find_cases, join_scales
-from selfvitmil.evaluate.guard import FINAL_SCORING, SealedLabelError, SealedLabels
+from selfvitmil.evaluate.dataset import Case, Cases, CoarseScale, find_cases, join_scales
+from selfvitmil.evaluate.evaluation_splits import Trial, hold_out_test_labels, make_splits
+from selfvitmil.evaluate.held_out_labels import FINAL_SCORING, HeldOutLabelError, HeldOutLabels
+from selfvitmil.evaluate.method_metrics import Samples, Scores, samples_of, score_method, score_samples
 from selfvitmil.evaluate.predictions import Prediction, read_predictions, write_predictions
 from selfvitmil.evaluate.protocol import (
     Fitted,
@@ -24,15 +28,13 @@ from selfvitmil.evaluate.protocol import (
     Run,
     Stored,
     check_models,
-    conclude,
+    choose_thresholds,
+    evaluate_method,
     fit_method,
-    judge_method,
     run_method,
     stored_models,
 )
-from selfvitmil.evaluate.results import compare_results, comparison_row, judged_on, write_results
-from selfvitmil.evaluate.scores import Samples, Scores, samples_of, score_method, score_samples
-from selfvitmil.evaluate.trial import Trial, make_splits, seal
+from selfvitmil.evaluate.result_files import compare_results, comparison_row, evaluated_on, write_results
 
 __all__ = [
     "FINAL_SCORING",
@@ -40,31 +42,31 @@ __all__ = [
     "Cases",
     "CoarseScale",
     "Fitted",
+    "HeldOutLabelError",
+    "HeldOutLabels",
     "MethodResult",
     "Prediction",
     "Run",
     "Samples",
     "Scores",
-    "SealedLabelError",
-    "SealedLabels",
     "Stored",
     "Trial",
     "check_models",
+    "choose_thresholds",
     "compare_results",
     "comparison_row",
-    "conclude",
+    "evaluate_method",
+    "evaluated_on",
     "find_cases",
     "fit_method",
+    "hold_out_test_labels",
     "join_scales",
-    "judge_method",
-    "judged_on",
     "make_splits",
     "read_predictions",
     "run_method",
     "samples_of",
     "score_method",
     "score_samples",
-    "seal",
     "stored_models",
     "write_predictions",
     "write_results",

@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import formatting as plain
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, check_rows
+from selfvitmil.evaluate.comparison_table import ComparisonRow, EvaluatedOn, check_rows
 from selfvitmil.formatting import shorten
 from selfvitmil.metrics import (
     Interval,
@@ -87,19 +87,19 @@ STYLE = {
 
 
 class CurveOptions(TypedDict, total=False):
-    """What ROC and precision-recall figures may be told."""
+    """Optional arguments of ROC and precision-recall figures."""
 
     seed_scores: Sequence[ArrayLike]
-    """Scores of the single trainings, each shaped as `scores`; drawn as thin lines."""
+    """Scores of the single seeds, each shaped as `scores`; drawn as thin lines."""
     class_names: Sequence[str]
     threshold: float | ArrayLike | None
-    """Of the rule score >= threshold: one, or one for each sample (that of its fold). None with several classes."""
+    """Threshold of score >= threshold: one, or one per sample (of its fold). None with several classes."""
     threshold_from: str
-    """Where it came from, as in `Youden's point of the validation slides`."""
+    """Origin of the threshold, for example `Youden on validation`."""
     groups: ArrayLike | None
-    """Patients, who are drawn whole in intervals and bands."""
+    """Patients: the resampling unit of intervals and bands."""
     folds: ArrayLike | None
-    """Whose model scored a sample: curves are means over folds, within which samples are ranked."""
+    """Fold of each sample: samples are ranked within folds, and curves are means over folds."""
     protocol: Protocol
     level: float
     resamples: int
@@ -111,15 +111,15 @@ class CurveOptions(TypedDict, total=False):
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Our style on matplotlib's defaults, whatever the user's own is, for as long as this lasts."""
+    """Context with our style on matplotlib's defaults, independent of the user's own style."""
     with matplotlib.style.context(["default", STYLE]), warnings.catch_warnings():
-        # Names may need glyphs that DejaVu Sans lacks. It only measures them: they are drawn with the reader's fonts.
+        # Names may need glyphs that DejaVu Sans lacks. It only measures them: the viewer's fonts draw them.
         warnings.filterwarnings("ignore", r"Glyph .* missing from font")
         yield
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure as SVG text without a date or random names, titled for screen readers."""
+    """Return the figure as SVG text without date or random ids, with a title for screen readers."""
     text = io.StringIO()
     with _style():
         _settle(figure)
@@ -138,7 +138,7 @@ def _settle(figure: Figure) -> None:
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draws in our style."""
+    """Decorator: draw in our style."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -149,7 +149,7 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def as_svg(draw: Callable[P, Figure]) -> Callable[P, str]:
-    """The same function as one that gives SVG text."""
+    """Return the function with SVG text as its result."""
 
     def drawn(*args: P.args, **kwargs: P.kwargs) -> str:
         return to_svg(draw(*args, **kwargs))
@@ -167,7 +167,7 @@ def finish(
     protocol: Protocol,
     legend_in: Axes | None = None,
 ) -> Figure:
-    """Give the figure its height and write around the plot: title above, legend (or in an empty panel), caption."""
+    """Set the figure's height and add title, legend (or in an empty panel) and caption."""
     if protocol == "optimistic":
         title += ": OPTIMISTIC"
         caption = [*caption, "OPTIMISTIC: epoch and threshold were chosen on the test slides; expect less on others."]
@@ -189,7 +189,7 @@ def finish(
         legend_in.set_axis_off()
         legend_in.legend(handles.values(), handles.keys(), loc="center", **look)
     elif handles:
-        # matplotlib fills columns first; we mean rows.
+        # matplotlib fills columns first; rows are wanted here.
         names = [name for column in range(3) for name in list(handles)[column::3]]
         place = (0.5, foot_in / height)
         shown = figure.legend(
@@ -209,7 +209,7 @@ def _counts(label: Labels, names: Sequence[str]) -> str:
 
 
 def with_limits(interval: Interval) -> str:
-    """With spaces at which no line breaks."""
+    """Return the text with non-breaking spaces."""
     return plain.with_limits(interval).replace(" ", "\xa0")
 
 
@@ -218,7 +218,7 @@ def percent(share: float) -> str:
 
 
 def _cuts(threshold: float | ArrayLike | None) -> Floats:
-    """The distinct thresholds."""
+    """Return the distinct thresholds."""
     return np.unique(np.asarray([] if threshold is None else threshold, dtype=np.float64))
 
 
@@ -238,7 +238,7 @@ def _seeds_words(count: int) -> str:
 
 
 def _note(axes: Axes, lines: Sequence[str], corner: Literal["lower right", "lower left", "upper right"]) -> None:
-    """Numbers in a corner of the plot."""
+    """Write metrics into a corner of the plot."""
     vertical, horizontal = corner.split(" ")
     axes.text(
         0.97 if horizontal == "right" else 0.03,
@@ -265,7 +265,7 @@ def _unit_square(axes: Axes, x_name: str, y_name: str) -> None:
 
 @styled
 def draw_roc(labels: ArrayLike, scores: ArrayLike, title: str = "ROC curve", **options: Unpack[CurveOptions]) -> Figure:
-    """ROC curve with its bootstrap band, every seed, and the point of the chosen threshold with Wilson limits.
+    """Draw the ROC curve with bootstrap band, every seed, and the chosen threshold with Wilson limits.
 
     `scores` (N,) rank class 1; (N, C) give a panel for each class against the rest, marked where the class with the
     largest score decides.
@@ -277,7 +277,7 @@ def draw_roc(labels: ArrayLike, scores: ArrayLike, title: str = "ROC curve", **o
 def draw_pr(
     labels: ArrayLike, scores: ArrayLike, title: str = "Precision-recall curve", **options: Unpack[CurveOptions]
 ) -> Figure:
-    """Precision-recall steps, otherwise as `draw_roc`."""
+    """Draw the precision-recall curve as steps, otherwise as `draw_roc`."""
     return _draw_curves(_pr_panel, labels, scores, title, **options)
 
 
@@ -336,7 +336,7 @@ def _draw_curves(
 
 
 def _check(labels: ArrayLike, scores: ArrayLike, class_names: Sequence[str]) -> tuple[Labels, Floats]:
-    """Labels and scores, (N,) for two classes and (N, C) for more; a name for every class."""
+    """Return labels, scores ((N,) for two classes, (N, C) for more) and a name for every class."""
     columns = np.shape(scores)[1] if np.ndim(scores) == 2 else None
     if len(class_names) != (columns or 2):
         raise MetricError(
@@ -349,7 +349,7 @@ def _check(labels: ArrayLike, scores: ArrayLike, class_names: Sequence[str]) -> 
 
 
 def _called(scores: Floats, threshold: float | ArrayLike | None) -> NDArray[np.int64] | None:
-    """What is decided for every sample: class numbers, or None where there is no rule."""
+    """Return the predicted class of every sample, or None without a decision rule."""
     if scores.ndim == 2:
         return scores.argmax(axis=1)
     return None if threshold is None else (scores >= np.asarray(threshold, dtype=np.float64)).astype(np.int64)
@@ -421,14 +421,14 @@ def _pr_panel(
 
 
 def _pr_line(axes: Axes, label: Labels, scores: Floats, folds: ArrayLike | None, name: str, **how: Any) -> Any:
-    """Steps whose area is the average precision: up to each recall the precision that is reached there."""
+    """Return the steps whose area is the average precision."""
     curve = pr_curve(label, scores, folds=folds)
     recall, precision = np.append(0.0, curve.recall), np.append(curve.precision[0], curve.precision)
     return axes.plot(recall, precision, drawstyle="steps-pre", label=name, **how)[0]
 
 
 def _mark(axes: Axes, x: Interval, y: Interval) -> Any:
-    """The point of the threshold, with limits in both directions."""
+    """Draw the operating point of the threshold with limits in both directions."""
     axes.plot([x.low, x.high], [y.value, y.value], color=ORANGE, lw=1.3, zorder=4)
     axes.plot([x.value, x.value], [y.low, y.high], color=ORANGE, lw=1.3, zorder=4)
     return axes.plot(
@@ -465,7 +465,7 @@ def draw_calibration(
     protocol: Protocol = "honest",
     level: float = 0.95,
 ) -> Figure:
-    """Stated probability against the share observed in bins, Wilson limits, and how many slides are in each bin.
+    """Draw the reliability diagram: predicted probability against observed frequency with Wilson limits, and counts.
 
     `uncalibrated`: the probabilities before scaling, as hollow marks. (N, C) probabilities: the likeliest class's,
     against how often it is right. Slides of all `folds` share the bins, and the caption says so.
@@ -503,7 +503,7 @@ def draw_calibration(
 
 
 def _share_lines(axes: Axes, seen: Reliability, before: Reliability | None) -> dict[str, Any]:
-    """Observed shares over stated probabilities: with limits, and before scaling."""
+    """Draw observed frequencies over predicted probabilities, with limits, and before calibration."""
     (even,) = axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (1, 2)))
     handles: dict[str, Any] = {}
     notes = [f"ECE {seen.ece:.3f}"]
@@ -519,7 +519,7 @@ def _share_lines(axes: Axes, seen: Reliability, before: Reliability | None) -> d
 
 
 def _count_bars(axes: Axes, truth: Labels, stated: Floats) -> list[Any]:
-    """How many samples of either class fall into each bin, stacked."""
+    """Draw the number of samples of each class per bin, stacked."""
     index = np.minimum((stated * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     left, base = np.arange(NUM_BINS) / NUM_BINS, np.zeros(NUM_BINS)
     bars = []
@@ -545,7 +545,7 @@ def draw_confusion(
     protocol: Protocol = "honest",
     level: float = 0.95,
 ) -> Figure:
-    """Counts [true class, called class]; colour and percentages are of the row, with Wilson limits while they fit."""
+    """Draw the confusion matrix [true, predicted]; colours and percentages per row, with Wilson limits if they fit."""
     counts = np.asarray(matrix)
     size = len(class_names)
     if counts.shape != (size, size):
@@ -586,7 +586,7 @@ def draw_confusion(
 
 
 def _luminance(color: Sequence[float]) -> float:
-    """0 for black to 1 for white, as eyes see it: below 0.21 white words stand out better than dark ones."""
+    """Return the relative luminance, 0 black to 1 white: below 0.21 white text has more contrast than dark text."""
     red, green, blue = (np.asarray(color[:3]) / 1.055 + 0.052) ** 2.4
     return float(0.2126 * red + 0.7152 * green + 0.0722 * blue)
 
@@ -604,9 +604,9 @@ def _confusion_text(count: int, whole: int, size: int, level: float) -> str:
 
 @styled
 def draw_auc(rows: Sequence[ComparisonRow], title: str = "AUC of every method") -> Figure:
-    """A line for every row: the ensemble with its interval, each seed, and the published value as a hollow mark."""
+    """Draw one line per row: the ensemble with its interval, each seed, and the published value as a hollow marker."""
     check_rows(rows)
-    on, limits = rows[0].judged_on, percent(rows[0].auc.level)
+    on, limits = rows[0].evaluated_on, percent(rows[0].auc.level)
     tested = {row.paired.baseline for row in rows if row.paired}
     base = next((row for row in rows if not row.paired and tested & {row.method, row.display_name}), None)
     caption = [
@@ -655,7 +655,7 @@ def _ensemble_words(seeds: Sequence[int]) -> str:
     return f"ensembles of {many} seeds" if few == many else f"ensembles of {few} to {many} seeds"
 
 
-def _published_words(on: JudgedOn) -> str:
+def _published_words(on: EvaluatedOn) -> str:
     words = "Hollow marks: published, on Camelyon16's official test set, not measured here;"
     if on.camelyon16_test:
         return f"{words} the same test slides, other features and choices (see the table)."
@@ -673,12 +673,12 @@ def draw_history(
     *,
     protocol: Protocol = "honest",
 ) -> Figure:
-    """Loss per epoch of every training (`epoch`, `train_loss`, `val_loss` of its rows) and their means.
+    """Draw the loss per epoch of every training run (`epoch`, `train_loss`, `val_loss`) and their means.
 
     `chosen`: the epoch kept of each, marked on its validation line. Means end where the first training stopped.
     """
     if not histories or not all(histories):
-        raise MetricError("a training without epochs", "there is nothing to draw", "Pass one row for each epoch")
+        raise MetricError("a training history without epochs", "there is nothing to draw", "Pass one row per epoch")
     judge = "test slides, OPTIMISTIC" if protocol == "optimistic" else "validation"
     several = len(histories) > 1
     count = f"{len(histories)} trainings, thin lines; thick: their mean while all ran." if several else "One training."
@@ -715,7 +715,7 @@ def draw_history(
 
 
 def _loss_line(history: Sequence[Mapping[str, Any]], field: str) -> tuple[Floats, Floats]:
-    """Epochs and losses; NaN, which leaves a gap, where a loss is missing."""
+    """Return epochs and losses; NaN, which leaves a gap, where a loss is missing."""
     losses = [row.get(field) for row in history]
     epochs = np.array([row["epoch"] for row in history], dtype=np.float64)
     return epochs, np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Models of a method as they lie in their folder: which trainings they come from, which of them are still to be made.
+"""Training runs of a method and their stored models: which are up to date and which have to be trained.
 
 A `Training` is all that one model is made from: training slides, the slides that its epoch is chosen on, settings and
 seed. It holds nothing of the test slides, so that it may be sent to another process (`make_model`). A model whose
@@ -21,8 +21,8 @@ from selfvitmil.aggregate.train import BagStore, LabelledBag, Trained, load_mode
 from selfvitmil.aggregate.train import train as train_aggregator
 from selfvitmil.bags import Bag
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.evaluate.cases import Case
-from selfvitmil.evaluate.trial import Trial, TrialSplit
+from selfvitmil.evaluate.dataset import Case
+from selfvitmil.evaluate.evaluation_splits import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import hash_of
 from selfvitmil.store.layout import model_folder
@@ -35,22 +35,22 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A trained aggregator and how it came about."""
+    """A trained aggregator with epoch, warnings and training time."""
 
     module: Aggregator
     epoch: int
     note: str
     """`made`, `current` (a stored model was used), or `made again: ...`."""
     seconds: float
-    """Time of the training, be it an earlier one."""
+    """Training time, also of an earlier run."""
     warnings: tuple[str, ...]
     evidence: EvidenceChoice | None
-    """How the kind of evidence was chosen, where the recipe left it open."""
+    """Choice of the kind of evidence, where the recipe says `auto`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """One method on one split with one seed, and where its model goes."""
+    """One training run: a method on one split with one seed, and the folder of its model."""
 
     name: str
     split: str
@@ -60,9 +60,9 @@ class Training:
     training: tuple[Case, ...]
     chosen_on: tuple[Case, ...]
     place: Path | None
-    """The model's folder; None where it is not kept."""
+    """The model's folder; None where it is not stored."""
     about: Mapping[str, Any]
-    """What the model's folder tells of its origin."""
+    """Metadata stored with the model."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.split}, seed {self.seed}"
@@ -83,10 +83,10 @@ class Training:
         return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]), evidence)
 
     def make(self, note: str, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Model:
-        """Train, which is handed nothing but labelled bags of training and validation; store where there is a place."""
+        """Train on labelled training and validation bags only; store the model if it has a folder."""
         trained = self._trained(bag_of, store, report)
         if self.place is not None:
-            # An old config must not stay beside new weights, should we be killed in between.
+            # An old config must not stay beside new weights if the process is killed in between.
             (self.place / "config.json").unlink(missing_ok=True)
             save_model(self.place, trained, dict(self.about))
         seconds = _seconds(trained.history)
@@ -107,14 +107,14 @@ class Training:
 def trainings_of(
     name: str, trial: Trial, train: TrainSettings, folder: Path | None, splits: Sequence[TrialSplit] | None = None
 ) -> list[Training]:
-    """All trainings of a method: every split (or these) with every seed."""
+    """Return all training runs of a method: every split (or these) with every seed."""
     splits = trial.splits if splits is None else splits
     seeds = range(train.seed, train.seed + train.seeds)
     return [_training(name, trial, train, folder, split, seed) for split in splits for seed in seeds]
 
 
 def make_model(training: Training) -> None:
-    """Train and store one model, in a process that may know nothing but this."""
+    """Train and store one model in a worker process; the `Training` is all it needs."""
     note = training.stored()
     if isinstance(note, str):
         training.make(note, Case.read, BagStore.of(training.settings), None)
@@ -153,7 +153,7 @@ def _made_from(
 
 
 def model_name(split: str, optimistic: bool) -> str:
-    """Folder of the models of a split: the protocols do not overwrite each other's."""
+    """Return the folder name of a split's models; each protocol has its own."""
     return f"{split}_optimistic" if optimistic else split
 
 

@@ -1,4 +1,4 @@
-"""Predictions: one row per method, slide, split and seed; `predictions.csv` written and read.
+"""Predictions, one row per method, slide, split and seed: write and read `predictions.csv`.
 
 Columns: method, slide, patient, split, part (`val` or `test`), label, seed (a number or `ensemble`), score, max, bag,
 calibrated, threshold, threshold_from, decision, protocol, and with two classes negative and positive (their names).
@@ -24,25 +24,25 @@ STREAMS = ("score", "max", "bag", "calibrated")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one method says of one slide."""
+    """Prediction of one method for one slide."""
 
     method: str
     slide: str
     patient: str
     split: str
-    """Name of the split, for instance `fold0`."""
+    """Name of the split, for example `fold0`."""
     part: Literal["val", "test"]
     label: int
-    """Class index of the truth."""
+    """Class index of the slide's label."""
     seed: int | None
-    """None: the mean over all seeds."""
+    """None for the ensemble: the mean over all seeds."""
     score: Values
-    """Probability of the positive class (one number), or of each of more than two classes."""
+    """Probability of the positive class (one value), or of each of more than two classes."""
     max: Values | None
     bag: Values | None
     calibrated: Values | None
     threshold: float | None
-    """Of `score`; None with more than two classes."""
+    """Threshold of `score`; None with more than two classes."""
     threshold_from: str
     decision: int
     """Class index."""
@@ -56,7 +56,7 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], class_names
 
 
 def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:
-    """The rows of a `predictions.csv` and the class names in class order; ArtefactError where it is damaged."""
+    """Return the rows of `predictions.csv` and the class names in class order; raise ArtefactError if invalid."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             header, *rows = csv.reader(file)

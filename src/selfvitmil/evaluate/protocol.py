@@ -1,20 +1,19 @@
-"""One method over all splits and seeds: trained, its choices made, its test slides scored.
+"""Evaluation protocol: train a method on all splits and seeds, choose thresholds, score the test set.
 
     splits = make_splits(cases, train_settings, evaluate_settings)
-    trial = seal(cases, splits, evaluate_settings)          # test labels are out of reach from here on
+    trial = hold_out_test_labels(cases, splits, evaluate_settings)  # test labels are held out from here on
     fitted = fit_method("dsmil", trial, train_settings)     # for every method: train, score, choose thresholds
-    trial.labels.open(FINAL_SCORING)                        # from here on no training can begin
-    result = judge_method(fitted, trial)                    # decisions beside the truth
+    trial.labels.open(FINAL_SCORING)                        # no training run can start after this
+    result = evaluate_method(fitted, trial)                 # predictions with labels
 
 `run_method` does the last four for one method. A comparison fits all methods before it opens the labels.
 
-`honest`: the epoch is chosen by the trainer on validation slides, the threshold and the calibration on their scores.
-`optimistic`: the test slides take the place of validation in all three, no validation is carved from the training
-slides, and the labels are opened at the start with that reason.
+`honest`: the epoch is chosen on validation slides, threshold and calibration on their scores. `optimistic`: the test
+set replaces the validation set in all three, no validation set is split off, and the labels are opened at the start.
 
-The ensemble is the mean of the seeds' probabilities, with a threshold and a calibration of its own.
-Models lie in <folder>/<split>/seed<k>/ (<split>_optimistic under that protocol); one that is current is used again
-(`models.py`). Who must not train asks for `stored_models`, or only whether they are current (`check_models`).
+The ensemble is the mean of the seeds' probabilities, with its own threshold and calibration. Models are stored in
+<folder>/<split>/seed<k>/ (<split>_optimistic under that protocol) and reused while up to date (`models.py`).
+`stored_models` and `check_models` use stored models without training.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from selfvitmil.aggregate.train import BagScore, BagStore
 from selfvitmil.aggregate.train import score as score_bags
 from selfvitmil.cohort import Split
 from selfvitmil.errors import ArtefactError
-from selfvitmil.evaluate.cases import BagFile, Case, Cases
-from selfvitmil.evaluate.choices import Choice, choose
-from selfvitmil.evaluate.guard import FINAL_SCORING
+from selfvitmil.evaluate.dataset import BagFile, Case, Cases
+from selfvitmil.evaluate.evaluation_splits import Trial, hold_out_test_labels
+from selfvitmil.evaluate.held_out_labels import FINAL_SCORING
 from selfvitmil.evaluate.models import Model, Report, Training, trainings_of
 from selfvitmil.evaluate.predictions import Prediction, Values
-from selfvitmil.evaluate.trial import Trial, seal
+from selfvitmil.evaluate.thresholds import Choice, choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
 
@@ -60,11 +59,11 @@ def run_method(
     store: BagStore | None = None,
     report: Report | None = None,
 ) -> MethodResult:
-    """One method from cases to predictions: seal, train, open, judge. Arguments as of `fit_method`."""
-    trial = seal(cases, splits, evaluate)
+    """Train and evaluate one method, holding out test labels until the end. Arguments as in `fit_method`."""
+    trial = hold_out_test_labels(cases, splits, evaluate)
     fitted = fit_method(name, trial, train, title=title, folder=folder, store=store, report=report)
     trial.labels.open(FINAL_SCORING)
-    return judge_method(fitted, trial)
+    return evaluate_method(fitted, trial)
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -72,30 +71,30 @@ def run_method(
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One training: a method on one split with one seed."""
+    """One training run: a method on one split with one seed."""
 
     split: str
     seed: int
     epoch: int
-    """The one chosen."""
+    """Chosen epoch."""
     note: str
     """`made`, `current` (a stored model was used), or `made again: ...`."""
     seconds: float
-    """Time of the training, be it an earlier one."""
+    """Training time, also of an earlier run."""
     warnings: tuple[str, ...]
     chosen_on: Mapping[str, BagScore]
-    """Scores of the slides that thresholds are chosen on."""
+    """Scores of the slides that the threshold is chosen on."""
     test: Mapping[str, BagScore]
     evidence: EvidenceChoice | None = None
-    """How the kind of evidence was chosen, where the recipe left it open."""
+    """Choice of the kind of evidence, where the recipe says `auto`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """All trainings of one method and what was chosen after them; made without the label of any test slide."""
+    """All training runs of one method with thresholds and calibrations; independent of test labels."""
 
     method: str
-    """What its row is called."""
+    """Name of its row."""
     aggregator: str
     runs: tuple[Run, ...]
     choices: Mapping[tuple[str, int | None], Choice]
@@ -118,40 +117,40 @@ def fit_method(
 ) -> Fitted:
     """Train the aggregator `name` on every split with every seed, score bags, choose thresholds and calibrations.
 
-    `title` names the row where it is not `name`; `folder` keeps the models (models/<tiling>/<encoder>/<aggregator>);
-    `report` is told every epoch with method, split and seed. `notes` are those of models that were made just now, by
-    their folders; other stored models have the note `current`. With `score_test=False` test bags are not even opened.
+    `title` names the row if it is not `name`; `folder` stores the models (models/<tiling>/<encoder>/<aggregator>);
+    `report` is called for every epoch with method, split and seed. `notes` are those of models trained just before, by
+    folder; other stored models have the note `current`. With `score_test=False` test bags are not opened.
     """
-    # One store for all trainings: bags are checked, measured and uploaded once.
+    # One store for all training runs: bags are checked, measured and uploaded once.
     fitter = _Fitter(trial, store or BagStore.of(train))
     trainings = trainings_of(name, trial, train, folder)
     runs = [fitter.run(training, report, notes, score_test) for training in trainings]
-    return conclude(title or name, name, runs, trial, note_of(name, train, _dim(trial)))
+    return choose_thresholds(title or name, name, runs, trial, note_of(name, train, _dim(trial)))
 
 
 def _dim(trial: Trial) -> int:
-    """Dimension of the trial's bags."""
+    """Return the feature dimension of the bags."""
     return trial.bag(trial.splits[0].train[0]).dim
 
 
 @dataclass(frozen=True, eq=False)
 class _Fitter:
-    """What all trainings of a method share."""
+    """Shared state of all training runs of a method."""
 
     trial: Trial
     store: BagStore
 
     def run(self, training: Training, report: Report | None, notes: Mapping[Path, str], score_test: bool) -> Run:
-        """The stored model where it is current, else a new one, and what it says of its slides."""
+        """Return the run of the stored model if it is up to date, else of a new one, with its scores."""
         model = training.stored()
         if isinstance(model, str):
             with self.trial.labels.training(str(training)):
                 model = training.make(model, self.trial.bag, self.store, report)
         elif training.place is not None:
             model = replace(model, note=notes.get(training.place, model.note))
-        return self.judged(training, model, score_test)
+        return self.scored_run(training, model, score_test)
 
-    def judged(self, training: Training, model: Model, score_test: bool) -> Run:
+    def scored_run(self, training: Training, model: Model, score_test: bool) -> Run:
         (split,) = (each for each in self.trial.splits if each.name == training.split)
         scored = self._scored(model, training.chosen_on)
         test = self._scored(model, split.test) if score_test else {}
@@ -170,16 +169,16 @@ class _Fitter:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """The models of a method as they lie in their folder, and what is chosen after them."""
+    """Stored models of a method with their thresholds and calibrations."""
 
     modules: Mapping[tuple[str, int], Aggregator]
     """(split, seed) -> trained aggregator."""
     fitted: Fitted
-    """Without scores of test slides."""
+    """Without scores of the test set."""
 
 
 def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[str, str]:
-    """Split -> hash of what its models were made from; ArtefactError unless all of them are there and current."""
+    """Return split -> hash of its models' inputs; raise ArtefactError unless all models are up to date."""
     made_from: dict[str, list[str]] = {}
     for training in _current_models(name, trial, train, folder):
         made_from.setdefault(training.split, []).append(training.about["made_from"])
@@ -189,16 +188,16 @@ def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) ->
 def stored_models(
     name: str, trial: Trial, train: TrainSettings, folder: Path, *, store: BagStore | None = None
 ) -> Stored:
-    """What `fit_method` gives without test slides, and the models, but nothing is trained: ArtefactError instead."""
+    """Return stored models and the result of `fit_method` without test scores; raise ArtefactError if any is stale."""
     fitter = _Fitter(trial, store or BagStore.of(train))
     current = _current_models(name, trial, train, folder)
     modules = {(training.split, training.seed): model.module for training, model in current.items()}
-    runs = [fitter.judged(training, model, score_test=False) for training, model in current.items()]
-    return Stored(modules, conclude(name, name, runs, trial, note_of(name, train, _dim(trial))))
+    runs = [fitter.scored_run(training, model, score_test=False) for training, model in current.items()]
+    return Stored(modules, choose_thresholds(name, name, runs, trial, note_of(name, train, _dim(trial))))
 
 
 def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
-    """All models by training; ArtefactError, naming the split, where any is missing, damaged or stale."""
+    """Return all models by training run; raise ArtefactError where any is missing, damaged or stale."""
     current: dict[Training, Model] = {}
     problems: dict[str, list[str]] = {}
     for split in trial.splits:
@@ -213,18 +212,18 @@ def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path)
             told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
             raise ArtefactError(
                 f"{name}: no current models of {split.name} ({told})",
-                "trained models are used here, and none is trained",
+                "this command uses trained models and does not train",
                 f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
             )
     return current
 
 
-# ---------------------------------------------------------------------------------------------------- choosing
+# ---------------------------------------------------------------------------------------------------- thresholds
 
 
 @dataclass(frozen=True, eq=False)
 class _Scored:
-    """What one seed, or the ensemble, says of some slides: (N, K) probabilities of the method and of its streams."""
+    """Probabilities (N, K) of one seed or of the ensemble, with those of the two streams."""
 
     score: Floats
     max: Floats | None
@@ -235,10 +234,10 @@ class _Scored:
         return None if array is None else tuple(array[row].tolist())
 
 
-def conclude(
+def choose_thresholds(
     method: str, aggregator: str, runs: Sequence[Run], trial: Trial, recipe: RecipeNote | None = None
 ) -> Fitted:
-    """Choose thresholds and calibrations after all trainings, also after such as were made elsewhere."""
+    """Choose thresholds and calibrations of all training runs and of the ensembles."""
     choices: dict[tuple[str, int | None], Choice] = {}
     for split in trial.splits:
         chosen_on = trial.chosen_on(split)
@@ -252,7 +251,7 @@ def conclude(
 def _with_ensemble(
     runs: Sequence[Run], part: Literal["chosen_on", "test"], cases: Sequence[BagFile]
 ) -> dict[int | None, _Scored]:
-    """Scores of every seed, and under None their mean, also of the streams where all have them."""
+    """Return the scores of every seed and, under None, their mean; streams where all seeds have them."""
     slides = [case.slide for case in cases]
     scored: dict[int | None, _Scored] = {}
     for run in runs:
@@ -280,24 +279,24 @@ def _mean(arrays: Sequence[Floats | None]) -> Floats | None:
     return np.mean(present, axis=0) if len(present) == len(arrays) else None
 
 
-# ---------------------------------------------------------------------------------------------------- judging
+# ---------------------------------------------------------------------------------------------------- predictions
 
 
 @dataclass(frozen=True, eq=False)
 class MethodResult:
-    """All predictions of one method and how they came about."""
+    """All predictions of one method, with training runs and settings."""
 
     method: str
     aggregator: str
     class_names: tuple[str, ...]
     predictions: tuple[Prediction, ...]
-    """By split; within it seeds in order, then the ensemble; within that validation, then test slides."""
+    """Ordered by split, seed (the ensemble last) and part (validation, then test)."""
     runs: tuple[Run, ...]
     choices: Mapping[tuple[str, int | None], Choice]
     """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
     protocol: str
     labels_opened: str
-    """Why the test labels were opened."""
+    """Reason for opening the test labels."""
     encoder: str
     tiling: str
     warnings: tuple[str, ...]
@@ -310,7 +309,7 @@ class MethodResult:
 
     @property
     def evidence(self) -> dict[str, EvidenceChoice]:
-        """Split -> how its kind of evidence was chosen, where the recipe left it open; the same for all seeds."""
+        """Split -> choice of its kind of evidence, where the recipe says `auto`; the same for all seeds."""
         return {run.split: run.evidence for run in self.runs if run.evidence is not None}
 
     @property
@@ -322,14 +321,14 @@ class MethodResult:
         return tuple(dict.fromkeys(run.split for run in self.runs))
 
 
-def judge_method(fitted: Fitted, trial: Trial) -> MethodResult:
-    """Put decisions beside the truth; SealedLabelError unless the test labels were opened."""
+def evaluate_method(fitted: Fitted, trial: Trial) -> MethodResult:
+    """Return the predictions with labels; raise HeldOutLabelError unless the test labels were opened."""
     predictions: list[Prediction] = []
     for split in trial.splits:
         runs = [run for run in fitted.runs if run.split == split.name]
         test = trial.opened(split)
         on_test = _with_ensemble(runs, "test", test)
-        # Under the optimistic protocol both are the same slides: they stand under `test` alone.
+        # Under the optimistic protocol both are the same slides: they are listed under `test` only.
         on_val = {} if trial.optimistic else _with_ensemble(runs, "chosen_on", split.val)
         for seed, scored in on_test.items():
             name = _Name(fitted.method, split.name, seed, trial.evaluate.protocol)
@@ -357,7 +356,7 @@ def judge_method(fitted: Fitted, trial: Trial) -> MethodResult:
 
 @dataclass(frozen=True)
 class _Name:
-    """What the rows of one seed share."""
+    """Fields shared by the rows of one seed."""
 
     method: str
     split: str
@@ -391,11 +390,11 @@ def _rows(
 
 
 def _warnings(fitted: Fitted) -> list[str]:
-    """Of trainings and calibrations, each with how many it concerns."""
+    """Return the warnings of training runs and calibrations, each with its number of occurrences."""
     trained = Counter(warning for run in fitted.runs for warning in run.warnings)
     sources = Counter(choice.calibration_from for choice in fitted.choices.values())
     refused = {text.removeprefix("none: "): count for text, count in sources.items() if text.startswith("none: ")}
     return [
-        *(f"{text} ({count} of {len(fitted.runs)} trainings)" for text, count in trained.items()),
+        *(f"{text} ({count} of {len(fitted.runs)} training runs)" for text, count in trained.items()),
         *(f"not calibrated ({count} of {len(fitted.choices)} times): {text}" for text, count in refused.items()),
     ]

@@ -43,7 +43,7 @@ from selfvitmil import metrics
 from selfvitmil.annotations import Annotation, box_coverage, read_annotations, to_mask
 from selfvitmil.cohort.table import SlideRow, listing
 from selfvitmil.errors import ArtefactError, CohortError, MetricError
-from selfvitmil.evaluate.scores import attempt
+from selfvitmil.evaluate.method_metrics import attempt
 from selfvitmil.localize.lesion_scores import Json, JudgedSlide, LesionScores, Threshold
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import SlideMap, read_map

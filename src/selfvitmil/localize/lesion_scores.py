@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.evaluate.scores import interval_json
+from selfvitmil.evaluate.method_metrics import interval_json
 from selfvitmil.metrics import FPS, CaseDetections, Froc, Interval, wilson
 from selfvitmil.metrics.intervals import bootstrap, check_groups, percentile_interval
 from selfvitmil.settings import EvaluateSettings

@@ -15,8 +15,8 @@ import numpy as np
 
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.scores import interval_json
-from selfvitmil.evaluate.table import holm
+from selfvitmil.evaluate.comparison_table import holm
+from selfvitmil.evaluate.method_metrics import interval_json
 from selfvitmil.formatting import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 from selfvitmil.localize.judge import LesionCase
 from selfvitmil.localize.lesion_scores import SCORES, LesionScores, limits, record_csv

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these load torch, and who draws maps needs none
     from selfvitmil.aggregate.scoring import BagScore, TileScores
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
-    from selfvitmil.evaluate.choices import Choice
+    from selfvitmil.evaluate.thresholds import Choice
 
 Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from selfvitmil.evaluate.inference import Estimator
-from selfvitmil.evaluate.results import FORMAT_VERSION
+from selfvitmil.evaluate.estimators import Estimator
+from selfvitmil.evaluate.result_files import FORMAT_VERSION
 from selfvitmil.formatting import percent, value_and_limits
 from selfvitmil.localize.maps import MAIN_METHOD
 from selfvitmil.pseudonyms import Names

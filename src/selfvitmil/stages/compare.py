@@ -62,8 +62,8 @@ def compare(
 ) -> Summary:
     """Judge many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
     from selfvitmil.aggregate.train import BagStore
-    from selfvitmil.evaluate import FINAL_SCORING, judge_method, score_method, write_results
-    from selfvitmil.evaluate.simple_rows import better_simple_rows
+    from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, score_method, write_results
+    from selfvitmil.evaluate.baseline_advice import better_simple_rows
 
     lines = _embed_baselines(study, choice, settings, engine)
     with open_study(study, "compare"):
@@ -78,7 +78,7 @@ def compare(
         simple = better_simple_rows(fitted, rows[0].trial, settings.train.aggregator)
         for row in rows:  # all trainings are over: no label of a test slide was read so far
             row.trial.labels.open(FINAL_SCORING)
-        results = [judge_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
+        results = [evaluate_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
         folder = StudyLayout(study).results(results_name(name or "compare", settings))
         lines += remove_earlier_results(folder, results)
@@ -113,7 +113,7 @@ def _rows(
 ) -> list[Row]:
     """All rows that were asked for; those of other features use the same slides in the same splits."""
     from selfvitmil.aggregate.recipes import options_of
-    from selfvitmil.evaluate import fit_method, seal
+    from selfvitmil.evaluate import fit_method, hold_out_test_labels
     from selfvitmil.evaluate.models import trainings_of
 
     compare = settings.compare
@@ -123,7 +123,7 @@ def _rows(
         check_supervised(cases.class_names, cases.cohort)
 
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
-        trial, method = seal(its_cases, splits, settings.evaluate), train.aggregator
+        trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
         folder, report = own.models / title, epoch_reporter(title)
         fit = lambda notes: fit_method(  # noqa: E731
             method, trial, train, title=title, folder=folder, store=store, report=report, notes=notes
@@ -154,7 +154,7 @@ def _rows(
     if compare.supervised != "none":
         # A network of its own learns from pixels: it has nothing of the encoder, nor of what that has seen.
         own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
-        trial = seal(own_cases, splits, settings.evaluate)
+        trial = hold_out_test_labels(own_cases, splits, settings.evaluate)
         rows.append(
             Row(
                 compare.supervised, trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)
@@ -166,14 +166,14 @@ def _rows(
 def _fit_supervised(
     study: Path, settings: StudySettings, cases: Cases, trial: Trial, features: Features, store: BagStore
 ) -> Fitted:
-    """The row that learns from outlined lesions: every split and seed, by the same seal as all others."""
-    from selfvitmil.evaluate import conclude
+    """Fit the row trained on annotated lesions: every split and seed, with the same held-out test labels."""
+    from selfvitmil.evaluate import choose_thresholds
     from selfvitmil.stages.supervised import SupervisedRow
 
     row = SupervisedRow(study, settings, cases, trial, features.models, store, epoch_reporter())
     seeds = range(settings.train.seed, settings.train.seed + settings.train.seeds)
     runs = [row.run(split, seed) for split in trial.splits for seed in seeds]
-    return conclude(row.title, row.method, runs, trial)
+    return choose_thresholds(row.title, row.method, runs, trial)
 
 
 def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> dict[str, str]:
@@ -270,11 +270,11 @@ def _write_table(
     advice: Sequence[str],
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Write table.csv, table.md and auc.svg; the table for the terminal, and `advice` and notes below it."""
-    from selfvitmil.evaluate import compare_results, comparison_row, judged_on
+    from selfvitmil.evaluate import compare_results, comparison_row, evaluated_on
+    from selfvitmil.evaluate.comparison_table import PUBLISHED, table_cells, table_csv, table_markdown, table_notes
     from selfvitmil.evaluate.figures import auc_figure
-    from selfvitmil.evaluate.table import PUBLISHED, table_cells, table_csv, table_markdown, table_notes
 
-    on = judged_on(results[0], study.resolve().name, camelyon16_test=_is_camelyon16_test(splits))
+    on = evaluated_on(results[0], study.resolve().name, camelyon16_test=_is_camelyon16_test(splits))
     paired = compare_results(results, settings.compare.baseline, settings.evaluate)
     published = PUBLISHED | {"supervised ResNet-18": PUBLISHED["resnet18"]}  # by the rows' titles
     for result in results:  # published figures stand beside the published recipe, where the table has both

@@ -49,16 +49,16 @@ def evaluate(
     name: str | None = None,
 ) -> Summary:
     """Judge an aggregator on the test slides, training what is not there yet; writes `results/<name>/`."""
-    from selfvitmil.evaluate import FINAL_SCORING, judge_method, score_method, seal, write_results
-    from selfvitmil.evaluate.pictures import write_figures
+    from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, hold_out_test_labels, score_method, write_results
+    from selfvitmil.evaluate.figure_files import write_figures
 
     with open_study(study, "evaluate"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
         method = settings.train.aggregator
-        trial = seal(cases, splits, settings.evaluate)
+        trial = hold_out_test_labels(cases, splits, settings.evaluate)
         fitted = fit_models(method, cases, trial, settings.train, features.models / method, engine)
         trial.labels.open(FINAL_SCORING)
-        result = judge_method(fitted, trial)
+        result = evaluate_method(fitted, trial)
         folder = StudyLayout(study).results(results_name(name or f"{features.encoder}_{method}", settings))
         scores = score_method(result, settings.evaluate)
         lines += remove_earlier_results(folder, [result])

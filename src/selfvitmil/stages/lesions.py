@@ -101,10 +101,10 @@ def _judged(
     stage: str,
 ) -> tuple[dict[str, Judged], str, list[Failure], list[str]]:
     """Method -> its maps beside annotations; the encoder; slides that failed; lines to print."""
-    from selfvitmil.evaluate import FINAL_SCORING, seal
+    from selfvitmil.evaluate import FINAL_SCORING, hold_out_test_labels
 
     lines, cases, splits, features = prepare(study, source, choice, settings, stage)
-    trial = seal(cases, splits, settings.evaluate)
+    trial = hold_out_test_labels(cases, splits, settings.evaluate)
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]
     maps: dict[str, list[Path]] = {}

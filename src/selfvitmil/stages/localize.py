@@ -2,7 +2,7 @@
 
 Models are not trained here: they must be there and current, so that a map shows what the evaluation judged. A slide is
 mapped by the models of a split in which it is a test slide (or has another of `localize.parts`); threshold and decision
-come from that split's validation slides as in `evaluate`, and the labels of test slides stay sealed.
+come from that split's validation slides as in `evaluate`, and the labels of test slides stay held out.
 
 Scores are computed in this process, slide by slide; lesions, pictures and exports by the workers (`products.py`).
 """
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
     from selfvitmil.evaluate import Case, Trial
-    from selfvitmil.evaluate.cases import BagFile
-    from selfvitmil.evaluate.choices import Choice
-    from selfvitmil.evaluate.trial import TrialSplit
+    from selfvitmil.evaluate.dataset import BagFile
+    from selfvitmil.evaluate.evaluation_splits import TrialSplit
+    from selfvitmil.evaluate.thresholds import Choice
     from selfvitmil.localize.maps import Verdict
     from selfvitmil.localize.places import Places
     from selfvitmil.localize.source import HeatmapSource
@@ -75,14 +75,14 @@ def localize(
     slides: Sequence[str] = (),
 ) -> Summary:
     """Map slides by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
-    from selfvitmil.evaluate import seal
+    from selfvitmil.evaluate import hold_out_test_labels
     from selfvitmil.localize.scores import shown_class
 
     with open_study(study, "localize"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "localize")
         settings, staged = with_staging(settings, cases.cohort)
         lines += staged
-        trial = seal(cases, splits, settings.evaluate)
+        trial = hold_out_test_labels(cases, splits, settings.evaluate)
         shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
         failed = {failure.slide for failure in cases.failures}
         wanted, notes = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)

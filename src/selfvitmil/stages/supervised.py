@@ -12,9 +12,9 @@ from selfvitmil.aggregate.scoring import BagScore, score
 from selfvitmil.aggregate.supervised import AnnotatedSlide, save_probe, score_slides, train_probe, train_tile_network
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.evaluate import Cases, Run, Trial
-from selfvitmil.evaluate.cases import BagFile, Case
+from selfvitmil.evaluate.dataset import BagFile, Case
+from selfvitmil.evaluate.evaluation_splits import TrialSplit
 from selfvitmil.evaluate.models import model_name
-from selfvitmil.evaluate.trial import TrialSplit
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.layout import StudyLayout, model_folder
@@ -34,7 +34,7 @@ class _Learned:
 
 @dataclass(frozen=True, eq=False)
 class SupervisedRow:
-    """Trains and scores one split with one seed, under the seal of the comparison."""
+    """Trains and scores one split with one seed, with the held-out test labels of the comparison."""
 
     study: Path
     settings: StudySettings

@@ -47,11 +47,11 @@ OPTIMISTIC_LINE = "OPTIMISTIC: epochs, thresholds and kinds of evidence are chos
 
 def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, engine: Engine) -> Summary:
     """Train an aggregator on every split with every seed; writes `models/`. Test slides are not opened."""
-    from selfvitmil.evaluate import seal
+    from selfvitmil.evaluate import hold_out_test_labels
 
     with open_study(study, "train"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "train")
-        trial = seal(cases, splits, settings.evaluate)
+        trial = hold_out_test_labels(cases, splits, settings.evaluate)
         name = settings.train.aggregator
         fitted = fit_models(name, cases, trial, settings.train, features.models / name, engine, score_test=False)
         write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
@@ -120,7 +120,7 @@ def prepare(
 ) -> tuple[list[str], Cases, tuple[Split, ...], Features]:
     """Lines to print first, cases, splits and features; slides that are no cases are in failures.csv by then."""
     from selfvitmil.evaluate import make_splits
-    from selfvitmil.evaluate.trial import find_transductive, transductive_words
+    from selfvitmil.evaluate.evaluation_splits import find_transductive, transductive_words
 
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
@@ -245,7 +245,7 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
     Lesion scores stay where the predictions are the same as before: they are of the same models. What to tell.
     """
     from selfvitmil.evaluate import read_predictions
-    from selfvitmil.evaluate.pictures import figure_files
+    from selfvitmil.evaluate.figure_files import figure_files
     from selfvitmil.localize.figures import LESION_FILES
 
     file, before = folder / "predictions.csv", []

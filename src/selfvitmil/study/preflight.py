@@ -85,8 +85,8 @@ def _format_of(path: Path) -> int | None:
 def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
     from selfvitmil.cohort.positive_class import order_classes
-    from selfvitmil.evaluate import Cases, make_splits, seal
-    from selfvitmil.evaluate.cases import Case, check_two_classes
+    from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
+    from selfvitmil.evaluate.dataset import Case, check_two_classes
 
     labelled = cohort.select(labelled=True)
     try:
@@ -97,7 +97,7 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
         classes = order_classes(cohort.classes, settings.train.positive).names
         found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
         cases = Cases(tuple(found), classes, cohort, 0, "", "")
-        return seal(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+        return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
     except SelfVitMilError as error:
         how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
         raise_problems([_nothing_done(error, how), *cohort.missing_problems], "the cohort")

@@ -1,15 +1,15 @@
-"""From a cohort and its feature files to cases: slides with a label and a bag that something can be learned from.
+"""Labelled slides with valid feature files, from a cohort and its feature files.
 
-`find_cases` opens and checks every file. A slide without a label is a note, one without a sound feature file a failure
-that stops nobody; bags of different dimensions, encoders or resolutions in one cohort are refused with their list, as
-are labels that are missing altogether or all the same.
+`find_cases` opens and checks every file. A slide without a label becomes a note, one without a valid feature file a
+failure that does not stop the others; bags of different dimensions, encoders or resolutions in one cohort are an error
+that lists them, as are missing labels or a single class.
 
 Classes are numbered in the cohort's class order (numbers by value, then words alphabetically). Of two classes the last
-one is positive, whose probability a score is: which that is, `cohort.positive` finds by the meaning of their names.
-`Cases.lines` says so in words, to be printed before anything runs.
+one is positive, and a score is its probability; `cohort.positive_class` finds it by the meaning of the names.
+`Cases.lines` describes the classes, to be printed before training.
 
-Bags of two scales are joined once and stored as feature files of their own (`join_scales`): at 20x and 5x a bag has
-twice the width, and a cohort's would not fit into memory, while files are mapped.
+Bags of two scales are concatenated once and stored as feature files (`join_scales`): at 20x and 5x a bag has twice the
+width, and a cohort would not fit into memory, while files are memory-mapped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from selfvitmil.tiles import TileTable, read_tiles
 
 @dataclass(frozen=True)
 class BagFile:
-    """A slide with its feature file, without its label: all that may be known of a test slide."""
+    """A slide with its feature file but without its label, as test slides are seen before the final scoring."""
 
     slide: str
     patient: str
@@ -53,10 +53,10 @@ class BagFile:
 
 @dataclass(frozen=True)
 class Case(BagFile):
-    """A slide that can be learned from."""
+    """A slide with label and feature file."""
 
     label: int
-    """Place of its label in `Cases.class_names`."""
+    """Index of its label in `Cases.class_names`."""
 
     def without_label(self) -> BagFile:
         return BagFile(self.slide, self.patient, self.path, self.identity)
@@ -64,32 +64,32 @@ class Case(BagFile):
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """All cases of a cohort on one kind of features, in the cohort's order."""
+    """All labelled slides of a cohort with one set of features, in the cohort's order."""
 
     cases: tuple[Case, ...]
     class_names: tuple[str, ...]
     cohort: Cohort
-    """The whole cohort, also the slides that are no cases."""
+    """The whole cohort, including slides without label or valid features."""
     dim: int
     encoder: str
-    """As the feature files name it, else as the caller does; may be empty."""
+    """Encoder name from the feature files, else from the caller; may be empty."""
     tiling: str
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
     order: ClassOrder | None = None
-    """How the positive class of two was found."""
+    """How the positive class of two was determined."""
     encoder_slides: frozenset[str] = frozenset()
     """Slides that the encoder was trained on, as far as is known."""
     by_split: Mapping[str, Cases] = field(default_factory=dict)
-    """Where every split has an encoder of its own: the same slides with the features of that encoder."""
+    """Where every split has its own encoder: the same slides with the features of that encoder."""
 
     def of_split(self, name: str) -> Cases:
-        """The cases with the features that are for this split."""
+        """Return the slides with the features of this split's encoder."""
         return self.by_split.get(name, self)
 
     @property
     def num_classes(self) -> int:
-        """What aggregators take: 1 for two classes."""
+        """Number of classes as aggregators take it: 1 for two classes."""
         return 1 if len(self.class_names) == 2 else len(self.class_names)
 
     @cached_property
@@ -98,18 +98,18 @@ class Cases:
 
     @cached_property
     def usable(self) -> Cohort:
-        """The cohort's rows that are cases."""
+        """The cohort's rows that have a label and valid features."""
         return Cohort(tuple(row for row in self.cohort.rows if row.slide in self.by_slide))
 
     def only(self, slides: Collection[str]) -> Cases:
-        """Those of the given slides, for a comparison of features that not all slides have."""
+        """Return the subset of the given slides, to compare features that not all slides have."""
         kept = tuple(case for case in self.cases if case.slide in slides)
         check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
         return replace(self, cases=kept, by_split={name: own.only(slides) for name, own in self.by_split.items()})
 
     @property
     def positive_from(self) -> str:
-        """How the positive class of two was found, in words; empty for more than two."""
+        """How the positive class of two was determined, as text; empty for more than two."""
         return self.order.reason if self.order is not None and self.num_classes == 1 else ""
 
     @property
@@ -122,7 +122,7 @@ class Cases:
         return f"positive: {self.class_names[1]}{found}; scores are its probability"
 
     def lines(self) -> list[str]:
-        """What to print before anything is learned: classes with their numbers, what is positive, what is left out."""
+        """Return lines to print before training: classes with counts, the positive class, excluded slides."""
         counts = Counter(case.label for case in self.cases)
         classes = ", ".join(f"{k} = {name} ({counts[k]} slides)" for k, name in enumerate(self.class_names))
         lines = [f"classes: {classes}"]
@@ -133,19 +133,19 @@ class Cases:
 
 @dataclass(frozen=True)
 class CoarseScale:
-    """A coarser scale whose vectors are appended to those of the tiles within."""
+    """A coarser scale whose embeddings are appended to those of the tiles inside."""
 
     tiling: str
-    """Name of its tiling, under which the fine tile tables store parents."""
+    """Name of its tiling, under which the fine tile tables store parent tiles."""
     files: Mapping[str, Path]
     """Slide -> its coarse feature file."""
     tables: Mapping[str, Path]
-    """Slide -> its fine tile table (made with tile.parent_mpp)."""
+    """Slide -> its fine tile table (written with tile.parent_mpp)."""
     folder: Path
-    """Where joined feature files go: bags/<fine>+<coarse>/features_<encoder>."""
+    """Folder of the joined feature files: bags/<fine>+<coarse>/features_<encoder>."""
 
 
-# ---------------------------------------------------------------------------------------------------- finding
+# ---------------------------------------------------------------------------------------------------- matching
 
 
 def find_cases(
@@ -158,17 +158,17 @@ def find_cases(
     tiling: str = "",
     positive: str | None = None,
 ) -> Cases:
-    """Check labels and feature files (`bags.find_bags`) and pair them; `stage` names failures.
+    """Check labels and feature files (`bags.find_bags`) and match them; `stage` is recorded in failures.
 
-    `encoder` is what to call it where the files do not say; `positive` the class of two that scores speak for.
-    Raises ConfigError where no honest training is possible.
+    `encoder` is its name where the files do not state it; `positive` the positive class of two. Raises ConfigError for
+    missing labels, a single class or mixed features, BagError where no slide has a valid feature file.
     """
     labelled = cohort.select(labelled=True)
     if not labelled.rows:
         raise ConfigError(
             "no slide of the cohort has a label",
-            "there is nothing to learn from",
-            "Fill the column label of cohort.csv, or give --labels",
+            "labels are needed for training",
+            "Fill the column label of cohort.csv, or pass --labels",
         )
     check_two_classes(set(cohort.classes), "the cohort")
     order = order_classes(cohort.classes, positive)
@@ -190,11 +190,11 @@ def find_cases(
     _refuse_mixed(facts)
     if not cases:
         raise BagError(
-            f"none of {len(labelled)} labelled slides has a sound feature file",
+            f"none of {len(labelled)} labelled slides has a valid feature file",
             failures[0].reason,
-            "Name the folder of the feature files, or embed the slides first",
+            "Pass the folder of the feature files, or embed the slides first",
         )
-    check_two_classes({classes[case.label] for case in cases}, "what is left of the cohort")
+    check_two_classes({classes[case.label] for case in cases}, "the remaining cohort")
     first = facts[cases[0].slide]
     notes = _notes(cohort, bag_files, facts)
     named = first.encoder or encoder
@@ -203,15 +203,15 @@ def find_cases(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What must be the same for all bags of a cohort."""
+    """Properties that must agree for all bags of a cohort."""
 
     dim: int
     encoder: str
     weights: str
-    """Identity of the encoder's weights and layout, shortened; empty where the file does not say."""
+    """Shortened hash of the encoder's weights and layout; empty where the file does not state it."""
     resolution: str
     in_memory: int
-    """Bytes, of a bag that cannot be mapped."""
+    """Bytes of a bag that cannot be memory-mapped."""
 
     @classmethod
     def of(cls, bag: Bag, path: Path) -> _Facts:
@@ -229,7 +229,7 @@ def _weights(bag: Bag) -> str:
 
 
 def _bag_file(slide: str, bag_files: Mapping[str, Path], coarse: CoarseScale | None) -> Path:
-    fine = _named(slide, bag_files, "feature file", "Embed the slide, or see why that failed")
+    fine = _named(slide, bag_files, "feature file", "Embed the slide, or check why embedding failed")
     if coarse is None:
         return fine
     other = _named(slide, coarse.files, f"feature file at {coarse.tiling}", "Embed the coarse scale too")
@@ -239,7 +239,7 @@ def _bag_file(slide: str, bag_files: Mapping[str, Path], coarse: CoarseScale | N
 
 def _named(slide: str, files: Mapping[str, Path], what: str, how: str) -> Path:
     if slide not in files or not files[slide].exists():
-        raise BagError(f"{slide}: no {what}", "the slide has a label but nothing to learn from", how)
+        raise BagError(f"{slide}: no {what}", "the slide has a label but no features", how)
     return files[slide]
 
 
@@ -247,13 +247,13 @@ def check_two_classes(names: set[str], whole: str) -> None:
     if len(names) < 2:
         raise ConfigError(
             f"{whole} has {f'one class only ({min(names)})' if names else 'no labelled slide'}",
-            "a classifier needs slides of two classes at least",
+            "a classifier needs at least two classes",
             "Add slides of another class, or correct the labels",
         )
 
 
 def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
-    """One error that lists every kind of bag, where there is more than one."""
+    """Raise one ConfigError that lists every kind of bag, where there is more than one."""
     problems: list[str] = []
     kinds = {"dimensions": "dim", "encoders": "encoder", "weights or layouts": "weights", "resolutions": "resolution"}
     for what, key in kinds.items():
@@ -267,22 +267,22 @@ def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
     if problems:
         raise ConfigError(
             ". ".join(problems),
-            "vectors of different kinds cannot be learned from together",
-            "Embed all slides in the same way, or keep each kind in a folder of its own",
+            "embeddings of different kinds cannot be mixed in training",
+            "Embed all slides with the same encoder and settings, or keep each kind in its own folder",
         )
 
 
 def _notes(cohort: Cohort, bag_files: Mapping[str, Path], facts: Mapping[str, _Facts]) -> tuple[str, ...]:
     notes: list[str] = []
     if cohort.unlabelled:
-        notes.append(f"{len(cohort.unlabelled)} slides have no label and take no part: {listing(cohort.unlabelled)}")
+        notes.append(f"{len(cohort.unlabelled)} slides have no label and are excluded: {listing(cohort.unlabelled)}")
     strangers = sorted(set(bag_files) - set(cohort.slides))
     if strangers:
-        notes.append(f"{len(strangers)} feature files are of no slide of the cohort: {listing(strangers)}")
+        notes.append(f"{len(strangers)} feature files belong to no slide of the cohort: {listing(strangers)}")
     held = [fact.in_memory for fact in facts.values() if fact.in_memory]
     if sum(held) > 2**30:
         notes.append(
-            f"{len(held)} feature files are chunked or compressed and cannot be mapped: they take "
+            f"{len(held)} feature files are chunked or compressed and cannot be memory-mapped: they take "
             f"{sum(held) / 2**30:.1f} GB of memory"
         )
     return tuple(notes)
@@ -292,10 +292,10 @@ def _notes(cohort: Cohort, bag_files: Mapping[str, Path], facts: Mapping[str, _F
 
 
 def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_tiling: str, target: Path) -> Path:
-    """Write the bag of two scales, unless it is current: each fine vector followed by that of the tile around it.
+    """Write the two-scale bag unless it is up to date: each fine embedding followed by that of its parent tile.
 
-    `table` is the fine tile table, which knows the parents. Tiles without a parent are left out. Returns `target`,
-    a feature file like any other. Raises BagError where the files do not belong together.
+    `table` is the fine tile table with the parent tiles. Tiles without a parent are excluded. Returns `target`, an
+    ordinary feature file. Raises BagError where the files do not match.
     """
     fine, coarse = read_bag(fine_file), read_bag(coarse_file)
     made_from = {
@@ -309,7 +309,7 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
         return target
     if coarse_tiling not in table.parents:
         raise BagError(
-            f"{table.slide}: its tile table knows no parents at {coarse_tiling}",
+            f"{table.slide}: its tile table has no parent tiles at {coarse_tiling}",
             f"it has {listing(table.parents) or 'none'}",
             "Run `selfvitmil tile` with tile.parent_mpp, then embed both scales again",
         )
@@ -326,8 +326,8 @@ def _check_places(bag: Bag, digest: str, scale: str) -> None:
     coords = np.empty((0, 2), np.int64) if bag.coords is None else np.ascontiguousarray(bag.coords, np.int64)
     if hashlib.sha256(coords.tobytes()).hexdigest() != digest:
         raise BagError(
-            f"{bag.slide}: its {scale} feature file is not of the tiles of its tile table",
-            "so it is not known which fine tile lies in which coarse one",
+            f"{bag.slide}: its {scale} feature file does not match its tile table",
+            "fine tiles cannot be assigned to coarse tiles",
             "Embed both scales again",
         )
 

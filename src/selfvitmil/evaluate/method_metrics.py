@@ -1,17 +1,16 @@
-"""All metrics of a method's predictions: per seed, over seeds, of the ensemble; by slide and by patient.
+"""All metrics of a method's predictions on the test set: per seed, over seeds, of the ensemble; by slide and patient.
 
-Only test slides are scored here. What goes out is nested plain data for `metrics.json`: an interval is {value, low,
-high, level, method}; a metric that cannot be computed (the AUC of a test set with one class) is null, and `reasons`
-beside it says why, while all others stand.
+The output is nested plain data for `metrics.json`: an interval is {value, low, high, level, method}; a metric that is
+undefined (the AUC of a test set with one class) is null, and `reasons` says why.
 
-Several splits have different models, so their scores are never ranked together: AUC and average precision compare
-slides within a split (`inference.py`). Where test sets are disjoint (k-fold), decisions, made by each split's own
-threshold, are counted together. Where they overlap (Monte Carlo), a slide would count several times, and all other
-metrics are means over splits. The plain mean and standard deviation over splits stand beside either.
+Splits have different models, so their scores are never ranked together: AUC and average precision compare slides within
+a split (`estimators.py`). Where test sets are disjoint (k-fold), decisions by each split's threshold are pooled. Where
+they overlap (Monte Carlo), a slide would count several times, and all other metrics are means over splits. Mean and
+standard deviation over splits are given in either case.
 
-Patients: with two classes a patient is positive where a slide of theirs is, their score is the largest of their slides'
-scores, and so they are called positive where one of their slides is. With more classes the score is the mean, the
-largest of it decides, and patients whose slides have different labels are left out and named.
+Patients: with two classes a patient is positive if any slide is, the score is the maximum over the slides, and the
+patient is predicted positive if any slide is. With more classes the score is the mean, its largest entry decides, and
+patients whose slides have different labels are excluded and listed.
 
 N slides or patients, K columns of scores: one where there are two classes, else one per class.
 """
@@ -29,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.metrics import AucInterval, Interval
@@ -42,7 +41,7 @@ OVER = (
     "auc", "pr_auc", "accuracy", "balanced_accuracy", "f1", "macro_f1", "sensitivity", "specificity", "ppv", "npv",
     "brier", "ece",
 )  # fmt: skip
-"""Metrics of which means and standard deviations over seeds and splits are given."""
+"""Metrics with mean and standard deviation over seeds and splits."""
 
 SLIDE_WORDS = (
     "each slide by itself; AUC limits keep a patient's slides together, Wilson limits take slides as independent"
@@ -54,21 +53,21 @@ SAME_AS_SLIDE = "every patient has one slide: the same numbers as by slide"
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Slides or patients with their truth and what one seed, or the ensemble, says of them: plain arrays."""
+    """Labels and predictions of one seed or of the ensemble, by slide or by patient, as arrays."""
 
     names: tuple[str, ...]
     labels: NDArray[np.int64]
     scores: NDArray[np.float64]
-    """(N, K) as the aggregator gives them."""
+    """(N, K) uncalibrated probabilities of the aggregator."""
     probabilities: NDArray[np.float64]
-    """(N, K) calibrated where there is a calibration, else the scores; of several classes divided by their sum."""
+    """(N, K) calibrated probabilities, or the scores without calibration; several classes are normalized to sum 1."""
     decisions: NDArray[np.int64]
     patients: tuple[str, ...]
     splits: tuple[str, ...]
-    """The split whose models scored it."""
+    """Split whose models scored the sample."""
     calibrated: bool
     thresholds: tuple[float, ...]
-    """The different ones that decided."""
+    """Distinct decision thresholds."""
     threshold_from: tuple[str, ...]
     left_out: tuple[str, ...] = ()
     """Patients whose slides have different labels (more than two classes)."""
@@ -78,13 +77,13 @@ class Samples:
 
     @property
     def folds(self) -> tuple[str, ...] | None:
-        """The splits, within which samples are ranked; None where there is one."""
+        """Splits within which samples are ranked; None for a single split."""
         return self.splits if len(set(self.splits)) > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """All metrics of one method; `slide` and `patient` are levels as `to_json` shows them."""
+    """All metrics of one method; `slide` and `patient` have the structure of `metrics.json`."""
 
     about: Json
     slide: Json
@@ -107,10 +106,10 @@ def samples_of(
     level: Literal["slide", "patient"] = "slide",
     overlap: bool = False,
 ) -> Samples:
-    """The test slides of one method and seed (None: the ensemble) as arrays; of one split, or of all together.
+    """Return the test slides of one method and seed (None: the ensemble) as arrays; of one split, or of all.
 
-    MetricError where a slide occurs twice: predictions of several methods, or, unless `overlap` is allowed, of splits
-    whose test sets overlap.
+    Raises MetricError where a slide occurs twice: predictions of several methods, or, unless `overlap` is set, of
+    overlapping test sets.
     """
     rows = [row for row in predictions if row.part == "test" and row.seed == seed and split in (None, row.split)]
     if level == "patient":
@@ -143,10 +142,10 @@ def _samples(rows: Sequence[Prediction], overlap: bool) -> Samples:
 
 
 def normalized(probabilities: ArrayLike) -> NDArray[np.float64]:
-    """(N, K) probabilities; those of several classes divided by their sum, equal where all are 0.
+    """Return (N, K) probabilities; several classes are divided by their sum, uniform where all are 0.
 
-    An aggregator with a sigmoid for each class (DSMIL) gives numbers that need not sum to 1. Brier score and ECE are
-    of distributions over classes. Ranks of one class against the rest are those of the scores as they are.
+    Probabilities of an aggregator with one sigmoid per class (DSMIL) need not sum to 1, while Brier score and ECE are
+    defined for distributions over classes. One-vs-rest ranking uses the scores without normalization.
     """
     given = np.asarray(probabilities, dtype=np.float64)
     if given.ndim < 2 or given.shape[1] < 2:
@@ -188,7 +187,7 @@ def _by_patient(rows: Sequence[Prediction], overlap: bool) -> Samples:
 
 
 def are_disjoint(predictions: Iterable[Prediction]) -> bool:
-    """Whether no slide is a test slide of two splits, so that decisions may be counted together."""
+    """Whether the test sets of all splits are disjoint, so that decisions may be pooled."""
     places = {(row.split, row.slide) for row in predictions if row.part == "test"}
     return len(places) == len({slide for _, slide in places})
 
@@ -197,7 +196,7 @@ def are_disjoint(predictions: Iterable[Prediction]) -> bool:
 
 
 def score_samples(samples: Samples, class_names: Sequence[str], evaluate: EvaluateSettings) -> Json:
-    """All metrics of one set of slides or patients; those of several splits are ranked within their split."""
+    """Return all metrics of one set of slides or patients; several splits are ranked within each split."""
     binary = len(class_names) == 2
     reasons = _without_pairs(samples, binary)
     told = (_score_binary if binary else _score_multiclass)(samples, class_names, evaluate, reasons)
@@ -205,7 +204,7 @@ def score_samples(samples: Samples, class_names: Sequence[str], evaluate: Evalua
 
 
 def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
-    """How many there are, and by which rules they were decided."""
+    """Return counts, thresholds and kind of probabilities of the samples."""
     label_of = dict(zip(samples.names, samples.labels.tolist(), strict=True))
     counts = Counter(label_of.values())
     thresholds = samples.thresholds
@@ -226,7 +225,7 @@ def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
 
 
 def _without_pairs(samples: Samples, binary: bool) -> dict[str, str]:
-    """Which splits take no part in AUC and average precision, and why. Of several classes each has its own splits."""
+    """Return the splits excluded from AUC and average precision with the reason; empty for several classes."""
     if samples.folds is None or not binary:
         return {}
     labels = {split: set() for split in samples.splits}
@@ -287,7 +286,7 @@ def _one_class(
     name: str, label: NDArray[np.int64], score: NDArray[np.float64], samples: Samples, decided: Any, k: int,
     evaluate: EvaluateSettings, reasons: dict[str, str],
 ) -> Json:  # fmt: skip
-    """One class against the rest."""
+    """Return one-vs-rest metrics of one class."""
     own = None if decided is None else decided.per_class[k]
     names = ("f1", "sensitivity", "specificity", "ppv", "npv")
     return {
@@ -311,7 +310,7 @@ def _macro_auc(samples: Samples, evaluate: EvaluateSettings) -> Json:
 
 
 def _drawn(samples: Samples, evaluate: EvaluateSettings) -> Json:
-    """How the limits of an AUC are found: within splits, with patients drawn whole."""
+    """Return the arguments of AUC intervals: ranking within splits, resampling by patient."""
     drawn = {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
     return {**drawn, "groups": samples.patients, "folds": samples.folds}
 
@@ -319,10 +318,10 @@ def _drawn(samples: Samples, evaluate: EvaluateSettings) -> Json:
 def score_overlapping(
     samples: Samples, parts: Sequence[Json], class_names: Sequence[str], evaluate: EvaluateSettings
 ) -> Json:
-    """All metrics of splits whose test sets overlap: the AUC within splits, of all others the mean over splits.
+    """Return all metrics of overlapping test sets: AUC within splits, all others as means over splits.
 
-    `parts` are the metrics of the single splits. A mean has the mean of the splits' limits: the error of a mean is at
-    most the mean of the errors, however the splits depend on each other.
+    `parts` are the metrics of the single splits. The limits of a mean are the means of the splits' limits: the error of
+    a mean is at most the mean of the errors, whatever the dependence between splits.
     """
     binary = len(class_names) == 2
     reasons = _without_pairs(samples, binary)
@@ -340,7 +339,7 @@ def score_overlapping(
 
 
 def _mean_of(parts: Sequence[Json], name: str, reasons: dict[str, str]) -> Json | None:
-    """Mean over the splits that have the metric, with the mean of their limits where there are limits."""
+    """Return the mean over the splits that have the metric, with mean limits where they exist."""
     found = [part[name] for part in parts if part[name] is not None]
     if not found:
         reasons[name] = "no split has it"
@@ -353,7 +352,7 @@ def _mean_of(parts: Sequence[Json], name: str, reasons: dict[str, str]) -> Json 
 
 
 def attempt(reasons: dict[str, str], name: str, compute: Callable[[], T]) -> T | None:
-    """What it computes, or None with the reason noted."""
+    """Return `compute()`, or None where it raises MetricError; the reason is added to `reasons`."""
     try:
         return compute()
     except MetricError as error:
@@ -379,7 +378,7 @@ def _value(value: float, name: str, reasons: dict[str, str]) -> Json | None:
 
 
 def interval_json(interval: Interval) -> Json:
-    """An interval as `metrics.json` has it; of an AUC also the bootstrap's limits and whether the two agree."""
+    """Return an interval in the form of `metrics.json`; for an AUC with bootstrap limits and their agreement."""
     told = {name: getattr(interval, name) for name in ("value", "low", "high", "level", "method")}
     if isinstance(interval, AucInterval):
         other = interval.bootstrap
@@ -392,7 +391,7 @@ def interval_json(interval: Interval) -> Json:
 
 
 def read_interval(told: Mapping[str, Any] | None) -> Interval:
-    """The interval of a metric of `metrics.json`; one that could not be computed is NaN."""
+    """Return the interval of a metric of `metrics.json`; NaN where it is undefined."""
     if told is None:
         return Interval(math.nan, math.nan, math.nan, "not computed")
     return Interval(told["value"], told["low"], told["high"], told["method"], told["level"])
@@ -406,7 +405,7 @@ def _curve(curve: metrics.Reliability) -> Json:
 
 
 def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
-    """All metrics of a method, by slide and by patient."""
+    """Return all metrics of a method, by slide and by patient."""
     test = [row for row in result.predictions if row.part == "test"]
     slides_of = Counter(row.patient for row in {row.slide: row for row in test}.values())
     several = max(slides_of.values(), default=0) > 1
@@ -417,7 +416,7 @@ def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
 
 
 def _about(result: MethodResult) -> Json:
-    """What made the numbers: for every one which data, which threshold, how many seeds."""
+    """Return the provenance of the metrics: data, thresholds, recipe, seeds."""
     binary = len(result.class_names) == 2
     return {
         "method": result.method,
@@ -445,7 +444,7 @@ def _about(result: MethodResult) -> Json:
 
 
 def _counts(result: MethodResult) -> Json:
-    """Slides and patients of validation and test, per class, for every split."""
+    """Return slides per class and patients of validation and test set, for every split."""
     told: Json = {}
     for split in result.splits:
         told[split] = {}
@@ -489,7 +488,7 @@ def _level(result: MethodResult, level: Literal["slide", "patient"], words: str,
 
 
 def estimator_of(result: MethodResult) -> Estimator:
-    """How the test sets of these splits become one number."""
+    """Return how the test sets of these splits are combined."""
     if len(result.splits) == 1:
         return Estimator.ONE_TEST_SET
     disjoint = are_disjoint(result.predictions)
@@ -502,7 +501,7 @@ def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
 
 
 def _spread(sets: Sequence[Json], what: str) -> Json:
-    """Mean and sample standard deviation of every metric, over those sets that have it (their number beside)."""
+    """Return mean and sample standard deviation of every metric over the sets that have it, with their number."""
     told: Json = {}
     for name in OVER:
         if not any(name in one for one in sets):

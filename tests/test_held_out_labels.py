@@ -14,10 +14,10 @@ import planted
 from selfvitmil.cohort import Split
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate import models
-from selfvitmil.evaluate.cases import Cases
-from selfvitmil.evaluate.guard import FINAL_SCORING, SealedLabelError, SealedLabels
-from selfvitmil.evaluate.protocol import fit_method, judge_method, run_method
-from selfvitmil.evaluate.trial import make_splits, seal
+from selfvitmil.evaluate.dataset import Cases
+from selfvitmil.evaluate.evaluation_splits import hold_out_test_labels, make_splits
+from selfvitmil.evaluate.held_out_labels import FINAL_SCORING, HeldOutLabelError, HeldOutLabels
+from selfvitmil.evaluate.protocol import evaluate_method, fit_method, run_method
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
 QUICK = TrainSettings(epochs=1, warmup_epochs=0, seeds=2, folds=2, validation=0.25, device="cpu")
@@ -25,13 +25,13 @@ HONEST = EvaluateSettings(bootstrap=100)
 OPTIMISTIC = EvaluateSettings(bootstrap=100, protocol="optimistic")
 
 
-def sealed() -> SealedLabels:
-    return SealedLabels({"fold0": {"a": 1, "b": 0}, "fold1": {"c": 1}})
+def held_out() -> HeldOutLabels:
+    return HeldOutLabels({"fold0": {"a": 1, "b": 0}, "fold1": {"c": 1}})
 
 
-def test_sealed_labels_name_the_slide_and_open_once_and_for_all():
-    labels = sealed()
-    with pytest.raises(SealedLabelError, match=r"^a: its label is sealed") as error:
+def test_held_out_labels_name_the_slide_and_open_once_and_for_all():
+    labels = held_out()
+    with pytest.raises(HeldOutLabelError, match=r"^a: its label is held out") as error:
         labels.label("fold0", "a")
     assert isinstance(error.value, SelfVitMilError)
     assert labels.reason == ""
@@ -42,26 +42,26 @@ def test_sealed_labels_name_the_slide_and_open_once_and_for_all():
 
 
 def test_no_training_after_opening_and_no_opening_during_training():
-    labels = sealed()
+    labels = held_out()
     with labels.training("dsmil"):
-        with pytest.raises(SealedLabelError, match="while dsmil is being trained"):
+        with pytest.raises(HeldOutLabelError, match="while dsmil is being trained"):
             labels.open(FINAL_SCORING)
-        with pytest.raises(SealedLabelError):
+        with pytest.raises(HeldOutLabelError):
             labels.label("fold0", "a")
     labels.open(FINAL_SCORING)
-    with pytest.raises(SealedLabelError, match="a training of abmil was begun after"), labels.training("abmil"):
+    with pytest.raises(HeldOutLabelError, match="abmil"), labels.training("abmil"):
         pass
 
 
 def test_a_failed_training_does_not_keep_the_labels_shut():
-    labels = sealed()
+    labels = held_out()
     with pytest.raises(ZeroDivisionError), labels.training("dsmil"):
         raise ZeroDivisionError
     labels.open(FINAL_SCORING)
 
 
 def test_optimistic_opening_lets_trainings_go_on_and_keeps_its_reason():
-    labels = sealed()
+    labels = held_out()
     labels.open("chosen on test", optimistic=True)
     with labels.training("dsmil"):
         assert labels.label("fold0", "a") == 1
@@ -70,13 +70,13 @@ def test_optimistic_opening_lets_trainings_go_on_and_keeps_its_reason():
 
 
 def test_labels_are_neither_shown_nor_copied():
-    labels = sealed()
-    assert "sealed" in repr(labels)
+    labels = held_out()
+    assert "held out" in repr(labels)
     assert not any(isinstance(value, dict) and "a" in value for value in vars(labels).values())
     for attempt in (lambda: pickle.dumps(labels), lambda: copy.deepcopy(labels)):
-        with pytest.raises(SealedLabelError):
+        with pytest.raises(HeldOutLabelError):
             attempt()
-    with pytest.raises(SealedLabelError):
+    with pytest.raises(HeldOutLabelError):
         labels.open("")
 
 
@@ -107,10 +107,10 @@ def reachable(start: Any, deepest: int = 8) -> Iterator[Any]:
 
 
 def labels_found(things: Iterator[Any]) -> dict[str, int]:
-    """Slide -> label, by whatever tells one: objects with both, mappings of names to numbers, sealed labels."""
+    """Slide -> label, by whatever tells one: objects with both, mappings of names to numbers, held-out labels."""
     found: dict[str, int] = {}
     for thing in things:
-        if isinstance(thing, SealedLabels):
+        if isinstance(thing, HeldOutLabels):
             for split in ("given", "fold0", "fold1"):
                 for slide in ("tumor_05_0", "normal_05_0"):
                     found[slide] = thing.label(split, slide)
@@ -154,17 +154,17 @@ def test_a_trainer_reaches_no_test_label(tmp_path: Path, peeking: list[dict[str,
 
 def test_a_trainer_that_is_handed_the_seal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cases = planted.planted(tmp_path, patients=6, splits=True)
-    trial = seal(cases, make_splits(cases, QUICK), HONEST)
+    trial = hold_out_test_labels(cases, make_splits(cases, QUICK), HONEST)
     attempts: list[str] = []
 
     def train(*args: Any, **kwargs: Any) -> Any:
-        with pytest.raises(SealedLabelError):
+        with pytest.raises(HeldOutLabelError):
             trial.labels.open(FINAL_SCORING)
         attempts.append("open")
         return labels_found(reachable(trial))
 
     monkeypatch.setattr(models, "train_aggregator", train)
-    with pytest.raises(SealedLabelError, match="_05_0: its label is sealed"):
+    with pytest.raises(HeldOutLabelError, match="_05_0: "):
         fit_method("mean", trial, QUICK)
     assert attempts == ["open"]
 
@@ -172,17 +172,17 @@ def test_a_trainer_that_is_handed_the_seal_fails(tmp_path: Path, monkeypatch: py
 def test_what_is_known_before_opening_holds_no_test_label(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=6, splits=True)
     (split,) = make_splits(cases, QUICK)
-    trial = seal(cases, [split], HONEST)
+    trial = hold_out_test_labels(cases, [split], HONEST)
     fitted = fit_method("mean", trial, QUICK)
     parts = [*trial.splits, *trial.splits[0].test, fitted]
     assert not set(split.test) & set(labels_found(reachable(parts)))
-    with pytest.raises(SealedLabelError):
-        judge_method(fitted, trial)
-    with pytest.raises(SealedLabelError):
+    with pytest.raises(HeldOutLabelError):
+        evaluate_method(fitted, trial)
+    with pytest.raises(HeldOutLabelError):
         trial.opened(trial.splits[0])
     trial.labels.open(FINAL_SCORING)
-    assert judge_method(fitted, trial).labels_opened == FINAL_SCORING
-    with pytest.raises(SealedLabelError, match="a training of max"):
+    assert evaluate_method(fitted, trial).labels_opened == FINAL_SCORING
+    with pytest.raises(HeldOutLabelError, match="max"):
         fit_method("max", trial, QUICK)
 
 

@@ -1,7 +1,7 @@
-"""How metrics of one or several test sets are estimated, and what their intervals and p-values are conditional on.
+"""Estimators of metrics over one or several test sets, and what their intervals and p-values are conditional on.
 
-Every split has models of its own, whose scores differ in offset and scale. So slides of different splits are never put
-into one ranking (see `metrics.ranking`). The sentences here stand in metrics.json, in table notes and in the report.
+Every split has its own models, whose scores differ in offset and scale. So slides of different splits are never ranked
+together (see `metrics.ranking`). The texts here appear in metrics.json, in table notes and in the report.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from enum import StrEnum
 
 
 class Estimator(StrEnum):
-    """How the test sets of a study become one number."""
+    """How the test sets of a study are combined into one metric."""
 
     ONE_TEST_SET = "one-test-set"
     WITHIN_FOLDS = "within-folds"
-    """Several splits, every slide in the test set of one."""
+    """Several splits with disjoint test sets (k-fold)."""
     WITHIN_OVERLAPPING_SPLITS = "within-overlapping-splits"
-    """Several splits, slides in the test sets of several (Monte Carlo)."""
+    """Several splits with overlapping test sets (Monte Carlo)."""
 
     @property
     def words(self) -> str:
@@ -24,7 +24,7 @@ class Estimator(StrEnum):
 
     @property
     def conditional_on(self) -> str:
-        """What intervals and p-values do not vary, and what they therefore do not tell."""
+        """What intervals and p-values are conditional on, and so do not cover."""
         return f"{_CONDITIONAL} {_SHARED}" if self != Estimator.ONE_TEST_SET else _CONDITIONAL
 
 

@@ -1,6 +1,6 @@
-"""Say when a simple method is clearly better than the study's own on validation, and what that suggests of the disease.
+"""Advice where a simple method is clearly better than the main one on validation slides.
 
-Validation slides only: the advice exists before any test label is opened.
+Based on validation slides only: the advice exists before any test label is opened.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from selfvitmil import metrics
+from selfvitmil.evaluate.evaluation_splits import Trial
 from selfvitmil.evaluate.protocol import Fitted
-from selfvitmil.evaluate.trial import Trial
 
 SUGGESTS = {
     "mean": "the evidence is spread over the whole slide (diffuse) rather than in few tiles (focal)",
@@ -21,9 +21,9 @@ SUGGESTS = {
     "max": "the evidence lies in single tiles (focal)",
     "topk": "the evidence lies in a few tiles (focal)",
 }
-"""What it suggests when a simple method wins."""
+"""Interpretation where a simple method is better."""
 CLEARLY = 2.0
-"""Standard errors of the mean difference of squared errors, over patients, above which a difference is clear."""
+"""Difference of squared errors over patients, in standard errors, above which a method is clearly better."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class SimpleRow:
 
 
 def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> list[SimpleRow]:
-    """Simple methods that are clearly better than the row called `main`, the best first.
+    """Return simple methods that are clearly better than the row called `main`, best first.
 
-    Compared by the squared errors of the ensembles' probabilities, patient by patient. Empty for more than two classes,
-    where `main` is none of the rows, and under the optimistic protocol, where nothing was kept for validation.
+    Methods are compared by squared errors of the ensembles' probabilities, per patient. Empty for several classes,
+    where `main` is not among the rows, and under the optimistic protocol, which has no validation set.
     """
     rows = {each.method: each for each in fitted}
     if main not in rows or trial.num_classes != 1 or trial.optimistic:
@@ -74,7 +74,7 @@ def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> lis
 
 
 def _validation(fitted: Fitted, trial: Trial) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, patients, splits and mean probabilities over the seeds of the validation slides of all splits."""
+    """Return labels, patients, splits and seed-averaged probabilities of all validation slides."""
     labels, patients, folds, scores = [], [], [], []
     for split in trial.splits:
         runs = [run for run in fitted.runs if run.split == split.name]

@@ -1,8 +1,8 @@
-"""What is chosen by scores whose labels may be known: the threshold of a decision and the calibration of scores.
+"""Decision threshold and calibration of scores, chosen on labelled scores.
 
-Both are chosen on validation slides, or on the test set itself under the `optimistic` protocol, and carry the words
-that say so. A threshold always belongs to the score as the aggregator gives it; a calibration changes what a score
-says as a probability, not how slides are ranked.
+Both are chosen on validation slides, or on the test set under the `optimistic` protocol, and carry a text that says so.
+A threshold applies to the uncalibrated score of the aggregator; calibration changes probabilities but not the ranking
+of slides.
 
 N slides, K columns of scores: one where there are two classes, else one per class.
 """
@@ -29,23 +29,23 @@ LARGEST = "largest probability"
 
 @dataclass(frozen=True)
 class Choice:
-    """How scores become decisions and probabilities, and where that comes from."""
+    """Decision threshold and calibration, with their origin."""
 
     threshold: float | None
-    """Positive from here on; None with more than two classes, where the largest probability decides."""
+    """Scores from here on are positive; None with more than two classes, where the largest probability decides."""
     threshold_from: str
     calibration: Platt | Temperature | None
     calibration_from: str
-    """For instance `Platt scaling on validation`, or why there is none."""
+    """For example `Platt scaling on validation`, or the reason why there is none."""
 
     def decide(self, scores_NK: Floats) -> NDArray[np.int64]:
-        """Class index of each slide."""
+        """Return the class index of each slide."""
         if self.threshold is None:
             return scores_NK.argmax(axis=1)
         return (scores_NK[:, 0] >= self.threshold).astype(np.int64)
 
     def calibrate(self, scores_NK: Floats) -> Floats | None:
-        """Calibrated probabilities in the columns of the scores; None without a calibration."""
+        """Return calibrated probabilities in the columns of the scores; None without calibration."""
         if self.calibration is None:
             return None
         return self.calibration.apply(_logits(scores_NK)).reshape(scores_NK.shape)
@@ -61,17 +61,17 @@ class Choice:
 
 
 def check_choices(settings: EvaluateSettings, num_classes: int) -> None:
-    """Refuse at the door what has no meaning for these classes."""
+    """Raise ConfigError for a calibration that is undefined for this number of classes."""
     if settings.calibration == "platt" and num_classes > 1:
         raise ConfigError(
             f"evaluate.calibration 'platt' with {num_classes} classes",
-            "Platt scaling is for one probability",
+            "Platt scaling is defined for a single probability",
             "Use evaluate.calibration 'temperature'",
         )
 
 
 def choose(labels: Sequence[int], scores: ArrayLike, settings: EvaluateSettings, where: Where) -> Choice:
-    """Threshold and calibration from the (N, K) scores of slides whose labels may be known; `where` names them."""
+    """Return threshold and calibration chosen on labelled scores (N, K); `where` names the slides."""
     scores_NK = np.asarray(scores, dtype=np.float64)
     calibration, calibration_from = _calibration(labels, scores_NK, settings, where)
     if scores_NK.shape[1] > 1:
@@ -99,7 +99,7 @@ def _calibration(
 
 
 def _logits(scores_NK: Floats) -> Floats:
-    """(N,) logits of one column of probabilities; of several their logarithms, which a softmax turns back."""
+    """Return logits (N,) of one column of probabilities; of several columns their logarithms, inverted by a softmax."""
     if scores_NK.shape[1] == 1:
         return to_logits(scores_NK[:, 0])
     return np.log(np.clip(scores_NK, 1e-6, 1.0))

@@ -1,9 +1,8 @@
-"""The figures of an evaluated method as files: ROC, precision-recall, calibration, confusion, training.
+"""Write the figures of an evaluated method: ROC, precision-recall, calibration, confusion matrix, training history.
 
-Splits whose test slides do not overlap are drawn together, their curves as means over splits: slides of different
-splits have scores of different models and are not ranked together. Where they overlap (Monte Carlo), each has its
-own files. A figure that cannot be drawn, say for want of a class among few test slides, is left out, and its reason
-returned.
+Splits with disjoint test sets share a figure, with curves averaged over splits: slides of different splits have scores
+of different models and are not ranked together. Where test sets overlap (Monte Carlo), each split has its own files. A
+figure that cannot be drawn, for example because a class is missing, is skipped, and the reason is returned.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import numpy as np
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
+from selfvitmil.evaluate.method_metrics import Samples, are_disjoint, normalized, samples_of
 from selfvitmil.evaluate.protocol import MethodResult
-from selfvitmil.evaluate.scores import Samples, are_disjoint, normalized, samples_of
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import write_text
 
 History = Sequence[Mapping[str, Any]]
 CURVES = ("roc", "pr", "calibration", "confusion")
-"""Figures of test slides."""
+"""Figures of the test set."""
 
 
 def figure_files(splits: Iterable[str]) -> list[str]:
-    """Names of all files that `write_figures` may have written for results on these splits."""
+    """Return the names of all files that `write_figures` may write for these splits."""
     prefixes = ("", *(f"{split}_" for split in splits))
     return [*(f"{prefix}{name}.svg" for prefix in prefixes for name in CURVES), "training.svg"]
 
@@ -36,7 +35,7 @@ def figure_files(splits: Iterable[str]) -> list[str]:
 def write_figures(
     folder: Path, result: MethodResult, evaluate: EvaluateSettings, histories: Mapping[tuple[str, int], History]
 ) -> list[str]:
-    """Write all figures of a method; the reasons why some could not be drawn. `histories` by (split, seed)."""
+    """Write all figures of a method; return the reasons why some were skipped. `histories` by (split, seed)."""
     reasons: list[str] = []
     splits = (None,) if are_disjoint(result.predictions) else result.splits
     for split in splits:
@@ -58,7 +57,7 @@ def _write(path: Path, draw: Callable[[], str]) -> list[str]:
     try:
         text = draw()
     except MetricError as error:
-        path.unlink(missing_ok=True)  # one of an earlier run would pass for this run's
+        path.unlink(missing_ok=True)  # a stale figure would be taken for this run's
         return [f"{path.name} is not drawn: {error}"]
     write_text(path, text)
     return []
@@ -102,6 +101,6 @@ def _figures(
 
 
 def _plain(samples: Samples, what: Literal["scores", "probabilities"]) -> Any:
-    """(N,) for one score, (N, C) for more."""
+    """Return (N,) for a single score, (N, C) for more."""
     array = getattr(samples, what)
     return array[:, 0] if array.shape[1] == 1 else array

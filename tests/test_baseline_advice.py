@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import planted
-from selfvitmil.evaluate import fit_method, make_splits, seal
-from selfvitmil.evaluate.simple_rows import better_simple_rows
+from selfvitmil.evaluate import fit_method, hold_out_test_labels, make_splits
+from selfvitmil.evaluate.baseline_advice import better_simple_rows
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
 TRAIN = TrainSettings(seeds=1, epochs=30, validation=0.4, device="cpu", split="given")
@@ -14,7 +14,7 @@ TRAIN = TrainSettings(seeds=1, epochs=30, validation=0.4, device="cpu", split="g
 
 def test_a_clearly_better_simple_method_is_named_and_an_equal_one_is_not(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=30, shift=6.0, splits=True)
-    trial = seal(cases, make_splits(cases, TRAIN), EvaluateSettings())
+    trial = hold_out_test_labels(cases, make_splits(cases, TRAIN), EvaluateSettings())
     blind = TRAIN.model_copy(update={"aggregator": "dsmil", "options": {"evidence": "negative"}})
     sharp = TRAIN.model_copy(update={"aggregator": "dsmil"})
     mean = fit_method("mean", trial, TRAIN, score_test=False)

@@ -1,6 +1,6 @@
-"""The folder of results: `predictions.csv` and `metrics.json`, and rows of the comparison table from scored methods.
+"""Results folder (`predictions.csv`, `metrics.json`) and rows of the comparison table.
 
-Equal results give equal bytes; neither times nor paths are in them.
+Equal results give byte-identical files; they contain neither times nor paths.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from selfvitmil.aggregate.evidence import evidence_words
+from selfvitmil.evaluate.comparison_table import ComparisonRow, EvaluatedOn, PairedRow, Published, paired_rows
+from selfvitmil.evaluate.method_metrics import Samples, Scores, are_disjoint, estimator_of, read_interval, samples_of
 from selfvitmil.evaluate.predictions import write_predictions
 from selfvitmil.evaluate.protocol import MethodResult
-from selfvitmil.evaluate.scores import Samples, Scores, are_disjoint, estimator_of, read_interval, samples_of
-from selfvitmil.evaluate.table import ComparisonRow, JudgedOn, PairedRow, Published, paired_rows
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import write_text
 
@@ -40,8 +40,8 @@ def write_results(
 # ---------------------------------------------------------------------------------------------------- comparison
 
 
-def judged_on(result: MethodResult, cohort: str, *, camelyon16_test: bool = False) -> JudgedOn:
-    """What the test slides are, in the table's words; `cohort` is its name."""
+def evaluated_on(result: MethodResult, cohort: str, *, camelyon16_test: bool = False) -> EvaluatedOn:
+    """Return the description of the test set for the table; `cohort` is the cohort's name."""
     labels = {row.slide: row.label for row in result.predictions if row.part == "test"}
     counts = tuple((name, list(labels.values()).count(k)) for k, name in enumerate(result.class_names))
     number = len(result.splits)
@@ -50,15 +50,15 @@ def judged_on(result: MethodResult, cohort: str, *, camelyon16_test: bool = Fals
         overlap = "" if are_disjoint(result.predictions) else ", which overlap"
         split = f"test slides of {number} splits{overlap}"
     protocol: Literal["honest", "optimistic"] = "optimistic" if result.protocol == "optimistic" else "honest"
-    return JudgedOn(
+    return EvaluatedOn(
         cohort, split, counts, protocol=protocol, estimator=estimator_of(result), camelyon16_test=camelyon16_test
     )
 
 
 def compare_results(results: Sequence[MethodResult], baseline: str, evaluate: EvaluateSettings) -> dict[str, PairedRow]:
-    """Every method against the one called `baseline`, by their ensembles' scores of the same test slides.
+    """Return paired tests of every method against `baseline`, by the ensembles' scores of the same test slides.
 
-    Slides are ranked within splits; those that are test slides of several splits count as one observation.
+    Slides are ranked within splits; test slides of several splits count as one observation.
     """
     if len(results) < 2:
         return {}
@@ -78,7 +78,7 @@ def compare_results(results: Sequence[MethodResult], baseline: str, evaluate: Ev
 
 
 def _keys(samples: Samples) -> list[str]:
-    """A name for each prediction: the slide, and where there are several splits which one."""
+    """Return a key for each prediction: the slide, with the split where there are several."""
     if samples.folds is None:
         return list(samples.names)
     return [f"{slide} in {split}" for slide, split in zip(samples.names, samples.folds, strict=True)]
@@ -87,13 +87,13 @@ def _keys(samples: Samples) -> list[str]:
 def comparison_row(
     result: MethodResult,
     scores: Scores,
-    on: JudgedOn,
+    on: EvaluatedOn,
     *,
     features: str = "",
     paired: Mapping[str, PairedRow] | None = None,
     published: Published | None = None,
 ) -> ComparisonRow:
-    """The row of a method: the ensemble's figures by slide, AUC of each seed, where the threshold came from."""
+    """Return the row of a method: slide-level metrics of the ensemble, AUC of each seed, origin of the threshold."""
     whole = scores.slide["ensemble"]
     thresholds = {row.threshold_from for row in result.predictions if row.part == "test" and row.seed is None}
     binary = len(result.class_names) == 2
@@ -101,7 +101,7 @@ def comparison_row(
         method=result.aggregator,
         display_name=result.method,
         features=features or result.encoder,
-        judged_on=on,
+        evaluated_on=on,
         seed_aucs=tuple(read_interval(own["auc"]).value for own in scores.slide["seeds"].values()),
         auc=read_interval(whole["auc"]),
         accuracy=read_interval(whole["accuracy"]),

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 import planted
 from selfvitmil.errors import ArtefactError, MetricError
-from selfvitmil.evaluate.choices import choose
-from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.evaluate.comparison_table import table_csv, table_markdown, table_notes
+from selfvitmil.evaluate.estimators import Estimator
+from selfvitmil.evaluate.evaluation_splits import make_splits
+from selfvitmil.evaluate.method_metrics import are_disjoint, read_interval, samples_of, score_method, score_samples
 from selfvitmil.evaluate.predictions import Prediction, read_predictions, write_predictions
 from selfvitmil.evaluate.protocol import MethodResult, Run, run_method
-from selfvitmil.evaluate.results import compare_results, comparison_row, judged_on, write_results
-from selfvitmil.evaluate.scores import are_disjoint, read_interval, samples_of, score_method, score_samples
-from selfvitmil.evaluate.table import table_csv, table_markdown, table_notes
-from selfvitmil.evaluate.trial import make_splits
+from selfvitmil.evaluate.result_files import compare_results, comparison_row, evaluated_on, write_results
+from selfvitmil.evaluate.thresholds import choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
 EVALUATE = EvaluateSettings(bootstrap=200)
@@ -441,11 +441,11 @@ def test_slides_of_overlapping_test_sets_are_one_observation_each():
     ]
     assert slide["over_seeds"]["auc"]["mean"] == pytest.approx(np.mean(aucs))
     assert slide["over_seeds"]["auc"]["sd"] == pytest.approx(np.std(np.mean(aucs, axis=1), ddof=1))
-    row = comparison_row(result_of(rows), score_method(result_of(rows), EVALUATE), judged_on(result_of(rows), "c"))
-    assert row.judged_on.estimator == Estimator.WITHIN_OVERLAPPING_SPLITS
+    row = comparison_row(result_of(rows), score_method(result_of(rows), EVALUATE), evaluated_on(result_of(rows), "c"))
+    assert row.evaluated_on.estimator == Estimator.WITHIN_OVERLAPPING_SPLITS
     assert row.auc.low < row.auc.value < row.auc.high
     assert row.seed_aucs == pytest.approx(np.mean(aucs, axis=1))
-    assert any(note == row.judged_on.estimator.conditional_on for note in table_notes([row]))
+    assert any(note == row.evaluated_on.estimator.conditional_on for note in table_notes([row]))
 
 
 def test_the_same_test_set_three_times_is_as_certain_as_once():
@@ -551,7 +551,7 @@ def test_metrics_of_read_predictions_are_those_of_the_result(results: list[Metho
 def test_rows_of_the_comparison(results: list[MethodResult]):
     paired = compare_results(results, "mean", EVALUATE)
     assert set(paired) == {"dsmil"}
-    on = judged_on(results[0], "made slides")
+    on = evaluated_on(results[0], "made slides")
     assert on.counts == (("normal", 16), ("tumor", 16))
     scores = [score_method(result, EVALUATE) for result in results]
     rows = [comparison_row(result, own, on, paired=paired) for result, own in zip(results, scores, strict=True)]

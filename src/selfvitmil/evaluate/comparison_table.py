@@ -1,11 +1,11 @@
-"""The comparison table: a row for every method, paired tests against a baseline, the paper's Table 1 beside it.
+"""Comparison table: one row per method, paired tests against a baseline, published results of the paper's Table 1.
 
-In come the scores of every method's ensemble on the same slides (`paired_rows`) and one `ComparisonRow` per method; out
-go text for a file (`table_csv`, `table_markdown`) and cells for a terminal (`table_cells` with `table_notes`).
+Input: the scores of every method's ensemble on the same slides (`paired_rows`) and one `ComparisonRow` per method.
+Output: text for a file (`table_csv`, `table_markdown`) and cells for a terminal (`table_cells` with `table_notes`).
 
-Measured and published numbers never share a column: a published one was made with other features, often with its epoch
-and threshold chosen on the test slides, and on Camelyon16 alone. `PUBLISHED` says for each what is known about it, and
-every table that shows one says so below. Rows that were not judged on the same slides by the same protocol are refused.
+Measured and published metrics never share a column: published ones used other features, often selected epoch and
+threshold on the test set, and are on Camelyon16 only. `PUBLISHED` states what is known about each, and every table that
+shows one says so in a note. Rows with different test sets or protocols raise an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.inference import Estimator
+from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.formatting import (
     duration,
     markdown_list,
@@ -45,7 +45,7 @@ from selfvitmil.store.files import csv_text
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the paper's Table 1, all on Camelyon16's official test set, and how it came about as far as is known."""
+    """A row of the paper's Table 1, all on Camelyon16's official test set, with its known training and selection."""
 
     name: str
     accuracy: float | None
@@ -58,7 +58,7 @@ class Published:
 
     @property
     def note(self) -> str:
-        """All of it but the numbers, in one sentence."""
+        """Description without the metrics, in one sentence."""
         return (
             f"Published {self.name}: features: {self.features}; trained on {self.trained_on}; {self.protocol}; "
             f"source: {self.source}."
@@ -138,29 +138,29 @@ PUBLISHED: dict[str, Published] = {
         _TABLE,
     ),
 }
-"""By our name of the method; `resnet18` is the fully supervised baseline. Other methods have no published row."""
+"""By method name; `resnet18` is the fully supervised baseline. Other methods have no published row."""
 
 # ---------------------------------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
-class JudgedOn:
-    """What all rows of a table share: the slides that judge, and who chose epoch and threshold."""
+class EvaluatedOn:
+    """Test set and protocol, shared by all rows of a table."""
 
     cohort: str
     split: str
-    """Which slides of the cohort these are, in words: `given test split`, `test parts of 5 folds` ..."""
+    """Description of the test slides: `given test split`, `test parts of 5 folds` ..."""
     counts: tuple[tuple[str, int], ...]
     """Class names in class order with the number of slides of each."""
     protocol: Literal["honest", "optimistic"] = "honest"
     estimator: Estimator = Estimator.ONE_TEST_SET
-    """How the test sets of the splits become one number."""
+    """How the test sets of the splits are combined."""
     camelyon16_test: bool = False
-    """These are Camelyon16's official test slides, on which the published numbers were made."""
+    """Whether these are Camelyon16's official test slides, as in the published results."""
 
     @property
     def words(self) -> str:
-        """For instance `80 normal + 49 tumor slides`."""
+        """For example `80 normal + 49 tumor slides`."""
         return " + ".join(f"{count} {name}" for name, count in self.counts) + " slides"
 
 
@@ -172,49 +172,49 @@ class PairedRow:
     baseline: str
     difference: Interval
     test: str
-    """Which test `p_value` comes from."""
+    """Name of the test of `p_value`."""
     p_value: float
     holm_p_value: float
     bootstrap_p_value: float
     bootstrap_holm_p_value: float
     num_comparisons: int
-    """How many methods were compared with the baseline: what Holm's correction is for."""
+    """Number of methods compared with the baseline, for Holm's correction."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """A method as measured. Intervals are of the ensemble: the mean probability of all seeds."""
+    """Measured metrics of a method. Intervals are of the ensemble: the mean probability of all seeds."""
 
     method: str
     display_name: str
     features: str
-    """What the tiles were turned into vectors by."""
-    judged_on: JudgedOn
+    """Encoder of the tile embeddings."""
+    evaluated_on: EvaluatedOn
     seed_aucs: tuple[float, ...]
-    """AUC of each single training, one for each seed."""
+    """AUC of each seed."""
     auc: Interval
-    """With more than two classes the mean over classes, each against the rest; and so `seed_aucs`."""
+    """With more than two classes the macro-average one-vs-rest AUC; `seed_aucs` likewise."""
     accuracy: Interval
     balanced_accuracy: Interval
     sensitivity: Interval | None
-    """None with more than two classes, and so specificity."""
+    """None with more than two classes, as specificity."""
     specificity: Interval | None
     threshold_from: str
-    """Where the threshold of accuracy and the others came from: `Youden's point of the validation slides` ..."""
+    """Origin of the threshold of accuracy and related metrics: `Youden on validation` ..."""
     paired: PairedRow | None = None
-    """None for the baseline itself, or where nothing was compared."""
+    """None for the baseline itself, or without a comparison."""
     training_seconds: float | None = None
-    """Of all trainings of this row together."""
+    """Total training time of this row."""
     warnings: tuple[str, ...] = ()
     transductive: bool = False
-    """The encoder was trained, without labels, on slides of test patients; a warning tells how many."""
+    """Whether the encoder was trained, without labels, on slides of test patients; a warning gives the number."""
     published: Published | None = None
     recipe: str = "-"
-    """`published`, `ours`, or `changed` (published, with other numbers); a dash for what is no aggregator."""
+    """`published`, `ours`, or `changed` (published with changes); a dash for rows that are no aggregator."""
     recipe_words: str = ""
-    """Where the recipe comes from, or how it differs from the published one."""
+    """Source of the recipe, or its differences from the published one."""
     evidence: tuple[str, ...] = ()
-    """Kinds of evidence that its splits chose, and why; empty where the recipe leaves no choice."""
+    """Kinds of evidence chosen by its splits, with reasons; empty where the recipe fixes the kind."""
 
     @property
     def num_seeds(self) -> int:
@@ -234,7 +234,7 @@ class ComparisonRow:
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """Holm's step-down correction, in the order given: the smallest level at which the family rejects each."""
+    """Return Holm-corrected p-values in the given order (S. Holm, 1979)."""
     given = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(given, kind="stable")
     corrected = np.empty_like(given)
@@ -253,17 +253,16 @@ def paired_rows(
     resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, PairedRow]:
-    """Every method of `scores` (method -> slide -> score, or one per class) against `baseline`, slide by slide.
+    """Return paired tests of every method of `scores` (method -> slide -> score, or one per class) against `baseline`.
 
-    Two classes: DeLong's paired test, the bootstrap beside it. More: bootstrap of the macro AUC. Patients are drawn
-    whole; slides are ranked within their `folds`, whose models differ. Methods that did not score the same slides are
-    refused: their difference would be one of slides as well.
+    Two classes: DeLong's paired test and a bootstrap. More: bootstrap of the macro AUC. Resampling is by patient, and
+    slides are ranked within their `folds`, whose models differ. Raises MetricError where methods have other slides.
     """
     if baseline not in scores:
         raise MetricError(
             f"{baseline}: the baseline is not among the methods {', '.join(scores)}",
-            "there is nothing to compare them with",
-            "Name one of them as compare.baseline",
+            "paired tests need the baseline's scores",
+            "Set compare.baseline to one of them",
         )
     slides = sorted(labels)
     for method, of_slides in scores.items():
@@ -295,13 +294,13 @@ def _check_same_slides(method: str, scored: set[str], wanted: set[str]) -> None:
 
 
 def _columns(scores: Sequence[float | Sequence[float]]) -> Floats:
-    """(N,) or, for several classes, (N, C); the only column of one-element rows counts as the former."""
+    """Return (N,) or, for several classes, (N, C); a single column is squeezed."""
     given = np.asarray(scores, dtype=np.float64)
     return given[:, 0] if given.ndim == 2 and given.shape[1] == 1 else given
 
 
 class _Drawn(TypedDict):
-    """How resamples are drawn, and within which folds slides are ranked."""
+    """Resampling arguments, and the folds within which slides are ranked."""
 
     groups: Sequence[str] | None
     folds: Labels | None
@@ -310,7 +309,7 @@ class _Drawn(TypedDict):
 
 
 def _paired(label: Labels, a: Floats, b: Floats, level: float, drawn: _Drawn) -> tuple[Interval, str, float, float]:
-    """Difference, name of the test, its p-value, and that of the bootstrap (the same one for several classes)."""
+    """Return difference, name of the test, its p-value and that of the bootstrap (the same for several classes)."""
     fold, resamples = drawn["folds"], drawn["resamples"]
     within = "" if fold is None else " within folds"
     if a.ndim == 1:
@@ -324,7 +323,7 @@ def _paired(label: Labels, a: Floats, b: Floats, level: float, drawn: _Drawn) ->
         raise MetricError(
             f"scores of shapes {a.shape} and {b.shape}", "both must have one column per class", "Check the classes"
         )
-    # With these all inputs are checked, and the values of the difference found.
+    # Checks all inputs and computes the two values.
     value_a, value_b = (multiclass_auc(label, one, folds=fold, resamples=100).macro.value for one in (a, b))
     of_a, of_b = resampled_macro_auc(label, a, fold), resampled_macro_auc(label, b, fold)
     group = check_groups(drawn["groups"], len(label))
@@ -338,14 +337,14 @@ def _paired(label: Labels, a: Floats, b: Floats, level: float, drawn: _Drawn) ->
 
 
 def table_csv(rows: Sequence[ComparisonRow]) -> str:
-    """One line per row with every field, unrounded to six digits, published ones in columns `published_...`."""
+    """Return the table as CSV: every field with six significant digits, published ones in columns `published_...`."""
     check_rows(rows)
     records = [_record(row) for row in rows]
     return csv_text([list(records[0]), *(record.values() for record in records)])
 
 
 def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
-    """The header and a line of cells for each row; headers may have two lines. Two spaces between: 160 columns."""
+    """Return header and rows for a terminal of 160 columns; header cells may have two lines."""
     check_rows(rows)
     _, marks = _notes(rows)
     header = _header(rows, intervals=False)
@@ -354,13 +353,13 @@ def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
 
 
 def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """What stands below the table: first what holds for all rows, then the numbered notes that rows point to."""
+    """Return the notes below the table: first those of all rows, then the numbered ones."""
     check_rows(rows)
     return _notes(rows)[0]
 
 
 def table_markdown(rows: Sequence[ComparisonRow], advice: Sequence[str] = ()) -> str:
-    """The table with intervals in every cell that has one; below it `advice`, its notes, and the recipe of each row."""
+    """Return the table as Markdown with intervals; below it `advice`, the notes and the recipe of each row."""
     check_rows(rows)
     notes, marks = _notes(rows)
     notes = [
@@ -374,23 +373,23 @@ def table_markdown(rows: Sequence[ComparisonRow], advice: Sequence[str] = ()) ->
 
 
 def check_rows(rows: Sequence[ComparisonRow]) -> None:
-    """At least one, and all judged alike."""
+    """Raise MetricError unless there are rows, all with the same test set and protocol."""
     if not rows:
-        raise MetricError("a comparison without rows", "there is nothing to show", "Name a method in compare.methods")
+        raise MetricError("a comparison without rows", "there is nothing to show", "Add a method to compare.methods")
     first = rows[0]
     for row in rows[1:]:
-        if row.judged_on != first.judged_on or row.auc.level != first.auc.level:
+        if row.evaluated_on != first.evaluated_on or row.auc.level != first.auc.level:
             raise MetricError(
-                f"{first.display_name} and {row.display_name} were judged on different slides or in different ways",
-                "in one table they would look comparable",
+                f"{first.display_name} and {row.display_name} have different test sets or protocols",
+                "they are not comparable",
                 "Make a table for each",
             )
 
 
 def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
-    judged_on = rows[0].judged_on
-    method = "method\nOPTIMISTIC" if judged_on.protocol == "optimistic" else "method"
-    auc = "macro AUC" if len(judged_on.counts) > 2 else "AUC"
+    evaluated_on = rows[0].evaluated_on
+    method = "method\nOPTIMISTIC" if evaluated_on.protocol == "optimistic" else "method"
+    auc = "macro AUC" if len(evaluated_on.counts) > 2 else "AUC"
     limits = f" [{percent(rows[0].auc.level)}]"
     rest = limits if intervals else ""
     named = [method, "recipe", f"{auc}{limits}", f"{auc}\nof seeds", "seeds"]
@@ -400,7 +399,7 @@ def _header(rows: Sequence[ComparisonRow], *, intervals: bool) -> list[str]:
 
 
 def _lines(rows: Sequence[ComparisonRow], marks: Sequence[Sequence[int]], *, intervals: bool) -> list[list[str]]:
-    """The cells of every row; a column marks those whose encoder has seen test slides, where there are any."""
+    """Return the cells of every row; a column marks transductive encoders where there are any."""
     lines = [_cells(row, marked, intervals=intervals) for row, marked in zip(rows, marks, strict=True)]
     if any(row.transductive for row in rows):
         for row, line in zip(rows, lines, strict=True):
@@ -428,8 +427,8 @@ def _cells(row: ComparisonRow, marks: Sequence[int], *, intervals: bool) -> list
 
 
 def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
-    """The notes, and for every row the numbers of those that are not about all rows."""
-    general = [_judged_words(rows[0].judged_on)]
+    """Return the notes, and for every row the numbers of its own notes."""
+    general = [_test_set_note(rows[0].evaluated_on)]
     special: list[str] = []
     marks: list[list[int]] = [[] for _ in rows]
     topics = [
@@ -445,7 +444,7 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
     for topic in topics:
         texts = [topic(row) for row in rows]
         distinct = list(dict.fromkeys(text for text in texts if text))
-        # A note that all rows share needs no number; what a p-value is, not even the baseline needs to be told apart.
+        # A note shared by all rows has no number; that on p-values is general although the baseline has none.
         if len(distinct) == 1 and (all(texts) or topic is _paired_note):
             general += distinct
             continue
@@ -457,7 +456,7 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
                     marked.append(special.index(text) + 1)
     general += [_RECIPE_WORDS] if any(row.recipe_words for row in rows) else []
     if any(row.published for row in rows):
-        general.append(_published_words(rows[0].judged_on))
+        general.append(_published_words(rows[0].evaluated_on))
     return general + [f"[{number}] {text}" for number, text in enumerate(special, start=1)], marks
 
 
@@ -471,11 +470,11 @@ def _evidence_note(row: ComparisonRow) -> str | None:
     return f"Looks for {'; or '.join(row.evidence)}." if row.evidence else None
 
 
-def _judged_words(on: JudgedOn) -> str:
+def _test_set_note(on: EvaluatedOn) -> str:
     text = f"Measured on {on.words} of {on.cohort} ({on.split})."
     if on.protocol == "optimistic":
-        chosen = "epoch, threshold and kind of evidence were chosen on the slides that judge"
-        text = f"OPTIMISTIC: {chosen}; expect less on others. {text}"
+        chosen = "epoch, threshold and kind of evidence were chosen on the test set"
+        text = f"OPTIMISTIC: {chosen}; expect lower metrics on other slides. {text}"
     return text
 
 
@@ -484,8 +483,8 @@ def _features_note(row: ComparisonRow) -> str:
 
 
 def _auc_note(row: ComparisonRow) -> str:
-    seeds = f"the mean probability of {row.num_seeds} seeds" if row.num_seeds > 1 else "one training (1 seed)"
-    spread = "; 'of seeds': mean ± sample sd over the single trainings" if row.num_seeds > 1 else ""
+    seeds = f"the mean probability of {row.num_seeds} seeds" if row.num_seeds > 1 else "one training run (1 seed)"
+    spread = "; 'of seeds': mean ± sample sd over the single seeds" if row.num_seeds > 1 else ""
     limits = f"{percent(row.auc.level)} interval, {row.auc.method}"
     return f"AUC: {seeds} ({limits}){spread}."
 
@@ -503,7 +502,7 @@ def _paired_note(row: ComparisonRow) -> str | None:
 
 
 def _conditional_note(row: ComparisonRow) -> str:
-    return row.judged_on.estimator.conditional_on
+    return row.evaluated_on.estimator.conditional_on
 
 
 def _published_note(row: ComparisonRow) -> str | None:
@@ -511,14 +510,14 @@ def _published_note(row: ComparisonRow) -> str | None:
 
 
 def _warning_topics(rows: Sequence[ComparisonRow]) -> list[Callable[[ComparisonRow], str | None]]:
-    """One topic for each warning, so that one which all rows have is told once."""
+    """Return one topic per warning, so that a warning of all rows appears once."""
     return [
         lambda row, text=text: f"Warning: {text}" if text in row.warnings else None
         for text in dict.fromkeys(text for row in rows for text in row.warnings)
     ]
 
 
-def _published_words(on: JudgedOn) -> str:
+def _published_words(on: EvaluatedOn) -> str:
     text = (
         "Published columns: not measured here. Table 1 of the Self-ViT-MIL paper (Gul et al. 2022), on the 129 "
         "slides of Camelyon16's official test set, "
@@ -528,11 +527,11 @@ def _published_words(on: JudgedOn) -> str:
     return text + f"so not comparable with numbers on {on.cohort}."
 
 
-# ---------------------------------------------------------------------------------------------------- numbers as text
+# ---------------------------------------------------------------------------------------------------- CSV records
 
 
 def _record(row: ComparisonRow) -> dict[str, str]:
-    on, paired, published = row.judged_on, row.paired, row.published
+    on, paired, published = row.evaluated_on, row.paired, row.published
     record = {
         "method": row.method,
         "display_name": row.display_name,
@@ -581,5 +580,5 @@ def _interval_record(name: str, interval: Interval | None) -> dict[str, str]:
 
 
 def _full(value: float | None) -> str:
-    """Six significant digits; empty where there is no number."""
+    """Return six significant digits; empty for None and NaN."""
     return "" if value is None or np.isnan(value) else f"{value:.6g}"
