@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 from selfvitmil.encoder import load_encoder
+from selfvitmil.pipeline import encoders
 from selfvitmil.pretrain import quality, train
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.quality import (
@@ -36,9 +38,9 @@ from selfvitmil.pretrain.quality import (
     view_recipe,
 )
 from selfvitmil.pretrain.sources import ImageTiles
-from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.pretrain.train import Origin, PretrainResult, pretrain
 from selfvitmil.pretrain.views import ViewRecipe, make_views
-from selfvitmil.pretrain.watch import Course, patience_of
+from selfvitmil.pretrain.watch import Course, Ending, patience_of
 from selfvitmil.settings import PretrainSettings, resolve_settings
 
 ORIGIN = Origin(trained_on="train split of synthetic tiles")
@@ -448,7 +450,8 @@ PROCESS = """
     import torch
     import torch.distributed as dist
     torch.set_num_threads(1)
-    from selfvitmil.pretrain import quality, train
+    from selfvitmil.pipeline import encoders
+from selfvitmil.pretrain import quality, train
     from selfvitmil.pretrain.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
 
@@ -485,6 +488,43 @@ def test_two_processes_end_early_at_the_same_step(images: Path, tmp_path: Path):
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     assert len(read_metrics(tmp_path / "run")) == 6
     assert load_encoder(tmp_path / "run").config.provenance["kept_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (
+            Ending(3400, 1400, 900, 0.61, 0.61, 0.4),
+            "encoders/dino: made, stopped early at step 1,400 of 3,400: quality fell from 0.61 to 0.40; "
+            "kept the weights of step 900",
+        ),
+        (
+            Ending(3400, 3400, 2900, 0.6, 0.61, 0.55),
+            "encoders/dino: made, step 3400 of 3400, loss 1.250; "
+            "kept the weights of step 2,900, whose quality is 0.60 (0.55 at the end)",
+        ),
+        (Ending(3400, 3400, 3400, 0.6, 0.61, 0.6), "encoders/dino: made, step 3400 of 3400, loss 1.250"),
+    ],
+)
+def test_the_summary_of_pretrain_says_which_weights_were_kept(
+    ending: Ending, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "encoders" / "dino").mkdir(parents=True)
+    result = PretrainResult(tmp_path, ending.ended_step, 3400, True, "made", {"loss": 1.25}, (), ending)
+    monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
+    source = SimpleNamespace(names=("s1",))
+    lines, interrupted = encoders._train(source, tmp_path, "dino", "train split", resolve_settings())
+    assert (lines, interrupted) == ([words], False)
+
+
+def test_the_first_alarm_is_printed_at_once(capsys: pytest.CaptureFixture[str]):
+    show = encoders._training_lines()
+    for step in range(4):
+        show({"step": step, "loss": 1.0} | ({"alarm": "it got worse"} if step >= 2 else {}))
+    assert capsys.readouterr().err.splitlines() == [
+        "pretrain: step 0, loss 1",
+        "pretrain: step 2, warning: it got worse",
+    ]
 
 
 @pytest.mark.parametrize("preset", ["paper", "authors-code", "dsmil-simclr"])
