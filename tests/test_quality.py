@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 from selfvitmil.encoder import load_encoder
-from selfvitmil.pipeline import encoders
 from selfvitmil.pretrain import quality, train
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.quality import (
@@ -41,7 +40,9 @@ from selfvitmil.pretrain.sources import ImageTiles
 from selfvitmil.pretrain.train import Origin, PretrainResult, pretrain
 from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.pretrain.watch import Course, Ending, patience_of
+from selfvitmil.report import sections
 from selfvitmil.settings import PretrainSettings, resolve_settings
+from selfvitmil.stages import pretrain as stage
 
 ORIGIN = Origin(trained_on="train split of synthetic tiles")
 TIMES = ("tiles_per_s", "data_wait_share", "mfu", "phase_s", "quality_s")
@@ -450,7 +451,7 @@ PROCESS = """
     import torch
     import torch.distributed as dist
     torch.set_num_threads(1)
-    from selfvitmil.pipeline import encoders
+    from selfvitmil.stages import pretrain as stage
 from selfvitmil.pretrain import quality, train
     from selfvitmil.pretrain.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
@@ -513,12 +514,28 @@ def test_the_summary_of_pretrain_says_which_weights_were_kept(
     result = PretrainResult(tmp_path, ending.ended_step, 3400, True, "made", {"loss": 1.25}, (), ending)
     monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
     source = SimpleNamespace(names=("s1",))
-    lines, interrupted = encoders._train(source, tmp_path, "dino", "train split", resolve_settings())
+    lines, interrupted = stage._train(source, tmp_path, "dino", "train split", resolve_settings())
     assert (lines, interrupted) == ([words], False)
 
 
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"total_steps": 3400}, ["3,400 steps"]),
+        ({"total_steps": 3400, "ended_step": 3400, "kept_step": 3400}, ["3,400 steps"]),
+        (
+            {"total_steps": 3400, "ended_step": 1400, "kept_step": 900},
+            ["stopped early after 1,400 of 3,400 steps", "weights of step 900 kept"],
+        ),
+        ({}, []),
+    ],
+)
+def test_the_report_says_which_weights_were_kept(told: dict[str, int], words: list[str]):
+    assert sections._steps_words(told) == words
+
+
 def test_the_first_alarm_is_printed_at_once(capsys: pytest.CaptureFixture[str]):
-    show = encoders._training_lines()
+    show = stage._training_lines()
     for step in range(4):
         show({"step": step, "loss": 1.0} | ({"alarm": "it got worse"} if step >= 2 else {}))
     assert capsys.readouterr().err.splitlines() == [

@@ -88,9 +88,19 @@ def _encoder_words(encoder: EncoderFolder) -> str:
     own = encoder.config.get("selfvitmil") or {}
     told = own.get("provenance") or {}
     parts = [str(encoder.config.get("architecture", "")), str(told.get("method", ""))]
-    parts += [f"{told['total_steps']:,} steps"] if isinstance(told.get("total_steps"), int) else []
+    parts += _steps_words(told)
     parts += [f"trained on: {own['trained_on']}"] if own.get("trained_on") else []
     return ", ".join(filter(None, parts))
+
+
+def _steps_words(told: Mapping[str, Any]) -> list[str]:
+    """Length of a training, and which of its weights were kept where these are not the last."""
+    total = told.get("total_steps")
+    if not isinstance(total, int):
+        return []
+    ended, kept = (value if isinstance(value := told.get(key), int) else total for key in ("ended_step", "kept_step"))
+    length = f"{total:,} steps" if ended >= total else f"stopped early after {ended:,} of {total:,} steps"
+    return [length] if kept >= ended else [length, f"weights of step {kept:,} kept"]
 
 
 def _results_words(results: Results) -> str:
