@@ -28,7 +28,7 @@ STAGES = [
     "embed",
 ]
 STAGES += ["aggregate", "aggregators", "evaluate", "localize", "report", "view"]
-EDGE = ["package", "study", "stages", "commands", "cli", "__main__", "__init__"]
+EDGE = ["package", "study", "stages", "commands", "api", "cli", "__main__", "__init__"]
 FLOW = [*BELOW, *STAGES, *EDGE]
 
 
@@ -101,5 +101,5 @@ def test_a_wrong_folder_is_said_before_torch_is_loaded():
 
 
 def test_public_names():
-    assert selfvitmil.__all__ == ["Encoder", "Slide", "__version__", "aggregators", "metrics", "open_slide"]
+    assert selfvitmil.__all__ == ["Encoder", "Slide", "Study", "__version__", "aggregators", "metrics", "open_slide"]
     assert all(hasattr(selfvitmil, name) for name in selfvitmil.__all__)

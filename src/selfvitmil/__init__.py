@@ -2,6 +2,8 @@
 
     import selfvitmil as sv
 
+    study = sv.Study.create("study", cohort="slides/", labels="labels.csv", preset="quick")
+    study.run()
     slide = sv.open_slide("slide.svs")
     encoder = sv.Encoder.load("study/encoders/dino")
     model = sv.aggregators.DSMIL(dim=encoder.dim, num_classes=1)
@@ -15,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selfvitmil import aggregators, metrics
+    from selfvitmil.api import Study
     from selfvitmil.encoder import Encoder
     from selfvitmil.slides import Slide, open_slide
 
 __version__ = "0.1.0"
-__all__ = ["Encoder", "Slide", "__version__", "aggregators", "metrics", "open_slide"]
+__all__ = ["Encoder", "Slide", "Study", "__version__", "aggregators", "metrics", "open_slide"]
 
 _MODULES = ("aggregators", "metrics")
-_HOME = {"Encoder": "encoder", "Slide": "slides", "open_slide": "slides"}
+_HOME = {"Encoder": "encoder", "Slide": "slides", "Study": "api", "open_slide": "slides"}
 """Lazily imported names and the modules that define them."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -71,3 +72,11 @@ def _escaped(cell: str) -> str:
 
 def markdown_list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table, header first; every cell is escaped."""
+    header, *body = rows
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

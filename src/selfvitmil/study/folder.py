@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from selfvitmil.cohort import Cohort, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
+from selfvitmil.formatting import html_table
 from selfvitmil.settings import StudySettings, check_study_engine, read_toml, resolve_settings, with_user_engine
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import remove_leftovers
@@ -32,6 +34,12 @@ class Summary:
     """Rows to show, header first."""
     interrupted: bool = False
     """Whether a signal ended the work before its end."""
+
+    def _repr_html_(self) -> str:
+        """Return the table and the lines, for notebooks."""
+        failed = [f"FAILED {each.slide} ({each.stage}): {each.reason}. {each.remedy}" for each in self.failures]
+        lines = "<br>".join(map(escape, (*self.lines, *failed)))
+        return (html_table(self.table) if self.table else "") + f"<p>{lines}</p>"
 
 
 @dataclass(frozen=True)
