@@ -11,7 +11,8 @@ are the same for all runs, so that runs can be compared in pairs. Few patients h
 tiles: differences between runs count, not the AUC by itself.
 
 With a constant schedule one run per seed serves all budgets: its weights at step n are those of a run of n steps. With
-a cosine every budget is a run of its own. Budget 0 (--untrained) is the network before training.
+a cosine every budget is a run of its own. Assessed are the weights of that very step, not the best ones before it, and
+no run ends early. Budget 0 (--untrained) is the network before training.
 
 Printed is a line per encoder, then means with their standard deviation over seeds. `falls` lists what is worse at a
 budget than at half of it by more than that standard deviation (the larger of the two); `dependable` says that nothing
@@ -63,7 +64,7 @@ def settings_from(arguments: argparse.Namespace, steps: int, seed: int) -> Pretr
     """Those of the preset, then of `--set`, then of this run."""
     values = resolve_settings(flags={"preset": arguments.preset}).pretrain.model_dump(exclude_unset=True)
     values |= values_of(arguments.set)
-    values |= {"workers": 0, "checkpoint_minutes": 600.0, "steps": max(steps, 1), "seed": seed}
+    values |= {"workers": 0, "checkpoint_minutes": 600.0, "steps": max(steps, 1), "seed": seed, "stop_early": False}
     return parse({"pretrain": values}, source="--set").pretrain
 
 

@@ -354,7 +354,7 @@ def test_self_supervision_needs_a_training_split(made: Path, tmp_path: Path):
     assert "--pretrain.transductive" in refused.stderr
     allowed = selfvitmil("pretrain", tmp_path / "study", "--pretrain.transductive")
     assert allowed.returncode == 0, allowed.stderr
-    assert "transductive" in (tmp_path / "study" / "encoders" / "dino" / "config.json").read_text()
+    assert "transductive" in (tmp_path / "study" / "encoders" / "lejepa" / "config.json").read_text()
     unknown = selfvitmil("embed", tmp_path / "study", "--encoder", "no_such_net", "--workers", 0)
     assert unknown.returncode == 3
     assert "no_such_net" in unknown.stderr

@@ -24,6 +24,7 @@ from selfvitmil.pretrain.checkpoint import read_metrics
 STEPS = 40
 STUDY = f"""
 [pretrain]
+method = "dino"
 architecture = "vit_tiny_patch16_224"
 width = 32
 depth = 2

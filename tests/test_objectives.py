@@ -246,7 +246,7 @@ def test_the_loss_falls(images: Path, tmp_path: Path, method: str, by: float):
 
 def test_a_longer_constant_run_passes_through_the_end_of_a_shorter_one(images: Path, tmp_path: Path):
     """With the same weights to the bit: one run serves all budgets, and more steps go on from there."""
-    own: dict[str, Any] = TINY | {"warmup_steps": 3, "momentum": None, "lr": 1e-2}
+    own: dict[str, Any] = TINY | {"warmup_steps": 3, "momentum": None, "lr": 1e-2, "keep": "last"}
     short, long = (PretrainSettings.model_validate(own | {"steps": steps, "method": "lejepa"}) for steps in (6, 12))
     pretrain(ImageTiles(images), tmp_path / "short", short, Origin("x"), device="cpu")
     pretrain(ImageTiles(images), tmp_path / "long", long, Origin("x"), device="cpu", snapshots={6: tmp_path / "half"})

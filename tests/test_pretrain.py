@@ -40,6 +40,7 @@ from selfvitmil.store.provenance import Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 TINY: dict[str, Any] = {
+    "method": "dino",
     "architecture": "vit_tiny_patch16_224",
     "width": 32,
     "depth": 2,
@@ -920,8 +921,8 @@ def test_a_published_preset_is_for_its_own_method():
     assert resolve_settings(flags={"preset": "quick", "pretrain": {"method": "simclr"}}).pretrain.lr == 0.001
 
 
-def test_views_are_those_of_dino_by_default_and_alike_for_simclr():
-    first, second, *local = recipes_of(PretrainSettings(), 224, 16)
+def test_views_are_those_of_dino_and_alike_for_simclr():
+    first, second, *local = recipes_of(PretrainSettings(method="dino"), 224, 16)
     assert (first.blur, first.solarize, second.blur, second.solarize) == (1.0, 0.0, 0.1, 0.2)
     assert (first.size_px, first.scale) == (second.size_px, second.scale) == (224, (0.4, 1.0))
     assert {(v.size_px, v.scale, v.blur, v.solarize) for v in local} == {(96, (0.05, 0.4), 0.5, 0.0)}
@@ -1009,7 +1010,7 @@ def test_views_must_divide_into_patches():
 
 
 def test_cost_of_a_tile_is_the_published_one():
-    settings = PretrainSettings(architecture="vit_base_patch16_224")
+    settings = PretrainSettings(method="dino", architecture="vit_base_patch16_224")
     encoder = learning.start_encoder(settings, 224, 0)
     gflop = learning.gflop_per_tile(encoder, settings, recipes_of(settings, 224, 16), 65536)
     assert gflop == pytest.approx(434, rel=0.01)

@@ -46,6 +46,7 @@ from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import PretrainSettings
 
 TINY: dict[str, Any] = {
+    "method": "dino",
     "architecture": "vit_tiny_patch16_224",
     "width": 32,
     "depth": 2,

@@ -281,6 +281,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(**changes: Any) -> PretrainSettings:
     own: dict[str, Any] = {
+        "method": "dino",
         "architecture": "vit_tiny_patch16_224",
         "width": 32,
         "depth": 2,

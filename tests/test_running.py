@@ -49,6 +49,7 @@ mpp = 1.0
 size_px = 32
 
 [pretrain]
+method = "dino"
 width = 16
 depth = 1
 heads = 1

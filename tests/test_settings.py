@@ -117,8 +117,8 @@ def test_defaults_of_the_method_are_no_changed_settings_of_an_encoder(tmp_path: 
     )
     rest = '[tile]\nmpp = 0.5\nsize_px = 224\n[stain]\nmethod = "slide"\n'
     (tmp_path / "settings.toml").write_text(f'[pretrain]\nmethod = "dino"\n{numbers}{rest}')
-    assert changed_settings(tmp_path, resolve_settings()) == []
-    assert changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"lr": 1e-3}})) == [
+    assert changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"method": "dino"}})) == []
+    assert changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"method": "dino", "lr": 1e-3}})) == [
         "pretrain.lr 0.0005 -> 0.001"
     ]
     simclr = changed_settings(tmp_path, resolve_settings(flags={"pretrain": {"method": "simclr"}}))
@@ -145,6 +145,7 @@ def test_each_method_has_its_schedule_and_a_late_decay_is_allowed():
         for method in ("dino", "simdino", "simclr", "lejepa")
     }
     assert chosen == {"dino": "cosine", "simdino": "cosine", "simclr": "cosine", "lejepa": "constant"}
+    assert resolve_settings().pretrain.method == resolve_settings(flags={"preset": "quick"}).pretrain.method == "lejepa"
     late = {"schedule": "constant", "decay_share": 0.2, "min_lr": 1e-5}
     assert resolve_settings(flags={"pretrain": late}).pretrain.decay_share == 0.2
 

@@ -27,6 +27,7 @@ from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, resolve_settings
 
 SHORT: dict[str, Any] = {
+    "method": "dino",
     "batch": 4,
     "steps": 4,
     "num_local": 1,

@@ -231,7 +231,9 @@ def pretrain(
     study: Study,
     /,
     *,
-    name: Annotated[str, Parameter(help="What to call the encoder in the study.")] = "dino",
+    name: Annotated[
+        str | None, Parameter(help="What to call the encoder in the study; none means pretrain.method.")
+    ] = None,
     images: Annotated[
         Path | None, Parameter(help="Train on a folder of tile images instead of the study's slides.")
     ] = None,
@@ -251,7 +253,8 @@ def pretrain(
     from selfvitmil.study.folder import study_settings
 
     flags = _typed(preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
-    return _end([pretrain_stage.pretrain(study, name, study_settings(study, flags), images)])
+    settings = study_settings(study, flags)
+    return _end([pretrain_stage.pretrain(study, name or settings.pretrain.method, settings, images)])
 
 
 @app.command
@@ -463,9 +466,9 @@ class WholeWay(SlideFlags):
             "hub name. None means as in the last run, else `pretrain`."
         ),
     ] = None
-    name: Annotated[str | None, Parameter(help="What to call an encoder that is trained here; `dino` if nothing.")] = (
-        None
-    )
+    name: Annotated[
+        str | None, Parameter(help="What to call an encoder that is trained here; none means pretrain.method.")
+    ] = None
     one_method: Annotated[
         bool, Parameter(help="Judge train.aggregator alone, and leave the comparison of all methods out.", negative="")
     ] = False

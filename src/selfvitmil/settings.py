@@ -251,10 +251,10 @@ def pretrain_defaults(method: str, init: str = "scratch", lora: int = 0) -> dict
 class PretrainSettings(Settings):
     """How an encoder learns from the tiles of the study, without labels."""
 
-    method: Literal["dino", "simdino", "lejepa", "simclr"] = "dino"
-    """What the encoder learns by: `dino` predicts a teacher's distributions, `simdino` a teacher's directions, `lejepa`
-    makes the views of a tile agree and their distribution Gaussian, `simclr` contrasts tiles (the ResNet-18 of
-    DSMIL)."""
+    method: Literal["dino", "simdino", "lejepa", "simclr"] = "lejepa"
+    """What the encoder learns by: `lejepa` makes the views of a tile agree and their distribution Gaussian, `dino`
+    predicts a teacher's distributions (the paper), `simdino` a teacher's directions, `simclr` contrasts tiles (the
+    ResNet-18 of DSMIL)."""
     architecture: str | None = None
     """timm's name of the network; none means that of `init`, else vit_small_patch16_224 or resnet18_instancenorm.
     `vit_tiny_patch16_convstem_224`, `vit_small_...` and `vit_base_...` are timm's ViTs with a convolutional stem;
@@ -360,7 +360,8 @@ class PretrainSettings(Settings):
     kde_concentration: float = Field(default=5.0, gt=0)
     """Concentration of that loss: the larger, the more the nearest ones count."""
     out_dim: int | None = Field(default=None, gt=1)
-    """Outputs of the head that student and teacher compare; none means as many as fit the number of tiles."""
+    """With `dino`, outputs of the head that student and teacher compare; none means as many as fit the number of
+    tiles."""
     head_width: int = Field(default=2048, gt=0)
     """Width of the head's hidden layers."""
     head_layers: int = Field(default=3, gt=1)

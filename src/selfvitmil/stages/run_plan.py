@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 PRETRAIN = "pretrain"
 """As an encoder: the one that the study trains for itself."""
-DEFAULT_ENCODER_NAME = "dino"
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class RunPlan:
         """Name of the encoder in the study, or of those of all splits together."""
         request = self.request
         if request.trains_encoder:
-            return request.name or DEFAULT_ENCODER_NAME
+            return request.name or self.settings.pretrain.method
         return encoder_name(str(request.encoder))
 
     @cached_property
@@ -194,7 +193,7 @@ class RunPlan:
 def plan_run(study: Path, request: Request, settings: StudySettings, *, offline: bool = False) -> RunPlan:
     """Look at the study and plan a run of `request`. Raises what would stop the run."""
     preflight.check_study(study, request.source)
-    name = _check_name(request)
+    name = _check_name(request, settings)
     cohort, notes = find_cohort(study, request.source)
     preflight.check_formats(study)
     stages = request.stages
@@ -220,11 +219,11 @@ def plan_run(study: Path, request: Request, settings: StudySettings, *, offline:
     return plan
 
 
-def _check_name(request: Request) -> str:
+def _check_name(request: Request, settings: StudySettings) -> str:
     """Name of an encoder that is trained here; ConfigError where a given one cannot be used."""
     if request.name is not None and not request.trains_encoder:
         raise ConfigError(f"--name {request.name} was given", f"and {request.encoder} is trained already")
     if request.name is not None and encoder_name(request.name) != request.name:
         what = f"--name {request.name} does not do as a folder's name"
         raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}")
-    return request.name or DEFAULT_ENCODER_NAME
+    return request.name or settings.pretrain.method
