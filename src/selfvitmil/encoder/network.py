@@ -328,7 +328,7 @@ def _with_conv_stem(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.M
     if pretrained and not kwargs.get("pretrained_cfg"):
         raise EncoderError(f"{name}: there are no published weights", how="Use it as pretrain.architecture")
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "first_conv": "patch_embed.proj.0"}
-    options = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
+    options: dict[str, Any] = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
     return timm.create_model(CONV_STEMS[name], pretrained=pretrained, **options, **kwargs)
 
 
