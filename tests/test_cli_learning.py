@@ -21,6 +21,8 @@ from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
 from selfvitmil.stages.compare import _make_baseline
 from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, rebuilt
+from selfvitmil.store.provenance import Change, ChangeKind
 from selfvitmil.study.features import FeatureChoice, find_features
 from test_cli import Done, rows_of, selfvitmil
 
@@ -63,7 +65,7 @@ def test_train_writes_models_and_opens_no_test_slide(study: Path):
     assert not (study / "results").exists()
     assert "positive: tumor" in done.stdout
     again = learn("train", study, "--train.aggregator", "dsmil", "--train.options.top", 2)
-    assert again.stdout.count("current") == 2
+    assert again.stdout.count("up to date") == 2
 
 
 def test_evaluate_tells_of_every_test_slide(study: Path):
@@ -263,7 +265,7 @@ def test_baselines_follow_the_tiles_and_the_encoder_of_the_study(tmp_path: Path)
     def settings(**stages: object) -> StudySettings:
         return StudySettings.model_validate({"tile": {"mpp": 0.5, "size_px": 64}, **stages})
 
-    def make(name: str, like: str = "own", **stages: object) -> list[str]:
+    def make(name: str, like: str = "own", **stages: object) -> BuildOutcome:
         return _make_baseline(tmp_path, name, like, settings(**stages))
 
     def stored(name: str) -> EncoderConfig:
@@ -271,17 +273,18 @@ def test_baselines_follow_the_tiles_and_the_encoder_of_the_study(tmp_path: Path)
 
     save_encoder(tmp_path / "encoders" / "own", build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args))
     for name in ("mean_color", "untrained_own"):
-        assert make(name) == []
+        assert make(name) == BUILT
         before = (tmp_path / "encoders" / name / "model.safetensors").stat().st_mtime_ns
-        assert make(name) == []  # current: not touched
+        assert make(name) == UP_TO_DATE
         assert (tmp_path / "encoders" / name / "model.safetensors").stat().st_mtime_ns == before
-    assert make("mean_color", tile={"mpp": 1.0, "size_px": 64}, stain={"method": "none"}) == [
-        "encoders/mean_color made again: other mpp, stain than before"
-    ]
+    outcome = make("mean_color", tile={"mpp": 1.0, "size_px": 64}, stain={"method": "none"})
+    assert outcome == rebuilt(
+        Change(ChangeKind.SETTING, "mpp", 0.5, 1.0), Change(ChangeKind.SETTING, "stain", "slide", "none")
+    )
     assert (stored("mean_color").mpp, stored("mean_color").stain) == (1.0, "none")
     other = build_encoder("vit_tiny_patch16_224", img_size=64, model_args={**args, "embed_dim": 32})
     save_encoder(tmp_path / "encoders" / "own", other)
-    assert make("untrained_own") == ["encoders/untrained_own made again: other model_args than before"]
+    assert changed(make("untrained_own")) == ["model_args.embed_dim"]
     assert stored("untrained_own").model_args == other.config.model_args
     trained = build_encoder("vit_tiny_patch16_224", img_size=64, model_args=args, trained_on="train split of demo")
     save_encoder(tmp_path / "encoders" / "mean_color", trained)
@@ -290,8 +293,8 @@ def test_baselines_follow_the_tiles_and_the_encoder_of_the_study(tmp_path: Path)
     assert stored("mean_color").trained_on == "train split of demo"
     weights = tmp_path / "encoders" / "untrained_own" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert make("untrained_own") == ["encoders/untrained_own made again: it was damaged"]
-    assert make("untrained_own") == []
+    assert make("untrained_own") == rebuilt(Change(ChangeKind.DAMAGED_FILE, "untrained_own"))
+    assert make("untrained_own") == UP_TO_DATE
 
 
 def test_vectors_that_could_not_be_made_anew_are_not_learned_from(embedded: Path, tmp_path: Path):

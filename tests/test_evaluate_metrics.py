@@ -28,6 +28,7 @@ from selfvitmil.evaluate.protocol import MethodResult, Run, run_method
 from selfvitmil.evaluate.result_files import compare_results, comparison_row, evaluated_on, write_results
 from selfvitmil.evaluate.thresholds import choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
+from selfvitmil.store.outcome import BUILT
 
 EVALUATE = EvaluateSettings(bootstrap=200)
 BINARY = ("normal", "tumor")
@@ -48,7 +49,7 @@ def result_of(predictions: Sequence[Prediction], class_names: Sequence[str] = BI
     runs = sorted({(row.split, row.seed) for row in predictions if row.seed is not None})
     basis = MethodResult(
         method="m", aggregator="mean", class_names=tuple(class_names), predictions=tuple(predictions),
-        runs=tuple(Run(split, seed, 1, "made", 1.5, (), {}, {}) for split, seed in runs),
+        runs=tuple(Run(split, seed, 1, BUILT, 1.5, (), {}, {}) for split, seed in runs),
         choices={}, protocol="honest", labels_opened="final scoring", encoder="vit", tiling="t", warnings=(),
     )  # fmt: skip
     return replace(basis, **fields)

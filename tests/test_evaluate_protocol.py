@@ -24,6 +24,8 @@ from selfvitmil.evaluate.evaluation_splits import hold_out_test_labels, make_spl
 from selfvitmil.evaluate.protocol import MethodResult, check_models, fit_method, run_method, stored_models
 from selfvitmil.metrics import youden_threshold
 from selfvitmil.settings import EvaluateSettings, TrainSettings
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, rebuilt
+from selfvitmil.store.provenance import Change, ChangeKind
 
 QUICK = TrainSettings(epochs=3, seeds=2, folds=2, validation=0.25, lr=0.05, device="cpu")
 HONEST = EvaluateSettings(bootstrap=100)
@@ -292,33 +294,34 @@ def test_train_alone_opens_no_test_bag(cases: Cases, monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------------------------------- stored models
 
 
-def notes(result: MethodResult) -> set[str]:
-    return {run.note for run in result.runs}
+def outcomes(result: MethodResult) -> list[BuildOutcome]:
+    return [run.outcome for run in result.runs]
 
 
 def test_models_are_kept_used_again_and_made_again(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=6, splits=True)
     splits, folder = make_splits(cases, QUICK), tmp_path / "models" / "mean"
     first = run_method("mean", cases, splits, QUICK, HONEST, folder=folder)
-    assert notes(first) == {"made"}
+    assert outcomes(first) == [BUILT, BUILT]
     assert sorted(path.parent.relative_to(folder).as_posix() for path in folder.rglob("config.json")) == [
         "given/seed0",
         "given/seed1",
     ]
     again = run_method("mean", cases, splits, QUICK, HONEST, folder=folder)
-    assert notes(again) == {"current"}
+    assert outcomes(again) == [UP_TO_DATE, UP_TO_DATE]
     assert again.predictions == first.predictions
     assert [run.epoch for run in again.runs] == [run.epoch for run in first.runs]
     assert [run.seconds for run in again.runs] == [run.seconds for run in first.runs]
     # neither other choices nor more seeds touch what is there
     more = run_method("mean", cases, splits, changed(QUICK, seeds=3), changed(HONEST, threshold="fixed"), folder=folder)
-    assert [run.note for run in more.runs] == ["current", "current", "made"]
-    assert notes(run_method("mean", cases, splits, changed(QUICK, lr=0.01), HONEST, folder=folder)) == {
-        "made again: other settings, labels, slides or features than before"
-    }
+    assert outcomes(more) == [UP_TO_DATE, UP_TO_DATE, BUILT]
+    before = json.loads((folder / "given" / "seed0" / "config.json").read_text())["recipe"]["lr"]
+    faster = run_method("mean", cases, splits, changed(QUICK, lr=0.01), HONEST, folder=folder)
+    assert Change(ChangeKind.SETTING, "recipe.lr", before, 0.01) in faster.runs[0].outcome.changes
+    assert all(change.name.startswith("recipe.") for change in faster.runs[0].outcome.changes)
     (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")
     damaged = run_method("mean", cases, splits, changed(QUICK, lr=0.01), HONEST, folder=folder)
-    assert [run.note for run in damaged.runs] == ["made again: the stored model cannot be read", "current"]
+    assert outcomes(damaged) == [rebuilt(Change(ChangeKind.DAMAGED_FILE, "stored model")), UP_TO_DATE]
 
 
 def test_other_labels_slides_or_features_make_models_stale(tmp_path: Path):
@@ -326,19 +329,22 @@ def test_other_labels_slides_or_features_make_models_stale(tmp_path: Path):
     (split,), folder = make_splits(cases, QUICK), tmp_path / "models"
     settings = changed(QUICK, seeds=1)
 
-    def note(cases: Cases, split: Split) -> str:
-        return run_method("mean", cases, [split], settings, HONEST, folder=folder).runs[0].note
+    def outcome(cases: Cases, split: Split) -> BuildOutcome:
+        return run_method("mean", cases, [split], settings, HONEST, folder=folder).runs[0].outcome
 
-    assert note(cases, split) == "made"
-    assert note(cases, Split(split.name, split.train, split.val, split.test[:-1])) == "current"
-    assert note(cases, Split(split.name, split.train[:-1], split.val, split.test)).startswith("made again")
-    assert note(cases, split).startswith("made again")
+    def names(outcome: BuildOutcome) -> list[str]:
+        return [change.name for change in outcome.changes]
+
+    assert outcome(cases, split) == BUILT
+    assert outcome(cases, Split(split.name, split.train, split.val, split.test[:-1])) == UP_TO_DATE
+    assert names(outcome(cases, Split(split.name, split.train[:-1], split.val, split.test))) == ["trained_on"]
+    assert names(outcome(cases, split)) == ["trained_on"]
     planted.write_features(tmp_path, split.train[0], np.ones((3, planted.DIM)))
     again = planted.find_cases(cases.cohort, {case.slide: case.path for case in cases.cases})
-    assert note(again, split).startswith("made again")
+    assert outcome(again, split) == rebuilt(Change(ChangeKind.UNNAMED, "settings or inputs"))  # features: a hash
     planted.write_features(tmp_path, split.test[0], np.ones((3, planted.DIM)))
     again = planted.find_cases(cases.cohort, {case.slide: case.path for case in cases.cases})
-    assert note(again, split) == "current"
+    assert outcome(again, split) == UP_TO_DATE
 
 
 def test_stored_models_tell_their_origin_and_score_as_predicted(tmp_path: Path):
@@ -385,9 +391,9 @@ def test_models_that_are_not_current_are_named(tmp_path: Path):
             ask("mean", trial, QUICK, folder)
     fit_method("mean", trial, QUICK, folder=folder, score_test=False)
     (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(ArtefactError, match=r"\(seed0: the stored model cannot be read; seed2: there is none\)"):
+    with pytest.raises(ArtefactError, match=r"\(seed0: stored model damaged; seed2: there is none\)"):
         check_models("mean", trial, changed(QUICK, seeds=3), folder)
-    with pytest.raises(ArtefactError, match=r"cannot be read; seed1: other settings, .*--train.aggregator mean"):
+    with pytest.raises(ArtefactError, match=r"damaged; seed1: recipe\.lr .* -> 0\.01, .*--train.aggregator mean"):
         check_models("mean", trial, changed(QUICK, lr=0.01), folder)
 
 
@@ -398,7 +404,7 @@ def test_protocols_keep_their_models_apart(tmp_path: Path):
         found = run_method(
             "mean", cases, make_splits(cases, QUICK, evaluate), QUICK, evaluate, folder=tmp_path / "models"
         )
-    assert notes(found) == {"current"}  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert set(outcomes(found)) == {UP_TO_DATE}  # pyright: ignore[reportPossiblyUnboundVariable]
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"given", "given_optimistic"}
     config = load_model(tmp_path / "models" / "given_optimistic" / "seed0")[1]
     assert (config["protocol"], config["epoch_from"]) == ("optimistic", "TEST (optimistic)")

@@ -458,7 +458,7 @@ def test_what_cannot_be_packaged_is_refused(study: Path, tmp_path: Path, flags: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--train.epochs", 7), "no current models of given (seed0, seed1: other settings, labels, slides or features"),
+        (("--train.epochs", 7), "no current models of given (seed0, seed1: recipe.epochs"),
         (
             ("--train.aggregator", "abmil"),
             "Run `selfvitmil train` with the same flags first (--train.aggregator abmil)",

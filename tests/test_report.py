@@ -48,6 +48,7 @@ from selfvitmil.stages import report as report_stage
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE
 
 NASTY, GONE, TRAIN, WRONG = "Meier <b>H&E", "B-2044", "B-2045", "B-2046"
 PATIENTS = {NASTY: "Petra Meier", GONE: "P-77", TRAIN: "P-78", WRONG: "P-79"}
@@ -78,7 +79,7 @@ def predictions(seed: int | None) -> list[Prediction]:
 def result(**changes: Any) -> MethodResult:
     told = MethodResult(
         method="self-vit-mil", aggregator="self-vit-mil", class_names=("normal", "tumor"),
-        predictions=(*predictions(0), *predictions(None)), runs=(Run("given", 0, 3, "made", 61.0, (), {}, {}),),
+        predictions=(*predictions(0), *predictions(None)), runs=(Run("given", 0, 3, BUILT, 61.0, (), {}, {}),),
         choices={}, protocol="honest", labels_opened="final scoring", encoder="vit", tiling=TILING,
         warnings=(f"{TRAIN}: odd bag, left as it is",),
     )  # fmt: skip
@@ -623,7 +624,7 @@ def test_slides_and_trainings_of_all_splits_are_told(overlap: bool, words: str, 
         for seed in (0, 1, None)
         for k, row in enumerate(8 * predictions(seed)[:1])
     ]
-    runs = tuple(Run(f"fold{split}", seed, 3, "current", 60.0, (), {}, {}) for split in range(5) for seed in (0, 1))
+    runs = tuple(Run(f"fold{split}", seed, 3, UP_TO_DATE, 60.0, (), {}, {}) for split in range(5) for seed in (0, 1))
     one = result(predictions=tuple(rows), runs=runs)
     scored, folder = score_method(one, EVALUATE), tmp_path / "results"
     write_results(folder / "alone", [one], [scored], EVALUATE)

@@ -46,7 +46,8 @@ from selfvitmil.settings import StudySettings, SupervisedSettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.stages.supervised import SupervisedRow
-from selfvitmil.store.provenance import Provenance
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
+from selfvitmil.store.provenance import Change, ChangeKind, Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 BUILT_FROM = Provenance("tile", FORMAT_VERSION, {}, {})
@@ -437,7 +438,7 @@ def test_a_network_finds_planted_lesions(made: list[AnnotatedSlide], tmp_path: P
     trained = train_tile_network(
         made[:4], made[4:6], tmp_path / "m", options, stain_method="slide", report=lines.append
     )
-    assert trained.note == "made"
+    assert trained.outcome == BUILT
     assert list(trained.history) == lines
     by_auc = max(lines, key=lambda line: (line["val_auc"], -line["val_loss"]))
     assert trained.epoch == by_auc["epoch"]
@@ -467,7 +468,7 @@ def test_a_network_finds_planted_lesions(made: list[AnnotatedSlide], tmp_path: P
     assert scores[1].critical == int(found[1].argmax())
 
     again = train_tile_network(made[:4], made[4:6], tmp_path / "m", options, stain_method="slide")
-    assert again.note == "current"
+    assert again.outcome == UP_TO_DATE
     assert again.epoch == trained.epoch
     for name, tensor in trained.network.state_dict().items():
         assert torch.equal(again.network.state_dict()[name], tensor)
@@ -487,7 +488,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(made: list[Annotat
         train_tile_network(made[:2], made[2:4], tmp_path / "parts", TINY, 5, stain_method="slide", report=stop)
     assert not (tmp_path / "parts" / "config.json").exists()
     parts = train_tile_network(made[:2], made[2:4], tmp_path / "parts", TINY, 5, stain_method="slide")
-    assert parts.note == "continued after epoch 1"
+    assert (parts.outcome, parts.resumed_after) == (BUILT, 1)
     assert parts.epoch == whole.epoch
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -504,10 +505,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(made: list[Annotat
     assert config["num_tiles"]["train"]["tumour"] > 5
     changed = TINY.model_copy(update={"min_overlap": 0.9})
     other = train_tile_network(made[:2], made[2:4], tmp_path / "whole", changed, 5, stain_method="slide")
-    assert other.note.startswith("made again: other settings")
+    assert other.outcome == rebuilt(Change(ChangeKind.SETTING, "supervised.min_overlap", TINY.min_overlap, 0.9))
     pooled = changed.model_copy(update={"pool": "max", "workers": 1})
     assert (
-        train_tile_network(made[:2], made[2:4], tmp_path / "whole", pooled, 5, stain_method="slide").note == "current"
+        train_tile_network(made[:2], made[2:4], tmp_path / "whole", pooled, 5, stain_method="slide").outcome
+        == UP_TO_DATE
     )
 
 
@@ -563,7 +565,7 @@ def test_rows_of_both_protocols_lie_apart_and_tell_the_time_of_their_training(
     if method == "resnet18":
         assert [line["epoch"] for line in lines] == [1, 2, 1, 2]  # of two trainings
         assert {line["method"] for line in lines} == {"resnet18"}
-        assert (honest.note, optimistic.note, again.note) == ("made", "made", "current")
+        assert (honest.outcome, optimistic.outcome, again.outcome) == (BUILT, BUILT, UP_TO_DATE)
         assert again.seconds == honest.seconds == sum(line["seconds"] for line in lines[:2])
     told = [{slide: each.probabilities for slide, each in run_.test.items()} for run_ in (honest, again)]
     assert told[0] == told[1]

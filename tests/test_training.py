@@ -16,6 +16,7 @@ from selfvitmil.evaluate.protocol import fit_method
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
 from selfvitmil.stages import parallel_training as pipeline_training
 from selfvitmil.stages.parallel_training import make_models
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE
 
 TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")
 
@@ -43,18 +44,18 @@ def test_other_processes_make_the_same_models(trial: Trial, tmp_path: Path, monk
     blocked = tmp_path / "elsewhere" / "fold0" / "seed1"
     blocked.parent.mkdir(parents=True)
     blocked.write_text("a file where the folder of a model should be")
-    elsewhere, notes = made(trial, tmp_path / "elsewhere", workers=2)
-    assert notes == {each.place: "made" for each in elsewhere if each.place != blocked}
+    elsewhere, outcomes = made(trial, tmp_path / "elsewhere", workers=2)
+    assert outcomes == {each.place: BUILT for each in elsewhere if each.place != blocked}
     blocked.unlink()  # what failed elsewhere is left to who asked
-    fitted = fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere", notes=notes)
-    assert [run.note for run in fitted.runs] == ["made"] * 4
+    fitted = fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere", outcomes=outcomes)
+    assert [run.outcome for run in fitted.runs] == [BUILT] * 4
     here = trainings_of("dsmil", trial, TRAIN, tmp_path / "here")
     fit_method("dsmil", trial, TRAIN, folder=tmp_path / "here")
     assert weights_of(elsewhere) == weights_of(here)
     assert len(set(weights_of(here))) == 4
     assert made(trial, tmp_path / "elsewhere", workers=2)[1] == {}
-    assert [run.note for run in fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere").runs] == [
-        "current"
+    assert [run.outcome for run in fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere").runs] == [
+        UP_TO_DATE
     ] * 4
 
 

@@ -31,6 +31,7 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import file_fingerprint, hash_of
+from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
 from selfvitmil.tiles import TileTable, read_tiles
 
 
@@ -298,14 +299,14 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
     ordinary feature file. Raises BagError where the files do not match.
     """
     fine, coarse = read_bag(fine_file), read_bag(coarse_file)
-    made_from = {
+    inputs = {
         "encoder": hash_of(_weights(fine), _weights(coarse)),
         "fine": file_fingerprint(fine_file),
         "coarse": file_fingerprint(coarse_file),
         "tiles": table.digest,
         "parents": table.parent_digests.get(coarse_tiling, ""),
     }
-    if _is_current(target, made_from):
+    if _joined_freshness(target, Provenance("join scales", None, {}, inputs)).is_up_to_date:
         return target
     if coarse_tiling not in table.parents:
         raise BagError(
@@ -318,7 +319,7 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
     parents = table.parents[coarse_tiling]
     joined = concat_scales(fine, coarse, parents)
     encoder = fine.encoder if fine.encoder == coarse.encoder else f"{fine.encoder}+{coarse.encoder}"
-    write_bag(target, joined.features_ND, _rows_of(table, parents >= 0), encoder, made_from)
+    write_bag(target, joined.features_ND, _rows_of(table, parents >= 0), encoder, inputs)
     return target
 
 
@@ -336,10 +337,11 @@ def _rows_of(table: TileTable, kept: np.ndarray) -> TileTable:
     return replace(table, coords_l0=table.coords_l0[kept], tissue=table.tissue[kept], annotated=None, parents={})
 
 
-def _is_current(target: Path, made_from: Mapping[str, str]) -> bool:
+def _joined_freshness(target: Path, now: Provenance) -> Freshness:
     if not target.exists():
-        return False
+        return MISSING
     try:
-        return json.loads(read_bag(target).attributes.get("made_from", "{}")) == made_from
+        stored = json.loads(read_bag(target).attributes.get("made_from", "{}"))
     except BagError:
-        return False
+        return damaged(target)
+    return now.compare(Provenance("join scales", None, {}, stored))

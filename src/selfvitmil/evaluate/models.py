@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.aggregate import Aggregator
+from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.evidence import EvidenceChoice
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagStore, LabelledBag, Trained, load_model, save_model
@@ -25,7 +26,9 @@ from selfvitmil.evaluate.dataset import Case
 from selfvitmil.evaluate.evaluation_splits import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import hash_of
-from selfvitmil.store.layout import model_folder
+from selfvitmil.store.layout import CONFIG_FILE, model_folder
+from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
+from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, Provenance, compare_digests, stale
 
 VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""
@@ -39,8 +42,8 @@ class Model:
 
     module: Aggregator
     epoch: int
-    note: str
-    """`made`, `current` (a stored model was used), or `made again: ...`."""
+    outcome: BuildOutcome
+    """Up to date where a stored model was used."""
     seconds: float
     """Training time, also of an earlier run."""
     warnings: tuple[str, ...]
@@ -67,30 +70,56 @@ class Training:
     def __str__(self) -> str:
         return f"{self.name}, {self.split}, seed {self.seed}"
 
-    def stored(self) -> Model | str:
-        """The stored model where it is current, else the note for a new one."""
-        if self.place is None or not (self.place / "config.json").exists():
-            return "made"
+    def stored(self) -> Model | Freshness:
+        """Return the stored model where it is up to date, else why there is none."""
+        if self.place is None or not (self.place / CONFIG_FILE).exists():
+            return MISSING
         try:
             module, config = load_model(self.place)
             lines = (self.place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             seconds = _seconds(json.loads(line) for line in lines)
             evidence = None if config["evidence"] is None else EvidenceChoice(**config["evidence"])
+            freshness = self._freshness(config)
         except (SelfVitMilError, OSError, ValueError, KeyError, TypeError):
-            return "made again: the stored model cannot be read"
-        if config.get("made_from") != self.about["made_from"]:
-            return "made again: other settings, labels, slides or features than before"
-        return Model(module, int(config["epoch"]), "current", seconds, tuple(config["warnings"]), evidence)
+            return stale(Change(ChangeKind.DAMAGED_FILE, "stored model"))
+        if not freshness.is_up_to_date:
+            return freshness
+        return Model(module, int(config["epoch"]), UP_TO_DATE, seconds, tuple(config["warnings"]), evidence)
 
-    def make(self, note: str, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Model:
+    def _freshness(self, config: Mapping[str, Any]) -> Freshness:
+        """Compare hashes; a stale model names the changes that its config reveals, not those of labels and features."""
+        stored, now = config.get("made_from"), self.about["made_from"]
+        return compare_digests(stored, now, () if stored == now else self._named_changes(config))
+
+    def _named_changes(self, config: Mapping[str, Any]) -> tuple[Change, ...]:
+        recipe = asdict(recipe_of(self.name, self.settings).for_dim(int(config["aggregator"]["dim"])))
+        stored = dict(config["recipe"])
+        if recipe["options"].get("evidence") == AUTO:  # stored is what was chosen
+            recipe["options"], stored["options"] = ({**each["options"], "evidence": AUTO} for each in (recipe, stored))
+        without = ("source", "departs")
+        now, before = (
+            Provenance(
+                "train",
+                VERSION,
+                {"recipe": {key: value for key, value in numbers.items() if key not in without}},
+                {key: told.get(key) for key in ("classes", "trained_on", "chosen_on")},
+            )
+            for numbers, told in ((recipe, self.about), (stored, config))
+        )
+        return now.compare(before).changes
+
+    def make(
+        self, freshness: Freshness, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None
+    ) -> Model:
         """Train on labelled training and validation bags only; store the model if it has a folder."""
         trained = self._trained(bag_of, store, report)
         if self.place is not None:
             # An old config must not stay beside new weights if the process is killed in between.
-            (self.place / "config.json").unlink(missing_ok=True)
+            (self.place / CONFIG_FILE).unlink(missing_ok=True)
             save_model(self.place, trained, dict(self.about))
         seconds = _seconds(trained.history)
-        return Model(trained.module, trained.epoch, note, seconds, trained.warnings, trained.evidence)
+        outcome = outcome_of(freshness)
+        return Model(trained.module, trained.epoch, outcome, seconds, trained.warnings, trained.evidence)
 
     def _trained(self, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Trained:
         where = {"method": self.name, "split": self.split, "seed": self.seed}
@@ -115,9 +144,9 @@ def trainings_of(
 
 def make_model(training: Training) -> None:
     """Train and store one model in a worker process; the `Training` is all it needs."""
-    note = training.stored()
-    if isinstance(note, str):
-        training.make(note, Case.read, BagStore.of(training.settings), None)
+    found = training.stored()
+    if isinstance(found, Freshness):
+        training.make(found, Case.read, BagStore.of(training.settings), None)
 
 
 def _training(

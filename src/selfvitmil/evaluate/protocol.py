@@ -43,6 +43,8 @@ from selfvitmil.evaluate.predictions import Prediction, Values
 from selfvitmil.evaluate.thresholds import Choice, choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
+from selfvitmil.store.outcome import BuildOutcome, describe_changes
+from selfvitmil.store.provenance import MISSING, Freshness
 
 Floats = NDArray[np.float64]
 
@@ -77,8 +79,8 @@ class Run:
     seed: int
     epoch: int
     """Chosen epoch."""
-    note: str
-    """`made`, `current` (a stored model was used), or `made again: ...`."""
+    outcome: BuildOutcome
+    """Up to date where a stored model was used."""
     seconds: float
     """Training time, also of an earlier run."""
     warnings: tuple[str, ...]
@@ -112,19 +114,19 @@ def fit_method(
     folder: Path | None = None,
     store: BagStore | None = None,
     report: Report | None = None,
-    notes: Mapping[Path, str] = MappingProxyType({}),
+    outcomes: Mapping[Path, BuildOutcome] = MappingProxyType({}),
     score_test: bool = True,
 ) -> Fitted:
     """Train the aggregator `name` on every split with every seed, score bags, choose thresholds and calibrations.
 
     `title` names the row if it is not `name`; `folder` stores the models (models/<tiling>/<encoder>/<aggregator>);
-    `report` is called for every epoch with method, split and seed. `notes` are those of models trained just before, by
-    folder; other stored models have the note `current`. With `score_test=False` test bags are not opened.
+    `report` is called for every epoch with method, split and seed. `outcomes` are those of models trained just before,
+    by folder; other stored models are up to date. With `score_test=False` test bags are not opened.
     """
     # One store for all training runs: bags are checked, measured and uploaded once.
     fitter = _Fitter(trial, store or BagStore.of(train))
     trainings = trainings_of(name, trial, train, folder)
-    runs = [fitter.run(training, report, notes, score_test) for training in trainings]
+    runs = [fitter.run(training, report, outcomes, score_test) for training in trainings]
     return choose_thresholds(title or name, name, runs, trial, note_of(name, train, _dim(trial)))
 
 
@@ -140,14 +142,16 @@ class _Fitter:
     trial: Trial
     store: BagStore
 
-    def run(self, training: Training, report: Report | None, notes: Mapping[Path, str], score_test: bool) -> Run:
+    def run(
+        self, training: Training, report: Report | None, outcomes: Mapping[Path, BuildOutcome], score_test: bool
+    ) -> Run:
         """Return the run of the stored model if it is up to date, else of a new one, with its scores."""
         model = training.stored()
-        if isinstance(model, str):
+        if isinstance(model, Freshness):
             with self.trial.labels.training(str(training)):
                 model = training.make(model, self.trial.bag, self.store, report)
         elif training.place is not None:
-            model = replace(model, note=notes.get(training.place, model.note))
+            model = replace(model, outcome=outcomes.get(training.place, model.outcome))
         return self.scored_run(training, model, score_test)
 
     def scored_run(self, training: Training, model: Model, score_test: bool) -> Run:
@@ -155,7 +159,7 @@ class _Fitter:
         scored = self._scored(model, training.chosen_on)
         test = self._scored(model, split.test) if score_test else {}
         return Run(
-            split.name, training.seed, model.epoch, model.note, model.seconds, model.warnings, scored, test,
+            split.name, training.seed, model.epoch, model.outcome, model.seconds, model.warnings, scored, test,
             model.evidence,
         )  # fmt: skip
 
@@ -206,7 +210,7 @@ def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path)
             if isinstance(found, Model):
                 current[training] = found
             else:
-                reason = "there is none" if found == "made" else found.removeprefix("made again: ")
+                reason = "there is none" if found == MISSING else describe_changes(found.changes)
                 problems.setdefault(reason, []).append(f"seed{training.seed}")
         if problems:
             told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())

@@ -17,6 +17,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import file_fingerprint, hash_of, write_text
+from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, compare_digests, stale
 
 if TYPE_CHECKING:
     from selfvitmil.localize.lesions import Lesion
@@ -86,6 +87,19 @@ class Record:
             return cls(str(told["map"]), {str(name): dict(value) for name, value in told["products"].items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()  # then everything is made again
+
+    def files(self, product: str) -> list[str]:
+        """Return the names of the files of a product."""
+        return self.products.get(product, {}).get("files", [])
+
+    def freshness(self, folder: Path, product: Product) -> Freshness:
+        """Return whether the files of a product are up to date."""
+        if product.name not in self.products:
+            return MISSING
+        missing = [name for name in self.files(product.name) if not (folder / name).exists()]
+        if missing:
+            return stale(*(Change(ChangeKind.MISSING_FILE, name) for name in missing))
+        return compare_digests(self.products[product.name].get("made_from"), product.made_from)
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"map": self.map, "products": self.products}, indent=1, sort_keys=True))
@@ -157,15 +171,13 @@ def _make(job: ProductJob, slide: str, products: Sequence[Product]) -> tuple[int
     record, origin = Record.read(record_file), map_made_from(job.map_file) or ""
     origin = hash_of(origin)
     if record.map != origin:  # what an earlier map gave and nobody makes anew would show what is no longer so
-        _remove(folder, [name for product in record.products.values() for name in product.get("files", ())])
+        _remove(folder, [name for product in record.products for name in record.files(product)])
         record = Record(origin)
     num_made, failure = 0, None
     for product in products:
-        before = record.products.get(product.name, {})
-        there = all((folder / name).exists() for name in before.get("files", ()))
-        if before.get("made_from") == product.made_from and there:
+        if record.freshness(folder, product).is_up_to_date:
             continue
-        _remove(folder, before.get("files", ()))
+        _remove(folder, record.files(product.name))
         record.products.pop(product.name, None)
         record.write(record_file)  # before: should we be killed, what is half new must not pass for what was there
         try:

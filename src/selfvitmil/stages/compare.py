@@ -31,6 +31,8 @@ from selfvitmil.stages.train import (
 )
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.outcome import BUILT, BuildOutcome, BuildStatus, outcome_of
+from selfvitmil.store.provenance import Provenance, damaged
 from selfvitmil.study.encoders import split_encoders, split_features_name
 from selfvitmil.study.features import MEAN_COLOR, UNTRAINED, FeatureChoice, Features, choose_features, find_features
 from selfvitmil.study.folder import CohortSource, Summary, open_study
@@ -73,8 +75,8 @@ def compare(
         rows = _rows(study, choice, settings, cases, splits, features, store)
         asked = [(row.trial, training) for row in rows for training in row.trainings]
         announce_recipes(cases, {row.title: row.trainings[0].settings for row in rows if row.trainings})
-        notes = make_models(asked, engine, store, epoch_reporter())
-        fitted = [row.fit(notes) for row in rows]
+        outcomes = make_models(asked, engine, store, epoch_reporter())
+        fitted = [row.fit(outcomes) for row in rows]
         simple = better_simple_rows(fitted, rows[0].trial, settings.train.aggregator)
         for row in rows:  # all trainings are over: no label of a test slide was read so far
             row.trial.labels.open(FINAL_SCORING)
@@ -96,8 +98,8 @@ class Row:
 
     title: str
     trial: Trial
-    fit: Callable[[Mapping[Path, str]], Fitted]
-    """Takes the notes of models that were made ahead."""
+    fit: Callable[[Mapping[Path, BuildOutcome]], Fitted]
+    """Takes the outcomes of models that were trained ahead."""
     trainings: Sequence[Training] = ()
     """Those that can be made ahead."""
 
@@ -125,8 +127,8 @@ def _rows(
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
         folder, report = own.models / title, epoch_reporter(title)
-        fit = lambda notes: fit_method(  # noqa: E731
-            method, trial, train, title=title, folder=folder, store=store, report=report, notes=notes
+        fit = lambda outcomes: fit_method(  # noqa: E731
+            method, trial, train, title=title, folder=folder, store=store, report=report, outcomes=outcomes
         )
         return Row(title, trial, fit, trainings_of(method, trial, train, folder))
 
@@ -156,9 +158,7 @@ def _rows(
         own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
         trial = hold_out_test_labels(own_cases, splits, settings.evaluate)
         rows.append(
-            Row(
-                compare.supervised, trial, lambda notes: _fit_supervised(study, settings, cases, trial, features, store)
-            )
+            Row(compare.supervised, trial, lambda _: _fit_supervised(study, settings, cases, trial, features, store))
         )
     return rows
 
@@ -201,7 +201,12 @@ def _embed_baselines(study: Path, choice: FeatureChoice, settings: StudySettings
     like = split_features_name(name)[0]
     with open_study(study, "compare"):
         like = next(iter(split_encoders(study, like).values()), like)
-        lines = [line for encoder, _ in asked for line in _make_baseline(study, encoder, like, settings)]
+        outcomes = {encoder: _make_baseline(study, encoder, like, settings) for encoder, _ in asked}
+    lines = [
+        f"encoders/{encoder} {outcome}"
+        for encoder, outcome in outcomes.items()
+        if outcome.status is BuildStatus.REBUILT
+    ]
     for encoder, layout in asked:  # the layout of the encoder that they stand beside; colours have none
         lines += embed(study, [encoder], _for_baseline(settings, layout), engine).lines
     return lines
@@ -217,33 +222,35 @@ def _for_baseline(settings: StudySettings, layout: str | None) -> StudySettings:
     )
 
 
-def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -> list[str]:
-    """Write the folder of a baseline's encoder unless it is current; a line where that replaces another.
+def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -> BuildOutcome:
+    """Write the folder of a baseline's encoder unless it is up to date.
 
     ConfigError where an encoder that was trained has its name.
     """
     from selfvitmil.encoder import load_encoder, save_encoder
 
     folder, encoder = StudyLayout(study).encoder(name), _baseline(study, name, like, settings)
-    if not (folder / "config.json").exists():
+    if not StudyLayout(study).encoder_config(name).exists():
         save_encoder(folder, encoder)
-        return []
+        return BUILT
     try:
         before = load_encoder(folder).config
     except EncoderError:
         save_encoder(folder, encoder)
-        return [f"encoders/{name} made again: it was damaged"]
+        return outcome_of(damaged(folder))
     if before.trained_on != encoder.config.trained_on:
         raise ConfigError(
             f"encoders/{name} is no baseline (trained on: {before.trained_on})",
             "`compare` needs this name for an encoder that has learned nothing",
             "Give its folder another name",
         )
-    changed = [field for field, value in encoder.config if value != getattr(before, field)]
-    if not changed:
-        return []
-    save_encoder(folder, encoder)
-    return [f"encoders/{name} made again: other {', '.join(changed)} than before"]
+    now, stored = (
+        Provenance("compare", None, config.model_dump(mode="json"), {}) for config in (encoder.config, before)
+    )
+    freshness = now.compare(stored)
+    if not freshness.is_up_to_date:
+        save_encoder(folder, encoder)
+    return outcome_of(freshness)
 
 
 def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Encoder:

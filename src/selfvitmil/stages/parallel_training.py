@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil.engine import Engine
+from selfvitmil.store.outcome import BuildOutcome, outcome_of
+from selfvitmil.store.provenance import Freshness
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
@@ -28,35 +30,35 @@ WORTH_STARTING_S = 5.0
 
 def make_models(
     asked: Iterable[tuple[Trial, Training]], engine: Engine, store: BagStore, report: Report
-) -> dict[Path, str]:
-    """Make models that are missing or stale, some of them in other processes; the note of each, by its folder.
+) -> dict[Path, BuildOutcome]:
+    """Make models that are missing or stale, some of them in other processes; the outcome of each, by its folder.
 
     A training that fails elsewhere is left out: it is made again by who asked, whose error then tells why.
     """
     from selfvitmil.evaluate.models import make_model
 
-    todo = [(trial, each, note) for trial, each in asked if isinstance(note := each.stored(), str)]
+    todo = [(trial, each, found) for trial, each in asked if isinstance(found := each.stored(), Freshness)]
     if engine.num_local < 2 or len(todo) < 3 or not _are_small(todo, store):
         return {}
-    notes: dict[Path, str] = {}
+    outcomes: dict[Path, BuildOutcome] = {}
     start = time.monotonic()
     while todo and time.monotonic() - start < WORTH_STARTING_S:
-        trial, training, note = todo.pop(0)
+        trial, training, freshness = todo.pop(0)
         with trial.labels.training(str(training)):
-            training.make(note, trial.bag, store, report)
-        notes[_place(training)] = note
+            training.make(freshness, trial.bag, store, report)
+        outcomes[_place(training)] = outcome_of(freshness)
     items = {str(_place(training)): training for _, training, _ in todo}
-    note_of = {_place(training): note for _, training, note in todo}
+    expected = {_place(training): outcome_of(freshness) for _, training, freshness in todo}
     with ExitStack() as stack:
         for trial, training, _ in todo:
             stack.enter_context(trial.labels.training(str(training)))
         for outcome in engine.map(make_model, items, stage="train", items_are="trainings", unit="trainings"):
             if outcome.failure is None:
-                notes[Path(outcome.name)] = note_of[Path(outcome.name)]
-    return notes
+                outcomes[Path(outcome.name)] = expected[Path(outcome.name)]
+    return outcomes
 
 
-def _are_small(todo: Iterable[tuple[Trial, Training, str]], store: BagStore) -> bool:
+def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]], store: BagStore) -> bool:
     from selfvitmil.aggregate.bag_store import one_thread_does
 
     bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))

@@ -18,6 +18,7 @@ from selfvitmil.evaluate.models import model_name
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.layout import StudyLayout, model_folder
+from selfvitmil.store.outcome import BUILT, BuildOutcome
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class _Learned:
 
     scores: list[BagScore]
     epoch: int
-    note: str
+    outcome: BuildOutcome
     seconds: float
     """Of the training, be it an earlier one."""
     warnings: tuple[str, ...]
@@ -66,7 +67,7 @@ class SupervisedRow:
             split=split.name,
             seed=seed,
             epoch=learned.epoch,
-            note=learned.note,
+            outcome=learned.outcome,
             seconds=learned.seconds,
             warnings=learned.warnings,
             chosen_on={case.slide: by_slide[case.slide] for case in chosen_on},
@@ -85,7 +86,7 @@ class SupervisedRow:
         save_probe(folder, trained, {"encoder": self.trial.encoder, "split": split.name, "seed": seed})
         wanted = self._judged(split)
         scored = score(trained.module, [self.trial.bag(case) for case in wanted], store=self.store)
-        return _Learned(scored, 1, "made", seconds, trained.warnings)
+        return _Learned(scored, 1, BUILT, seconds, trained.warnings)
 
     def _network(
         self, split: TrialSplit, training: Sequence[AnnotatedSlide], validation: Sequence[AnnotatedSlide], seed: int
@@ -101,7 +102,7 @@ class SupervisedRow:
         wanted = [self._slide(case) for case in self._judged(split)]
         scored = score_slides(trained.network, wanted, settings.supervised, stain_method=stain, reader=slide.reader)
         seconds = sum(float(line["seconds"]) for line in trained.history)
-        return _Learned(scored, trained.epoch, trained.note, seconds, trained.warnings)
+        return _Learned(scored, trained.epoch, trained.outcome, seconds, trained.warnings)
 
     def _place(self, folder: Path, split: TrialSplit, seed: int) -> Path:
         """Folder of a model: the protocols do not overwrite each other's."""

@@ -57,7 +57,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
         write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
     table = [("split", "seed", "epoch", "validation AUC", "seconds", "")]
     table += [
-        (run.split, str(run.seed), str(run.epoch), _validation_auc(run, trial), f"{run.seconds:.0f}", run.note)
+        (run.split, str(run.seed), str(run.epoch), _validation_auc(run, trial), f"{run.seconds:.0f}", str(run.outcome))
         for run in fitted.runs
     ]
     lines += evidence_lines(name, fitted)
@@ -84,8 +84,10 @@ def fit_models(
     store, report = BagStore.of(train), epoch_reporter()
     announce_recipes(cases, {name: train})
     asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
-    notes = make_models(asked, engine, store, report)
-    return fit_method(name, trial, train, folder=folder, store=store, report=report, notes=notes, score_test=score_test)
+    outcomes = make_models(asked, engine, store, report)
+    return fit_method(
+        name, trial, train, folder=folder, store=store, report=report, outcomes=outcomes, score_test=score_test
+    )
 
 
 def evidence_lines(name: str, fitted: Fitted) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.settings import SupervisedSettings
 from selfvitmil.store.files import hash_of
+from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
+from selfvitmil.store.provenance import MISSING, Freshness, Provenance, compare_digests, damaged
 
 STAGE_VERSION = 1
 """Part of a run's hash: incremented when the same settings produce other results."""
@@ -89,9 +91,10 @@ class TrainedNetwork:
     """Epoch chosen on the validation tiles, counted from 1."""
     history: tuple[dict[str, Any], ...]
     """One entry per epoch: epoch, lr, train_loss, val_loss, val_auc, seconds."""
-    note: str
-    """`made`, `current`, `continued after epoch ...` or `made again: ...`."""
+    outcome: BuildOutcome
     warnings: tuple[str, ...]
+    resumed_after: int = 0
+    """Epochs that a checkpoint of an interrupted training had done."""
 
 
 def train_tile_network(
@@ -116,15 +119,15 @@ def train_tile_network(
     warnings = (*(f"training: {note}" for note in labelled[0][1]), *(f"validation: {n}" for n in labelled[1][1]))
     sides = [_Side.of(side, stain_method, reader) for side, _ in labelled]
     run = _Run(sides[0], sides[1], settings, seed, choose_device(settings.device))
-    note = "made"
+    freshness = MISSING
     if (folder / model_files.CONFIG).exists():
         try:
-            if model_files.read_config(folder, KIND).get("made_from") == run.made_from:
+            freshness = _freshness(model_files.read_config(folder, KIND), run)
+            if freshness.is_up_to_date:
                 network, config = load_tile_network(folder)
-                return TrainedNetwork(network, config["epoch"], model_files.read_history(folder), "current", warnings)
-            note = "made again: other settings, slides or outlines than before"
+                return TrainedNetwork(network, config["epoch"], model_files.read_history(folder), UP_TO_DATE, warnings)
         except ArtefactError:
-            note = "made again: the model was damaged"
+            freshness = damaged(folder)
     started = run.resume(folder)
     run.train(folder, report or (lambda line: None))
     network = run.result()
@@ -138,8 +141,16 @@ def train_tile_network(
     }
     model_files.write_model(folder, KIND, network.state_dict(), config, run.history)
     (folder / STATE_FILE).unlink(missing_ok=True)
-    note = f"continued after epoch {started}" if started else note
-    return TrainedNetwork(network, run.best_epoch, tuple(run.history), note, (*warnings, *run.warnings))
+    warnings = (*warnings, *run.warnings)
+    return TrainedNetwork(network, run.best_epoch, tuple(run.history), outcome_of(freshness), warnings, started)
+
+
+def _freshness(config: Mapping[str, Any], run: _Run) -> Freshness:
+    """Compare hashes; a stale model names changed settings, not changed slides or annotations."""
+    now = Provenance(KIND, None, {"supervised": run.settings.model_dump(mode="json", exclude=NOT_IN_HASH)}, {})
+    before = {key: value for key, value in config.get("settings", {}).items() if key not in NOT_IN_HASH}
+    named = now.compare(Provenance(KIND, None, {"supervised": before}, {})).changes
+    return compare_digests(config.get("made_from"), run.made_from, named)
 
 
 # ---------------------------------------------------------------------------------------------------- data
