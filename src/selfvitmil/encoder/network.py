@@ -25,7 +25,7 @@ import timm
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from pydantic import Field, JsonValue, PositiveFloat, ValidationError
-from timm.layers import LayerNorm2d
+from timm.layers.norm import LayerNorm2d
 from timm.layers.patch_embed import PatchEmbed
 from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
