@@ -1,8 +1,8 @@
-"""Tiles to vectors: a tile table, its slide and an encoder come in, a feature file per slide goes out.
+"""Embedding: a tile table, its slide and an encoder in, one feature file per slide out.
 
-Tiles are read from the slide in the order of the table (`readers`) while the encoder works on those already there; the
-stain map of the slide is applied on the encoder's device. A feature file is current when encoder, slide, tiles and all
-else that changes the numbers are those it was made from; then it is left alone.
+Tiles are read from the slide in the order of the table (`readers`) while the encoder processes earlier ones; the
+slide's stain transform is applied on the encoder's device. A feature file is up to date if encoder, slide, tiles and
+everything else that changes the numbers are those it was built from; then it is kept.
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ OPTIONAL_PROVENANCE = ("slide", "slide_mpp", "reader", "precision", "layout")
 
 @dataclass(frozen=True)
 class EmbedJob:
-    """All that a worker needs to embed one slide."""
+    """Input of one worker call: the slide to embed."""
 
     slide: str
     path: Path
     table: Path
-    """Its tile table."""
+    """Tile table."""
     bag: Path
-    """Where the feature file goes: bags/<tiling>/features_<encoder>/<slide>.h5."""
+    """Output: bags/<tiling>/features_<encoder>/<slide>.h5."""
     encoder: str
-    """Folder, checkpoint, timm or hub name, as `load_encoder` takes it."""
+    """Folder, checkpoint, timm or hub name, as for `load_encoder`."""
     name: str
-    """What its embeddings are called in the study: the encoder, and the layout where one was asked for."""
+    """Name of the embeddings in the study: the encoder, plus the layout if one was requested."""
     stain_method: str
     """`slide`, `tile` or `none`."""
     settings: EmbedSettings
     reader: str = "auto"
     mpp: float | None = None
-    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
+    """Microns per level-0 pixel from the cohort, as the table was built with; None if not given."""
 
 
 @dataclass(frozen=True)
 class EmbedResult:
-    """What became of one slide."""
+    """Result for one slide."""
 
     num_tiles: int
     outcome: BuildOutcome
     wait_share: float
-    """Share of the time in which the encoder waited for tiles."""
+    """Fraction of the time that the encoder waited for tiles."""
     warnings: tuple[str, ...] = ()
 
 
 def embed_slide(job: EmbedJob) -> EmbedResult:
-    """Embed one slide, unless its feature file is current. Raises SelfVitMilError where it cannot."""
+    """Embed one slide, unless its feature file is up to date. Raises SelfVitMilError on failure."""
     table = read_tiles(job.table)
     model = load_for(job.encoder, job.settings)
     check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
@@ -131,7 +131,8 @@ def _freshness(bag: Path, now: Provenance) -> Freshness:
 
 
 def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
-    """Where nothing else was asked for: a worker per GPU; with a single one the calling process does it."""
+    """Use one worker per GPU unless the user set something else; with a single GPU the calling process does the
+    work."""
     asked = settings.workers is not None or settings.cluster is not None or settings.batch.kind != "none"
     if asked or device == "cpu" or not torch.cuda.is_available():
         return settings
@@ -151,13 +152,13 @@ class LoadedEncoder:
     device: torch.device
     dtype: torch.dtype
     batch: int | None = None
-    """Tiles that every call must have, where the encoder is compiled for that many; a smaller batch is filled up."""
+    """Batch size of every call if the encoder is compiled for a fixed one; smaller batches are padded."""
 
     @torch.inference_mode()
     def __call__(self, tiles_B3HW: torch.Tensor) -> torch.Tensor:
-        """Vectors in float16 of uint8 tiles on the encoder's device."""
+        """Return float16 embeddings of uint8 tiles on the encoder's device."""
         number = len(tiles_B3HW)
-        tiles_B3HW = tiles_B3HW.contiguous()  # for every other order in memory, a compiled encoder is compiled again
+        tiles_B3HW = tiles_B3HW.contiguous()  # another memory format would recompile a compiled encoder
         if self.batch is not None and number < self.batch:
             missing = (self.batch - number, *tiles_B3HW.shape[1:])
             tiles_B3HW = torch.cat([tiles_B3HW, tiles_B3HW.new_zeros(missing)])
@@ -167,7 +168,7 @@ class LoadedEncoder:
 
 
 def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
-    """The encoder on its device, loaded once per process, and again when its files have changed."""
+    """Return the encoder on its device, loaded once per process and again when its files have changed."""
     path = Path(source)
     files = [path, *(path / name for name in ("config.json", *WEIGHT_FILES))]
     content = tuple(file_fingerprint(file) for file in files if file.is_file())
@@ -176,21 +177,21 @@ def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
 
 @lru_cache(maxsize=1)  # settings are frozen, hence hashable
 def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> LoadedEncoder:
-    del content  # it tells one encoder from another that lay in the same place
+    del content  # only a cache key: the files may have been replaced
     device = choose_device(settings.device)
     encoder = load_encoder(source, layout=settings.layout).to(device).eval()
     identity = encoder.identity()
     if device.type == "cuda":
         use_patch_product(encoder)
     if settings.compile:
-        # Of the encoder, not of its network: tokens are not taken by calling the network itself.
+        # Compile the encoder, not its backbone: tokens are not obtained by calling the backbone itself.
         encoder.compile(dynamic=False)
     batch = settings.batch if settings.compile else None
     return LoadedEncoder(encoder, identity, device, choose_precision(settings.precision, device), batch)
 
 
 class PatchProduct(nn.Module):
-    """`patch_product` in the place of the convolution that it is."""
+    """Patch embedding as a matrix product (`patch_product`) instead of a convolution."""
 
     def __init__(self, convolution: nn.Conv2d):
         super().__init__()
@@ -201,7 +202,7 @@ class PatchProduct(nn.Module):
 
 
 def use_patch_product(encoder: Encoder) -> None:
-    """Replace a ViT's embedding of patches by the product that it is; names and values of its weights stay."""
+    """Replace a ViT's patch-embedding convolution by the equivalent matrix product; weights keep names and values."""
     patches: Any = getattr(encoder.backbone, "patch_embed", None)
     convolution = getattr(patches, "proj", None)
     if type(convolution) is not nn.Conv2d or convolution.stride != convolution.kernel_size:
@@ -211,14 +212,17 @@ def use_patch_product(encoder: Encoder) -> None:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` claims a GPU that no other worker on this machine has claimed, or takes the CPU where there is none."""
+    """Return the device; `auto` claims a GPU that no other worker on this machine uses, or the CPU if there is none."""
     if wanted != "auto":
         try:
             device = torch.device(wanted)
             torch.empty(1, device=device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(
-                f"device {wanted!r} cannot be used", str(error).splitlines()[0], "Use --embed.device auto"
+                f"device {wanted!r} cannot be used",
+                str(error).splitlines()[0],
+                "Use --embed.device auto",
+                code="device-unavailable",
             ) from None
         return device
     if not torch.cuda.is_available():
@@ -226,7 +230,7 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", _own_gpu())
 
 
-@cache  # or the next encoder would find this process's own GPU taken
+@cache  # otherwise the next encoder would find this process's own GPU claimed
 def _own_gpu() -> int:
     return _claim_gpu(torch.cuda.device_count())
 
@@ -235,7 +239,8 @@ _claims: list[int] = []
 
 
 def _claim_gpu(number: int) -> int:
-    """The first GPU whose lock file is free, held as long as this process lives; with all taken, share the first."""
+    """Return the first GPU whose lock file is free and lock it while this process lives; if all are taken, use the
+    first."""
     for index in range(number):
         path = Path(tempfile.gettempdir()) / f"selfvitmil-{os.getuid()}-gpu{index}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -253,7 +258,7 @@ def _claim_gpu(number: int) -> int:
 
 
 def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
-    """Batches in the table's order: read by processes for a GPU, which waits for nobody, else by threads."""
+    """Yield batches in the table's order, read by processes if the encoder is on a GPU, else by threads."""
     request = TileRequest(job.path, table.mpp, job.reader, table.slide_mpp, job.stain_method == "tile")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     num_readers = job.settings.readers or max(1, num_cores() // gpus)
@@ -267,7 +272,7 @@ _processes: dict[tuple[int, int, int], TileReaders] = {}
 
 
 def _reader_processes(num_readers: int, batch: int, size_px: int) -> TileReaders:
-    """Those of this process, kept from slide to slide, with memory that a GPU copies from directly."""
+    """Return the reader processes of this process, kept between slides, with memory pinned for the GPU."""
     key = (num_readers, batch, size_px)
     if key not in _processes or not _processes[key].alive:
         for readers in _processes.values():
@@ -275,7 +280,7 @@ def _reader_processes(num_readers: int, batch: int, size_px: int) -> TileReaders
         _processes.clear()
         _processes[key] = TileReaders(*key)
         memory = torch.from_numpy(_processes[key].tiles_KBHW3)
-        # Not pinned is slower and nothing else, so the outcome does not matter.
+        # Without pinning it is only slower, so the result is ignored.
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     return _processes[key]
@@ -299,20 +304,22 @@ def _encode(
             vectors = model(tiles_B3HW)
         except torch.OutOfMemoryError:
             raise EncoderError(
-                f"{job.slide}: the GPU's memory is full",
-                f"{len(tiles_BHW3)} tiles at once are too many for this encoder",
+                f"{job.slide}: out of GPU memory",
+                f"a batch of {len(tiles_BHW3)} tiles is too large for this encoder",
                 f"Lower --embed.batch, for instance to {max(1, len(tiles_BHW3) // 4)}",
+                code="out-of-gpu-memory",
             ) from None
         finite &= vectors.isfinite().all()
-        if pending is not None:  # fetch the batch before this one: the GPU is already at work on the next
+        if pending is not None:  # fetch the previous batch while the GPU works on this one
             features_ND[pending[0] : pending[0] + len(pending[1])] = pending[1].cpu().numpy()
         pending, row = (row, vectors), row + len(tiles_BHW3)
     if pending is not None:
         features_ND[pending[0] :] = pending[1].cpu().numpy()
     if not finite:
         raise EncoderError(
-            f"{job.slide}: the encoder gives vectors that are not numbers",
-            "values beyond 65504 do not fit into float16, or the encoder itself is damaged",
+            f"{job.slide}: the encoder returned NaN or infinite embeddings",
+            "values beyond 65504 do not fit into float16, or the encoder is damaged",
             "Try --embed.precision fp32; if that does not help, the encoder cannot be used",
+            code="non-finite-embeddings",
         )
     return features_ND, waited / max(time.perf_counter() - begin, 1e-9), unfitted

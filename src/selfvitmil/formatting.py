@@ -1,4 +1,4 @@
-"""Numbers, tables and lists as people read them: in terminals, Markdown, figures and reports."""
+"""Format numbers, tables and lists for terminals, Markdown, figures and reports."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from selfvitmil.metrics import Interval
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """With so many decimals; a dash where there is none."""
+    """Return the value with `digits` decimals, or a dash if there is none."""
     return "-" if value is None or np.isnan(value) else f"{value:.{digits}f}"
 
 
 def with_limits(interval: Interval | None) -> str:
-    """For instance `0.912 [0.850, 0.961]`; a dash where there is none."""
+    """Return for instance `0.912 [0.850, 0.961]`, or a dash if there is no value."""
     if interval is None or np.isnan(interval.value):
         return "-"
     return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def value_and_limits(told: Mapping[str, Any]) -> tuple[str, str]:
-    """Value and limits of an interval as JSON tells it; limits are empty where it has none."""
-    low, high = told.get("low"), told.get("high")
-    return f"{told['value']:.3f}", "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+def value_and_limits(interval: Mapping[str, Any]) -> tuple[str, str]:
+    """Return value and limits of an interval read from JSON; the limits are empty if it has none."""
+    low, high = interval.get("low"), interval.get("high")
+    return f"{interval['value']:.3f}", "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
 
 
 def percent(share: float) -> str:
@@ -40,7 +40,7 @@ def p_value(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """In words that fit: `3.2 s`, `12 min`, `4.5 h`; a dash where it is not known."""
+    """Return a duration in suitable units: `3.2 s`, `12 min`, `4.5 h`; a dash if it is not known."""
     if seconds is None:
         return "-"
     if seconds < 60:
@@ -51,7 +51,7 @@ def duration(seconds: float | None) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """The text, cut where it has more than so many characters."""
+    """Cut the text to at most `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -59,14 +59,14 @@ def shorten(text: str, most: int) -> str:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, the header first."""
+    """Return a Markdown table of rows of cells, header first."""
     header, *body = lines
     rule = ["---"] * len(header)
     return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in (header, rule, *body))
 
 
 def _escaped(cell: str) -> str:
-    """A cell must not end its column, nor its line."""
+    """Escape characters that would end the cell or the row."""
     return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
 
 

@@ -1,9 +1,10 @@
-"""Frames and units: level-0 pixels, tile pixels, microns. Pure functions of numbers and arrays.
+"""Conversions between level-0 pixels, tile pixels and microns. Pure functions of numbers and arrays.
 
-A slide lives in *level-0 pixels*: `x_l0` runs right, `y_l0` runs down, the origin is the top left corner of the largest
-level. A *tile* is `size_px` pixels wide at `tile_mpp` microns per pixel, so it covers `size_px * tile_mpp / slide_mpp`
-level-0 pixels, which is seldom a whole number: extents stay floats, only stored coordinates are rounded.
-A *mask* is an array `[y, x]` whose pixel (i, j) covers the square from (j, i) to (j + 1, i + 1) times its `mpp`.
+Slide coordinates are *level-0 pixels*: `x_l0` runs right, `y_l0` runs down, the origin is the top left corner of the
+largest level. A *tile* is `size_px` pixels wide at `tile_mpp` microns per pixel, so it covers
+`size_px * tile_mpp / slide_mpp` level-0 pixels, usually not a whole number: extents are floats, only stored coordinates
+are rounded. A *mask* is an array `[y, x]` whose pixel (i, j) covers the square from (j, i) to (j + 1, i + 1) times its
+`mpp`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from numpy.typing import NDArray
 
 
 def extent_l0(size_px: float, tile_mpp: float, slide_mpp: float) -> float:
-    """Edge in level-0 pixels of `size_px` pixels at `tile_mpp`."""
+    """Return the edge in level-0 pixels of `size_px` pixels at `tile_mpp`."""
     return size_px * tile_mpp / slide_mpp
 
 
 def size_at_mpp(size_l0: tuple[int, int], slide_mpp: float, mpp: float) -> tuple[int, int]:
-    """(width, height) of the whole slide at `mpp`: the last, partly covered pixel counts."""
+    """Return (width, height) of the whole slide at `mpp`; a partly covered last pixel counts."""
     width, height = (max(1, int(np.ceil(edge * slide_mpp / mpp - 1e-6))) for edge in size_l0)
     return width, height
 
 
 def grid_origins(extent: int, size: float, stride: float) -> NDArray[np.int64]:
-    """Left edges, rounded to whole level-0 pixels, of the tiles of a regular grid that fit whole into `extent`.
+    """Return the left edges, in whole level-0 pixels, of the tiles of a regular grid that fit completely into `extent`.
 
-    The grid itself is not rounded, so that errors do not add up over a slide: origin k is round(k * stride).
+    The grid itself is not rounded, so rounding errors do not accumulate: origin k is round(k * stride).
     """
     last = int(np.floor((extent - size) / stride + 1e-9))
     if last < 0:
@@ -37,10 +38,10 @@ def grid_origins(extent: int, size: float, stride: float) -> NDArray[np.int64]:
 
 
 def box_fractions(mask: NDArray[np.bool_], boxes_xyxy: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Share of each box, given as (x0, y0, x1, y1) in mask pixels, that is True in `mask`.
+    """Return the fraction of each box, given as (x0, y0, x1, y1) in mask pixels, that is True in `mask`.
 
-    Exact for boxes with fractional edges: the mask is a picture of unit squares, and its integral up to any point is
-    the bilinear interpolation of the summed-area table. What lies outside the mask counts as False.
+    Exact for boxes with fractional edges: the integral of the mask up to any point is the bilinear interpolation of the
+    summed-area table. The area outside the mask counts as False.
     """
     height, width = mask.shape
     table = np.zeros((height + 1, width + 1), dtype=np.float64)
@@ -60,7 +61,7 @@ def box_fractions(mask: NDArray[np.bool_], boxes_xyxy: NDArray[np.float64]) -> N
 
 
 def nominal_magnification(mpp: float) -> int:
-    """The objective that people would name for this resolution (40 for 0.25 um/px); for labels only."""
+    """Return the objective magnification usually named for this resolution (40 for 0.25 um/px); for labels only."""
     for limit, magnification in ((0.16, 80), (0.2, 60), (0.3, 40), (0.6, 20), (1.2, 10), (2.4, 5)):
         if mpp < limit:
             return magnification

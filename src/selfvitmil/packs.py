@@ -1,18 +1,18 @@
-"""Packs: all tiles of a slide, encoded one by one, in one file. For training where slides are slow to read.
+"""Tile packs: all tiles of a slide as encoded images in one file, for training where slides are slow to read.
 
-A tile table and its slide come in, `tiles/<tiling>/packs/<slide>.zip` goes out. Reading a tile from a slide takes
-several small reads at scattered places, which network drives are slow at, and decoding more than the tile. From a pack
-it is one read at a known place, and neighbouring tiles lie next to each other.
+Input: a tile table and its slide; output: `tiles/<tiling>/packs/<slide>.zip`. Reading a tile from a slide takes several
+small reads at scattered positions, which are slow on network drives, and decodes more than the tile. From a pack it is
+one read at a known position, and neighbouring tiles are adjacent.
 
-The file is an ordinary zip without compression, so any program shows the tiles as images: `000012_4480_896.jpg` is row
-12 of the table, with its level-0 corner. After them come `pack.json` (what the pack was made from) and `spans.npy`
-(N, 2) int64, first byte and length of every tile in the file. The archive's comment says where those two lie, so that
-a reader need not go through the directory of a hundred thousand names.
+The file is an uncompressed zip archive, so any program shows the tiles as images: `000012_4480_896.jpg` is row 12 of
+the table, with its level-0 corner. After the tiles come `pack.json` (what the pack was built from) and `spans.npy` (N,
+2) int64, first byte and length of every tile in the file. The archive comment stores the positions of these two, so a
+reader does not have to parse a directory of a hundred thousand names.
 
-JPEG (quality 95, 4:4:4, exact DCT) is the default; PNG keeps every pixel. Measured on a real slide (Aperio, 45 tiles of
-224 px at 0.5 um): JPEG takes 45 kB a tile and differs from the slide's pixels by 2.4 grey levels in the mean, 9 or less
-in 99 % of the values, 23 at most; PNG takes 97 kB. One core reads 1.4 to 1.8 times as many tiles a second from JPEG
-packs as from slides on a local disk, from PNG 0.4 times: PNG pays only where the drive, not the core, is the limit.
+JPEG (quality 95, 4:4:4, exact DCT) is the default; PNG is lossless. Measured on a real slide (Aperio, 45 tiles of 224
+px at 0.5 um): JPEG takes 45 kB per tile and differs from the slide's pixels by 2.4 grey levels on average, 9 or less in
+99 % of the values, 23 at most; PNG takes 97 kB. One core reads 1.4 to 1.8 times as many tiles per second from JPEG
+packs as from slides on a local disk, from PNG 0.4 times: PNG pays off only where the drive is the bottleneck.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 SCHEMA = "selfvitmil.pack"
 FORMAT_VERSION = 1
 COMMENT_BYTES = 96
-"""Length of the archive's comment, which is the end of the file."""
+"""Length of the archive comment at the end of the file."""
 MAX_GAP = 4096
-"""Bytes between two tiles that are read along rather than asked for anew."""
+"""Largest gap in bytes between two tiles that is read along instead of starting a new read."""
 MAX_READ = 8 << 20
-"""Most bytes of one read."""
+"""Largest read in bytes."""
 SUFFIXES = {"jpeg": ".jpg", "png": ".png"}
 
 Encoding = Literal["jpeg", "png"]
@@ -61,23 +61,23 @@ Spans = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PackJob:
-    """All that a worker needs to pack one slide."""
+    """Input of one worker call: the slide to pack."""
 
     slide: str
     path: Path
     table: Path
-    """Its tile table; the pack goes into `packs` beside it."""
+    """Tile table; the pack goes into `packs` next to it."""
     encoding: Encoding = "jpeg"
     quality: int = 95
-    """Of JPEG, 1 to 100."""
+    """JPEG quality, 1 to 100."""
     reader: str = "auto"
     mpp: float | None = None
-    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
+    """Microns per level-0 pixel from the cohort, as the table was built with; None if not given."""
 
 
 @dataclass(frozen=True)
 class PackResult:
-    """What became of one slide."""
+    """Result for one slide."""
 
     num_tiles: int
     outcome: BuildOutcome
@@ -90,6 +90,7 @@ def pack_slide(job: PackJob) -> PackResult:
         raise ConfigError(
             f"tiles cannot be packed as {job.encoding} with quality {job.quality}",
             how="Choose jpeg with a quality of 1 to 100, or png",
+            code="invalid-pack-encoding",
         )
     table = read_tiles(job.table)
     target = pack_of(job.table)
@@ -108,7 +109,7 @@ def _read_all(slide: Slide, table: TileTable) -> Iterator[Tile]:
 
 
 def _identity(table: TileTable) -> dict[str, Any]:
-    """Which tiles of which slide: what a pack and its table must agree on."""
+    """Return what a pack and its table must agree on: the tiles and the slide."""
     resolution = {"size_px": table.size_px, "mpp": table.mpp, "slide_mpp": table.slide_mpp}
     return {"slide": table.fingerprint, "tiles": table.digest, **resolution}
 
@@ -136,7 +137,7 @@ def _freshness(target: Path, now: Provenance) -> Freshness:
 
 
 def encode(tile: Tile, encoding: Encoding, quality: int) -> bytes:
-    """A tile as the content of an image file."""
+    """Encode a tile as the content of an image file."""
     import simplejpeg
 
     if encoding == "jpeg":
@@ -147,7 +148,7 @@ def encode(tile: Tile, encoding: Encoding, quality: int) -> bytes:
 
 
 def decode(content: bytes | memoryview, encoding: Encoding) -> Tile:
-    """The tile again; raises ValueError, OSError or SyntaxError for anything but such a file."""
+    """Decode a tile; raise ValueError, OSError or SyntaxError for invalid content."""
     import simplejpeg
 
     if encoding == "jpeg":
@@ -178,7 +179,7 @@ def _write(path: Path, table: TileTable, images: Iterable[bytes], made_from: Map
 
 
 def _add(file: BinaryIO, archive: ZipFile, name: str, content: bytes) -> tuple[int, int]:
-    """Append a file to the archive, without a date; its first byte and length."""
+    """Append a file without a date to the archive; return its first byte and length."""
     info = ZipInfo(name)
     info.create_system, info.external_attr = 3, 0o644 << 16  # the same bytes on every system
     archive.writestr(info, content)
@@ -187,7 +188,7 @@ def _add(file: BinaryIO, archive: ZipFile, name: str, content: bytes) -> tuple[i
 
 @dataclass
 class PackFile:
-    """The file of a pack, opened when it is first read; small, so it travels to the workers."""
+    """A pack file, opened at the first read; small, so that it can be sent to workers."""
 
     path: Path
     encoding: Encoding
@@ -198,7 +199,7 @@ class PackFile:
         return self.__dict__ | {"_descriptor": None}
 
     def read(self, spans: Spans) -> list[Tile]:
-        """The tiles at these places, (H, W, 3) each; neighbours come with one read. Threads may share it."""
+        """Return the tiles at these positions, (H, W, 3) each; adjacent tiles are read together. Thread-safe."""
         return [self._tile(content) for start, stop in runs(spans) for content in self._contents(spans[start:stop])]
 
     def _contents(self, spans: Spans) -> list[memoryview]:
@@ -215,29 +216,30 @@ class PackFile:
                 f"{self.path.name}: the pack cannot be read",
                 (error.strerror or str(error)).lower(),
                 "Check the drive, then run the same command again",
+                code="unreadable-pack",
             ) from error
         if len(content) < length:
-            raise _damaged(self.path, "it ends before its tiles do")
+            raise _damaged(self.path, "the file is truncated")
         return [content[start - first : start - first + count] for start, count in spans.tolist()]
 
     def _tile(self, content: memoryview) -> Tile:
         try:
             tile = decode(content, self.encoding)
         except (ValueError, OSError, SyntaxError) as error:
-            raise _damaged(self.path, f"a tile does not decode ({error})") from None
+            raise _damaged(self.path, f"a tile cannot be decoded ({error})") from None
         if tile.shape != (self.size_px, self.size_px, 3):
             raise _damaged(self.path, f"a tile has the shape {tile.shape}")
         return tile
 
     def close(self) -> None:
-        """Let go of the file; the next read opens it again."""
+        """Close the file; the next read opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def runs(spans: Spans) -> Iterator[tuple[int, int]]:
-    """(start, stop) of rows that lie behind one another in the file, near enough to be read as one."""
+    """Yield (start, stop) of consecutive rows that are close enough in the file for one read."""
     start = 0
     for row in range(1, len(spans)):
         gap = spans[row, 0] - spans[row - 1].sum()
@@ -255,21 +257,21 @@ class Pack:
     file: PackFile
     spans: Spans
     made_from: Mapping[str, Any]
-    """Hashes of `slide` and `tiles`, `size_px`, `mpp`, `slide_mpp`, `reader`, `encoding`, `quality` (of JPEG)."""
+    """Hashes of `slide` and `tiles`, `size_px`, `mpp`, `slide_mpp`, `reader`, `encoding`, `quality` (JPEG only)."""
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def read(self, index: int) -> Tile:
-        """The tile of this row of the table."""
+        """Return the tile of this row of the table."""
         return self.file.read(self.spans[[index]])[0]
 
     def read_many(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Tile]:
-        """The tiles of these rows; rows that follow one another are read at once."""
+        """Return the tiles of these rows; consecutive rows are read together."""
         return self.file.read(self.spans[np.asarray(indices, dtype=np.int64)])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.file.close()
 
     def __enter__(self) -> Pack:
@@ -280,7 +282,7 @@ class Pack:
 
 
 def open_pack(path: Path) -> Pack:
-    """Open a pack; raises ArtefactError when there is none, or it is damaged or of another version."""
+    """Open a pack; raise ArtefactError if it does not exist, is damaged or of another version."""
     try:
         with path.open("rb") as file:
             about, spans = _index(file)
@@ -297,7 +299,7 @@ def _index(file: BinaryIO) -> tuple[dict[str, Any], Spans]:
     file.seek(max(0, size - COMMENT_BYTES))
     words = file.read().decode("ascii", "replace").split()
     if words[:2] != [SCHEMA, str(FORMAT_VERSION)]:
-        raise ValueError(f"it does not end as packs of format {FORMAT_VERSION} do")
+        raise ValueError(f"its end is not that of a pack of format {FORMAT_VERSION}")
     about_start, about_length, spans_start, spans_length = map(int, words[2:])
     file.seek(about_start)
     about = json.loads(file.read(about_length))
@@ -306,24 +308,28 @@ def _index(file: BinaryIO) -> tuple[dict[str, Any], Spans]:
 
 
 def open_pack_of(table: Path) -> Pack:
-    """The pack of a tile table; raises ArtefactError as well when it holds other tiles than the table."""
+    """Open the pack of a tile table; raise ArtefactError also if it contains other tiles than the table."""
     pack = open_pack(pack_of(table))
     identity = _identity(read_tiles(table))
     differing = [key for key in identity if pack.made_from.get(key) != identity[key]]
     if differing:
         raise ArtefactError(
-            f"{pack.file.path.name}: the pack was not made from the tile table of its name",
+            f"{pack.file.path.name}: the pack does not match its tile table",
             f"they differ in {' and '.join(differing)}",
             "Run `selfvitmil tile` with --pack again",
+            code="pack-mismatch",
         )
     return pack
 
 
 def _missing(path: Path) -> ArtefactError:
-    return ArtefactError(f"{path.name}: there is no such pack", "", "Run `selfvitmil tile` with --pack")
+    return ArtefactError(f"{path.name}: no such pack", "", "Run `selfvitmil tile` with --pack", code="pack-not-found")
 
 
 def _damaged(path: Path, why: str) -> ArtefactError:
     return ArtefactError(
-        f"{path.name}: the pack is damaged", why, "Remove it and run `selfvitmil tile` with --pack again"
+        f"{path.name}: the pack is damaged",
+        why,
+        "Remove it and run `selfvitmil tile` with --pack again",
+        code="damaged-pack",
     )

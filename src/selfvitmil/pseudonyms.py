@@ -1,11 +1,11 @@
-"""How slides and patients are called in what may be mailed, and no folder of anybody's machine in any text.
+"""Names of slides and patients in shareable output: pseudonyms, and text without folder names.
 
-Structured fields are renamed by `Names.slide` and `Names.patient`. `Names.text` then sees every other text
-(reasons of failures, warnings, notes, alternatives of pictures): it cuts absolute paths down to the file's name and,
-with pseudonyms, replaces names wherever they stand, in file names too.
+`Names.slide` and `Names.patient` rename structured fields. `Names.text` processes all other text (reasons of failures,
+warnings, notes, alternative texts): it reduces absolute paths to the file name and, with pseudonyms, replaces names
+wherever they occur, also inside file names.
 
-Pseudonyms are given in random order, because the order of accession numbers is that of dates, and kept in the study's
-`pseudonyms.csv`, so that later reports use the same ones. That table is the key: it never goes where the page goes.
+Pseudonyms are assigned in random order, because accession numbers follow dates. They are kept in the study's
+`pseudonyms.csv`, so that later reports use the same ones. That table is the key: it is never part of shared output.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ HEADER = ["kind", "name", "pseudonym"]
 
 @dataclass(frozen=True)
 class Names:
-    """What slides and patients are called; by default as they are."""
+    """Display names of slides and patients; by default the real ones."""
 
     slides: Mapping[str, str] | None = None
-    """Name -> pseudonym; None: names stay."""
+    """Name -> pseudonym; None keeps the names."""
     patients: Mapping[str, str] | None = None
     aliases: Mapping[str, str] | None = None
-    """Further words that give a slide away (names of its files) -> its pseudonym."""
+    """Further words that identify a slide (the names of its files) -> its pseudonym."""
     common: frozenset[str] = frozenset()
-    """Words of the study that a slide may be called by chance, as its label: replaced only where a file is meant."""
+    """Common words of the study that a slide may also be named by (such as a label); replaced only in file names."""
     folders: tuple[str, ...] = ()
-    """Absolute folders that are known and must not be seen, blanks in them included."""
+    """Known absolute folders to remove from text, including those with spaces."""
 
     @property
     def hidden(self) -> bool:
@@ -55,7 +55,7 @@ class Names:
         return name if self.patients is None else self.patients.get(name, "unknown patient")
 
     def text(self, text: str) -> str:
-        """A text of whatever origin, fit to be mailed."""
+        """Return any text in shareable form."""
         text = without_folders(text, self.folders)
         return text if self._pattern is None else self._renamed(unicodedata.normalize("NFC", text), self._pattern)
 
@@ -71,7 +71,7 @@ class Names:
         return self._pattern is not None and self._pattern.search(_fold(text)) is not None
 
     def svg(self, text: str) -> str | None:
-        """A figure with its texts made fit; None where a name would still show, broken into lines."""
+        """Return an SVG figure in shareable form; None if a name is still visible, split over several lines."""
         parts = re.split(r"(<[^>]*>)", text)
         parts[::2] = [escape(self.text(unescape(part)), quote=False) for part in parts[::2]]
         words = " ".join(" ".join(unescape(part) for part in parts[::2]).split())
@@ -89,10 +89,10 @@ class Names:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        """Names as whole words of a folded text, the longest first; `_` parts words, as it does in names of files.
+        """Match names as whole words of a folded text, longest first; `_` separates words, as it does in file names.
 
-        Short ones, numbers and words such as a label would be found everywhere. They are replaced where they stand
-        for a slide or its file: before a suffix or a colon.
+        Short names, numbers and common words such as labels would match everywhere. They are replaced only where they
+        stand for a slide or its file: before a suffix or a colon.
         """
         names = sorted(filter(None, self._replacement), key=lambda name: (-len(name), name))
         common = {_fold(word) for word in self.common}
@@ -104,16 +104,16 @@ class Names:
 
 
 _DOTLESS = str.maketrans({"İ": "i", "ı": "i", "\u0307": ""})
-"""Turkish letters of which the other case is i, I or i with a second dot, depending on whom one asks."""
+"""Turkish dotted and dotless i, whose case folding depends on the locale."""
 
 
 def _fold(text: str) -> str:
-    """As names are compared: neither case nor the way accents are encoded matters, and ß is ss."""
+    """Normalize for comparison: ignores case and the encoding of accents; ß equals ss."""
     return unicodedata.normalize("NFC", text).translate(_DOTLESS).casefold()
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """A text in NFC as `_fold` gives it, and for each of its letters, and its end, the place in the text."""
+    """Return an NFC text as `_fold` gives it, and the position in the text of each of its letters and of its end."""
     letters = [(letter, place) for place, whole in enumerate(text) for letter in whole.translate(_DOTLESS).casefold()]
     return "".join(letter for letter, _ in letters), [*(place for _, place in letters), len(text)]
 
@@ -130,9 +130,10 @@ def names_of(
     slides: Iterable[str] = (),
     patients: Iterable[str] = (),
 ) -> Names:
-    """How the slides and patients of a study are called, and which folders nobody may see.
+    """Return the display names of a study's slides and patients, and the folders to remove from text.
 
-    `slides` and `patients` are further ones, which the cohort no longer has. New pseudonyms go into the study's key.
+    `slides` and `patients` are additional names that the cohort no longer has. New pseudonyms are added to the study's
+    key.
     """
     rows = cohort.rows if cohort is not None else ()
     files = [(row, file) for row in rows for file in (row.path, row.annotation) if file is not None]
@@ -152,7 +153,7 @@ def names_of(
 
 
 def give_pseudonyms(study: Path, slides: Iterable[str], patients: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Pseudonyms by kind (`slide`, `patient`) and name: those of the study's key, and new ones, which it then holds."""
+    """Return pseudonyms by kind (`slide`, `patient`) and name; new ones are added to the study's key."""
     path = StudyLayout(study).pseudonyms
     known = _read_key(path)
     before = {kind: dict(own) for kind, own in known.items()}
@@ -168,7 +169,7 @@ def give_pseudonyms(study: Path, slides: Iterable[str], patients: Iterable[str])
 def _give(known: dict[str, str], names: Sequence[str], kind: str, avoid: Sequence[str]) -> None:
     new = [name for name in names if name not in known]
     random.SystemRandom().shuffle(new)
-    # A pseudonym must be nobody's name, nor look like one: `slide-001` would be taken for the slide slide_001.
+    # A pseudonym must not equal or resemble a real name: `slide-001` could be mistaken for the slide slide_001.
     prefix = next(word for word in _words(kind) if not any(name.casefold().startswith(word) for name in avoid))
     taken, number = set(known.values()), 0
     for name in new:
@@ -179,7 +180,7 @@ def _give(known: dict[str, str], names: Sequence[str], kind: str, avoid: Sequenc
 
 
 def _words(kind: str) -> Iterator[str]:
-    """What pseudonyms may begin with."""
+    """Yield possible prefixes of pseudonyms."""
     yield from {"slide": ("slide", "specimen"), "patient": ("patient", "person")}[kind]
     yield from (f"{kind[0]}{number}" for number in itertools.count(1))
 
@@ -199,6 +200,7 @@ def _read_key(path: Path) -> dict[str, dict[str, str]]:
         raise ArtefactError(
             f"{path.name}: not a readable table of pseudonyms",
             str(error).strip("'\""),
-            "Bring it back from a copy; without it new reports cannot use the names of earlier ones",
+            "Restore it from a backup; without it new reports cannot use the pseudonyms of earlier ones",
+            code="unreadable-pseudonyms",
         ) from None
     return known

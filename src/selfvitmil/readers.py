@@ -1,16 +1,16 @@
-"""Tiles of slides, read ahead of the encoder: by threads, or by processes into memory which they share with the caller.
+"""Read tiles ahead of the encoder, with threads or with processes that share memory with the caller.
 
-Threads do where a network on a CPU takes the tiles. A GPU takes ten thousand a second, and threads that read so many
-spend their time waiting for Python's lock, which also keeps the GPU waiting for its caller. So for a GPU every reader
-is a process of its own that decodes straight into place; nothing is copied or pickled but corners of tiles.
+Threads suffice when the encoder runs on a CPU. A GPU takes ten thousand tiles per second, and threads reading that many
+contend for Python's global interpreter lock, which also delays the GPU. So for a GPU every reader is a separate process
+that decodes directly into shared memory; only tile corners are pickled.
 
     readers = TileReaders(num_readers=15, batch=512, size_px=224)
     for part in readers.read(TileRequest(path, mpp=0.5), coords_l0):    # batches, in the order of the corners
         part.tiles_BHW3                                                 # uint8, valid until the next but one
 
-The memory is an anonymous file (memfd), which the small /dev/shm of containers does not limit; Linux has it, others do
-not (`TileReaders.available`). Readers are started as commands of their own, because worker processes of dask may not
-have children of `multiprocessing`. They end when their caller does.
+The memory is an anonymous file (memfd), which a small /dev/shm in containers does not limit; it exists on Linux only
+(`TileReaders.available`). Readers are started as separate commands, because dask worker processes must not have
+`multiprocessing` children. They exit when their caller does.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from selfvitmil.errors import EngineError, SelfVitMilError
 from selfvitmil.slides import SlideCache
 
 RUN = 16
-"""Neighbouring tiles that one reader takes in one go: they share compressed blocks of the slide."""
+"""Neighbouring tiles read together by one reader: they share compressed blocks of the slide."""
 READ_AHEAD = 3
-"""Batches that are read before they are needed."""
+"""Batches read ahead."""
 IN_USE = 2
-"""Batches that the caller may still be looking at."""
+"""Batches that the caller may still be using."""
 AT_ONCE = 4
-"""Runs that wait at a reader, so that it has work while the caller is busy."""
+"""Runs queued at a reader, so that it has work while the caller is busy."""
 
 
 @dataclass(frozen=True)
 class TileRequest:
-    """What tiles are read from, and how."""
+    """The slide to read tiles from, and how."""
 
     path: Path
     mpp: float
     """Microns per pixel of the tiles."""
     reader: str = "auto"
     slide_mpp: float | None = None
-    """Microns per level-0 pixel, over whatever the slide says."""
+    """Microns per level-0 pixel; overrides the value in the file."""
     normalize_tiles: bool = False
-    """Bring each tile's own stains to the reference."""
+    """Normalize each tile by its own stains."""
 
 
 class TileBatch(NamedTuple):
-    """Tiles that were read."""
+    """A batch of tiles."""
 
     tiles_BHW3: NDArray[np.uint8]
     unfitted: int
-    """Of these, how many kept their colours because their own stains could not be found."""
+    """Number of tiles left unnormalized because their stains could not be fitted."""
     waited_s: float
-    """How long the caller waited for them."""
+    """Time the caller waited for the batch."""
 
 
 def read_run(
     cache: SlideCache, request: TileRequest, corners_l0: NDArray[np.int64], out_BHW3: NDArray[np.uint8]
 ) -> int:
-    """Read tiles into `out_BHW3`; how many of them kept their colours (see `TileBatch.unfitted`)."""
+    """Read tiles into `out_BHW3`; return how many were left unnormalized (see `TileBatch.unfitted`)."""
     slide = cache.get(request.path, reader=request.reader, mpp=request.slide_mpp)
     unfitted = 0
     for (x_l0, y_l0), out in zip(corners_l0, out_BHW3, strict=True):
@@ -91,7 +91,7 @@ def read_run(
 def read_with_threads(
     request: TileRequest, coords_l0: NDArray[np.int64], size_px: int, batch: int, num_threads: int
 ) -> Iterator[TileBatch]:
-    """The tiles with these corners, batch by batch, read ahead by threads of this process."""
+    """Yield the tiles with these corners batch by batch, read ahead by threads of this process."""
     with ThreadPoolExecutor(num_threads) as pool, closing(SlideCache()) as cache:
         cache.get(request.path, reader=request.reader, mpp=request.slide_mpp)  # opened once, by one thread
         waiting: deque[tuple[NDArray[np.uint8], list[Future[int]]]] = deque()
@@ -121,7 +121,7 @@ class TileReaders:
     """Reader processes with their shared memory. For one thread at a time."""
 
     available = hasattr(os, "memfd_create")
-    """Whether this system has what is needed."""
+    """Whether this system supports it."""
 
     def __init__(self, num_readers: int, batch: int, size_px: int):
         self.slots = READ_AHEAD + IN_USE
@@ -133,11 +133,14 @@ class TileReaders:
         os.close(memory)
         self._connections = [connection for connection, _ in self._readers]
         self._waiting = [0] * num_readers
-        """Runs that each reader still has to answer for."""
+        """Runs that each reader has not answered yet."""
 
     def read(self, request: TileRequest, coords_l0: NDArray[np.int64]) -> Iterator[TileBatch]:
-        """The tiles with these corners, batch by batch. An error of a reader is raised here; the readers live on."""
-        while any(self._waiting):  # what a caller who gave up had asked for would be written over what comes now
+        """Yield the tiles with these corners batch by batch. An error of a reader is raised here; the readers keep
+        running."""
+        while any(
+            self._waiting
+        ):  # drain requests of a caller that stopped early, or they would overwrite the new tiles
             self._replies(request)
         size = self.tiles_KBHW3.shape[1]
         number = -(-len(coords_l0) // size)
@@ -164,7 +167,7 @@ class TileReaders:
             yield TileBatch(tiles_BHW3, unfitted[current], time.perf_counter() - begin)
 
     def _hand_out(self, runs: deque[tuple[int, int]], request: TileRequest, coords_l0: NDArray[np.int64]) -> None:
-        """Give runs to the readers that have least to do."""
+        """Send runs to the readers with the fewest pending ones."""
         size = self.tiles_KBHW3.shape[1]
         while runs:
             reader = min(range(len(self._waiting)), key=self._waiting.__getitem__)
@@ -179,7 +182,7 @@ class TileReaders:
             self._waiting[reader] += 1
 
     def _replies(self, request: TileRequest) -> list[tuple[int, int | Exception]]:
-        """What readers have to say, as (first tile, tiles that kept their colours or error); waits until one has."""
+        """Wait for replies and return them as (first tile, number of unnormalized tiles or error)."""
         replies: list[tuple[int, int | Exception]] = []
         for connection in wait(self._connections):
             reader = self._connections.index(connection)  # pyright: ignore[reportArgumentType]
@@ -194,9 +197,10 @@ class TileReaders:
         status = self._readers[reader][1].wait()
         self.close()
         return EngineError(
-            f"{request.path.name}: a process that read its tiles died",
-            f"it ended with status {status}" + (", out of memory perhaps" if status == -9 else ""),
-            "Try `selfvitmil check`, which tells whether the slide crashes its reader, or fewer --embed.readers",
+            f"{request.path.name}: a reader process died",
+            f"it exited with status {status}" + (", possibly out of memory" if status == -9 else ""),
+            "Run `selfvitmil check` to test whether the slide crashes its reader, or use fewer --embed.readers",
+            code="reader-died",
         )
 
     @property
@@ -204,9 +208,9 @@ class TileReaders:
         return bool(self._connections) and all(process.poll() is None for _, process in self._readers)
 
     def close(self) -> None:
-        """End the readers. The memory goes when nobody looks at it any more."""
+        """Stop the readers. The memory is freed when it is no longer referenced."""
         for connection in self._connections:
-            connection.close()  # they end when nobody can ask them any more
+            connection.close()  # a reader exits when its connection closes
         for _, process in self._readers:
             try:
                 process.wait(timeout=5)
@@ -223,7 +227,7 @@ def _mapped(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 def _start_reader(memory: int, shape: tuple[int, ...]) -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     numbers = [str(value) for value in (memory, theirs.fileno(), *shape)]
-    # `-c` and not `-m`: the package has been imported by then, and Python warns of running a module a second time.
+    # `-c` instead of `-m`: the package is already imported by then, and Python warns about running a module twice.
     code = "import sys; from selfvitmil import readers; readers.serve(*map(int, sys.argv[1:]))"
     command = [sys.executable, "-c", code, *numbers]
     with theirs:
@@ -234,7 +238,7 @@ def _start_reader(memory: int, shape: tuple[int, ...]) -> tuple[Connection, subp
 
 
 def serve(memory: int, channel: int, *shape: int) -> None:
-    """A reader process: answers until its caller is gone."""
+    """Run a reader process: answer requests until the caller is gone."""
     tiles_KBHW3 = _mapped(memory, shape)
     os.close(memory)
     cache = SlideCache()
@@ -248,7 +252,7 @@ def serve(memory: int, channel: int, *shape: int) -> None:
         try:
             result = read_run(cache, request, corners_l0, tiles_KBHW3[slot, first : first + len(corners_l0)])
         except SelfVitMilError as error:
-            error.transient = is_transient(error)  # pickling loses what it came of
+            error.transient = is_transient(error)  # pickling loses the cause
             result = error
         try:
             connection.send((start, result))

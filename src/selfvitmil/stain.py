@@ -1,21 +1,20 @@
-"""Macenko stain normalization: stains fitted on pixels, applied as one 3x3 map in optical density (OD).
+"""Macenko stain normalization (Macenko et al., ISBI 2009) as one 3x3 transform in optical density (OD).
 
-Two ways share one estimate of the stains. `normalize_tile` treats every tile for itself, as the authors' code does.
-`fit_slide` looks at sampled pixels of a whole slide once; `apply` then brings all its tiles to the reference stains.
-The two steps of Macenko (concentrations by least squares, then reference stains times scaled concentrations) are one
-matrix, `OD_out = M @ OD_in`, with `M = stains_ref @ diag(max_ref / max) @ pinv(stains)`: no approximation. M has rank
-2, so what is neither of the two stains (pen, pigment) is projected onto their plane.
+`normalize_tile` fits and normalizes each tile separately, as the authors' code does. `fit_slide` estimates the stains
+of a whole slide once from sampled pixels; `apply` then normalizes all its tiles to the reference stains. The two steps
+of Macenko's method (concentrations by least squares, then reference stains times scaled concentrations) are combined
+exactly into one matrix, `OD_out = M @ OD_in`, with `M = stains_ref @ diag(max_ref / max) @ pinv(stains)`. M has rank 2,
+so colours that are neither stain (pen, pigment) are projected onto the plane of the two stains.
 
 Constants are those of the authors' code: OD = -ln((level + 1) / 240), back to levels by 240 exp(-OD). The missing "- 1"
-on the way back is theirs too; it lifts an image by one level. Levels above 240 have a negative OD and go through the
-map like all others; a fit that would tint white is refused, so glass stays glass.
+on the way back is also theirs; it lifts an image by one level. Levels above 240 have a negative OD and are transformed
+like all others; a fit that would tint white is rejected, so glass keeps its colour.
 
-What is unusual: nothing in `apply` takes a logarithm or an exponential of a pixel. 240 exp(-sum_k M[c, k] OD_k) is a
-product of three factors, each a function of one grey level, so a map becomes nine tables of 256 float32. Looking up and
-multiplying have one right answer in IEEE arithmetic, which is why NumPy, torch on the CPU and torch on a GPU give the
-same bytes.
+Implementation: `apply` computes no logarithm or exponential per pixel. 240 exp(-sum_k M[c, k] OD_k) is a product of
+three factors, each a function of one grey level, so a transform becomes nine lookup tables of 256 float32. Lookup and
+multiplication are exact in IEEE arithmetic, so NumPy, torch on the CPU and torch on a GPU give the same bytes.
 
-Axes in names: N pixels, B images, H and W height and width, 3 is RGB, 2 the stains. Macenko et al., ISBI 2009.
+Axes in names: N pixels, B images, H and W height and width, 3 is RGB, 2 the stains.
 """
 
 from __future__ import annotations
@@ -38,55 +37,56 @@ Images = TypeVar("Images", NDArray[np.uint8], "torch.Tensor")
 LIGHT = 240.0
 """Grey level of unstained glass."""
 MIN_OD = 0.15
-"""A pixel shows stain when all three channels absorb at least this much."""
+"""A pixel is stained when all three channels absorb at least this much."""
 MAX_OD = 3.2
-"""Where all three channels absorb more, no light is left to have a colour: black padding, ink, folds."""
+"""Pixels whose three channels all absorb more are too dark to have a colour: black padding, ink, folds."""
 OUTLIERS = 1.0
-"""Percent of the pixels at either end of the range of hues that do not count."""
+"""Percent of the pixels ignored at either end of the range of hues."""
 FULL = 99.0
 """Percentile of a stain's concentration that counts as its full strength."""
 
 MIN_PIXELS, MAX_PIXELS = 1_000, 200_000
-"""Stained pixels that a slide's fit needs, and the most that it takes."""
+"""Minimum and maximum number of stained pixels for a slide's fit."""
 
-# "Real" below: 4 slides of Camelyon16 and 81 patients of BreakHis, up to 32 tiles each.
+# "Real" below: range over 4 slides of Camelyon16 and 81 patients of BreakHis, up to 32 tiles each.
 MIN_VARIANCE = 1e-8
-"""Variance of OD across the main axis below which all pixels have one hue."""
+"""Variance of OD across the main axis below which all pixels have the same hue."""
 MIN_MEAN_OD = 0.01
 """Mean OD within the plane of the two main axes; every stained pixel has at least 0.26 in all."""
 MAX_THICKNESS = 0.25
-"""Variance off the plane of the two stains, relative to the largest; real ones reach 0.07, noise starts at 0.4."""
+"""Variance off the plane of the two stains, relative to the largest; real slides reach 0.07, noise starts at 0.4."""
 MIN_COMPONENT = -0.05
-"""Stains absorb light; a component of a stain vector may be negative by no more than noise. Real: above 0.06."""
+"""Stains absorb light; a component of a stain vector may be negative only within noise. Real: above 0.06."""
 MAX_DRIFT_DEG = 45.0
-"""Angle between a stain and its reference above which it is some other stain. Real: up to 23 and 32."""
+"""Angle between a stain and its reference above which it is a different stain. Real: up to 23 and 32."""
 MIN_ANGLE_DEG = 8.0
-"""Angle between the stains below which they are one stain and noise. Real: 15 to 42."""
+"""Angle between the stains below which they are one stain plus noise. Real: 15 to 42."""
 MIN_CONCENTRATION = 0.2
 """Full strength of a stain below which it counts as absent. Real: above 0.4."""
 MAX_GAIN = 7.0
-"""Largest entry of the map; above, it amplifies noise more than it moves stains. Real: 0.7 to 5.3."""
+"""Largest entry of the transform; above this it amplifies noise. Real: 0.7 to 5.3."""
 MIN_WHITE = 230.0
 """Level that white must keep in every channel. Real: above 246."""
 
 _OD = -np.log((np.arange(256) + 1) / LIGHT)
 _FIRST_PALE_LEVEL = int(np.argmax(_OD < MIN_OD))
 _LAST_BLACK_LEVEL = int(np.argmin(_OD > MAX_OD)) - 1
-# Two factors of this size and LIGHT still multiply to a normal float32, so that no product meets infinity times zero.
+# Two factors of this size and LIGHT still multiply to a normal float32, so no product is infinity times zero.
 _MAX_EXPONENT = 40.0
-# Temporaries take 16 bytes a pixel: few enough pixels for the cache, whatever the size of the batch.
+# Temporaries take 16 bytes per pixel: blocks of this size fit into the cache, whatever the batch size.
 _BLOCK_PIXELS = 32_768
-_HOW = "Leave the pixels unchanged and record it"
+_HOW = "Keep the pixels unchanged and record the reason"
 
 
 @dataclass(frozen=True, eq=False)
 class StainFit:
-    """The two stains of a slide, or the reason why they are not known; then the map is the identity."""
+    """The two stain vectors of a slide, or the reason why they could not be fitted; then the transform is the
+    identity."""
 
     stains: NDArray[np.float64]
     """(3, 2): OD of hematoxylin and of eosin in R, G, B, as unit columns; zeros when not fitted."""
     max_concentration: NDArray[np.float64]
-    """(2,): the concentration of each that counts as its full strength; zeros when not fitted."""
+    """(2,): the concentration of each stain that counts as its full strength; zeros when not fitted."""
     reason: str = ""
     """Why there is no fit; empty when there is one."""
 
@@ -96,15 +96,16 @@ class StainFit:
             if values.shape != shape or not np.isfinite(values).all():
                 raise StainError(
                     f"a stain fit has {name} of shape {values.shape} with {np.isfinite(values).sum()} finite values",
-                    f"where {shape} finite numbers belong",
+                    f"{shape} finite numbers are needed",
                     "Fit the slide again",
+                    code="invalid-stain-fit",
                 )
             values.flags.writeable = False
             object.__setattr__(self, name, values)
 
     @classmethod
     def unfitted(cls, reason: str) -> StainFit:
-        """The fit of a slide that could not be fitted."""
+        """Return the fit of a slide that could not be fitted."""
         return cls(np.zeros((3, 2)), np.zeros(2), reason)
 
     @property
@@ -113,17 +114,22 @@ class StainFit:
         return not self.reason
 
     def map_od(self, reference: StainFit | None = None) -> NDArray[np.float64]:
-        """(3, 3) matrix M that brings these stains to those of `reference`: OD_out = M @ OD_in."""
+        """Return the (3, 3) matrix M that transforms these stains to those of `reference`: OD_out = M @ OD_in."""
         target = REFERENCE if reference is None else reference
         if not target.fitted:
-            raise StainError("the reference has no stains", target.reason, "Choose a reference that could be fitted")
+            raise StainError(
+                "the reference has no stains",
+                target.reason,
+                "Choose a reference that could be fitted",
+                code="unfitted-reference",
+            )
         if not self.fitted:
             return np.eye(3)
         gains = target.max_concentration / self.max_concentration
         return (target.stains * gains) @ np.linalg.pinv(self.stains)
 
     def to_attributes(self) -> dict[str, Any]:
-        """Lists of floats and a string, as JSON and HDF5 attributes store them without loss."""
+        """Return lists of floats and a string, which JSON and HDF5 attributes store without loss."""
         return {
             "stains": self.stains.tolist(),
             "max_concentration": self.max_concentration.tolist(),
@@ -132,7 +138,7 @@ class StainFit:
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> StainFit:
-        """What `to_attributes` wrote; further keys are left alone."""
+        """Read the result of `to_attributes`; further keys are ignored."""
         return cls(
             np.asarray(attributes["stains"], dtype=np.float64),
             np.asarray(attributes["max_concentration"], dtype=np.float64),
@@ -147,17 +153,17 @@ class StainFit:
 
 
 REFERENCE = StainFit(np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]]), np.array([1.9705, 1.0308]))
-"""The stains that all slides are brought to: those of the authors' code and of most Macenko implementations."""
+"""The target stains of all slides: those of the authors' code and of most Macenko implementations."""
 
 
 # ---- fit -----------------------------------------------------------------------------------------------------------
 
 
 def fit_slide(pixels: NDArray[np.uint8]) -> StainFit:
-    """The stains of a slide from a sample of it: (N, 3) pixels or (T, H, W, 3) tiles.
+    """Fit the stains of a slide to a sample of its pixels: (N, 3) pixels or (T, H, W, 3) tiles.
 
-    Glass, padding and black in the sample do not count: adding them changes nothing. Of more than `MAX_PIXELS` stained
-    pixels that many are used, spread evenly. Pixels that two stains cannot explain give a fit with a `reason`.
+    Glass, padding and black pixels are ignored. At most `MAX_PIXELS` stained pixels are used, spread evenly. Pixels
+    that two stains cannot explain give a fit with a `reason`. Tile tables store that text, so its wording stays fixed.
     """
     _check_pixels(pixels)
     flat_N3 = pixels.reshape(-1, 3)
@@ -167,12 +173,16 @@ def fit_slide(pixels: NDArray[np.uint8]) -> StainFit:
     indices = np.flatnonzero(stained)
     try:
         if len(indices) < MIN_PIXELS:
-            raise StainError(f"only {len(indices)} of {len(flat_N3)} pixels show stain", f"{MIN_PIXELS} are needed")
+            raise StainError(
+                f"only {len(indices)} of {len(flat_N3)} pixels show stain",
+                f"{MIN_PIXELS} are needed",
+                code="few-stained-pixels",
+            )
         od_3N = _OD[np.ascontiguousarray(flat_N3[_spread(indices, MAX_PIXELS)].T)]
         stains, variances = _find_stains(od_3N)
         _require_two_stains(stains, variances)
         full = _full_strength(np.linalg.pinv(stains) @ od_3N)
-        # Sums come out a little different on another number of threads or kind of processor; the stored fit should not.
+        # Sums differ slightly with the number of threads and the processor; the stored fit must not.
         fit = StainFit(stains.round(10), full.round(10))
         _require_gentle_map(fit)
         return fit
@@ -181,27 +191,29 @@ def fit_slide(pixels: NDArray[np.uint8]) -> StainFit:
 
 
 def _spread(indices: NDArray[np.intp], count: int) -> NDArray[np.intp]:
-    """At most `count` of `indices`, spread evenly by the golden ratio, which no row and no JPEG block repeats."""
+    """Return at most `count` of `indices`, spread evenly by the golden ratio, which does not align with JPEG blocks."""
     if len(indices) <= count:
         return indices
     return indices[(np.arange(count) * ((5**0.5 - 1) / 2) % 1 * len(indices)).astype(np.intp)]
 
 
 def _find_stains(od_3N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Unit stain vectors (3, 2), hematoxylin first, and the variances of OD along its main axes, in rising order.
+    """Return unit stain vectors (3, 2), hematoxylin first, and the variances of OD along its main axes, ascending.
 
-    The stains are the outermost hues in the plane of the two main axes. Hues are angles from the mean colour: they
-    depend on no sign that an eigenvector happens to have, and only a hue opposite to the mean could wrap. The authors'
-    code measures from one of the axes; unless its angles wrap, the stains are the same.
+    The stains are the extreme hues in the plane of the two main axes. Hues are angles from the mean colour, so they do
+    not depend on the arbitrary sign of an eigenvector, and only a hue opposite to the mean could wrap. The authors'
+    code measures angles from one of the axes; unless its angles wrap, the stains are the same.
     """
     variances, axes = np.linalg.eigh(np.cov(od_3N))
     if variances[1] < MIN_VARIANCE:
-        raise StainError("all stained pixels have one hue", "two stains cannot be told apart", _HOW)
+        raise StainError("all stained pixels have one hue", "two stains cannot be told apart", _HOW, code="one-hue")
     plane = axes[:, 1:]
     along, across = od_3N.mean(axis=1) @ plane
     length = np.hypot(along, across)
     if length < MIN_MEAN_OD:
-        raise StainError("the hues spread around grey", "mixtures of two stains lie between two hues", _HOW)
+        raise StainError(
+            "the hues spread around grey", "mixtures of two stains lie between two hues", _HOW, code="grey-hues"
+        )
     basis = plane @ np.array([[along, -across], [across, along]]) / length
     x_N, y_N = basis.T @ od_3N
     low, high = np.percentile(np.arctan2(y_N, x_N), [OUTLIERS, 100 - OUTLIERS])
@@ -216,17 +228,29 @@ def _full_strength(concentrations_2N: NDArray[Any]) -> NDArray[np.float64]:
 
 def _require_two_stains(stains: NDArray[np.float64], variances: NDArray[np.float64]) -> None:
     if variances[0] > MAX_THICKNESS * variances[2]:
-        raise StainError("the colours do not lie in a plane", "mixtures of two stains would")
+        raise StainError("the colours do not lie in a plane", "mixtures of two stains would", code="not-two-stains")
     if stains.min() < MIN_COMPONENT:
         shown = ", ".join(f"({r:.2f}, {g:.2f}, {b:.2f})" for r, g, b in stains.T)
-        raise StainError(f"the stains would be {shown} in optical density", "a stain absorbs light in all channels")
+        raise StainError(
+            f"the stains would be {shown} in optical density",
+            "a stain absorbs light in all channels",
+            code="negative-stain",
+        )
     for name, found, expected in zip(("hematoxylin", "eosin"), stains.T, REFERENCE.stains.T, strict=True):
         drift = _angle_deg(found, expected)
         if drift > MAX_DRIFT_DEG:
-            raise StainError(f"a stain is {drift:.0f} degrees from {name}", f"above {MAX_DRIFT_DEG:g} it is another")
+            raise StainError(
+                f"a stain is {drift:.0f} degrees from {name}",
+                f"above {MAX_DRIFT_DEG:g} it is another",
+                code="unknown-stain",
+            )
     angle = _angle_deg(stains[:, 0], stains[:, 1])
     if angle < MIN_ANGLE_DEG:
-        raise StainError(f"the stains are {angle:.1f} degrees apart", f"below {MIN_ANGLE_DEG:g} they are one")
+        raise StainError(
+            f"the stains are {angle:.1f} degrees apart",
+            f"below {MIN_ANGLE_DEG:g} they are one",
+            code="stains-too-close",
+        )
 
 
 def _angle_deg(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
@@ -236,45 +260,54 @@ def _angle_deg(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 def _require_gentle_map(fit: StainFit) -> None:
     faint = fit.max_concentration.min()
     if faint < MIN_CONCENTRATION:
-        raise StainError(f"a stain has a full strength of {faint:.2f}", f"below {MIN_CONCENTRATION:g} it is absent")
+        raise StainError(
+            f"a stain has a full strength of {faint:.2f}",
+            f"below {MIN_CONCENTRATION:g} it is absent",
+            code="stain-absent",
+        )
     map_od = fit.map_od()
     gain = np.abs(map_od).max()
     if gain > MAX_GAIN:
-        raise StainError(f"the map would amplify by {gain:.1f}", f"above {MAX_GAIN:g} noise is all that is left")
+        raise StainError(
+            f"the map would amplify by {gain:.1f}", f"above {MAX_GAIN:g} noise is all that is left", code="stain-gain"
+        )
     white = (LIGHT * np.exp(-map_od @ _OD[[255, 255, 255]])).min()
     if white < MIN_WHITE:
-        raise StainError(f"the map would darken white to {white:.0f}", "glass must stay glass")
+        raise StainError(f"the map would darken white to {white:.0f}", "glass must stay glass", code="tinted-glass")
 
 
 # ---- apply ---------------------------------------------------------------------------------------------------------
 
 
 def apply(images: Images, fit: StainFit, reference: StainFit | None = None) -> Images:
-    """Images of one slide with its stains brought to those of `reference`; not fitted means the same pixels.
+    """Normalize images of one slide to the stains of `reference`; without a fit the pixels are unchanged.
 
-    uint8, either a NumPy array (..., H, W, 3) or a torch tensor (..., 3, H, W) on any device: the same bytes come out.
+    uint8, either a NumPy array (..., H, W, 3) or a torch tensor (..., 3, H, W) on any device; the results are
+    identical.
     """
     return _look_up(images, _tables(fit.map_od(reference)[None]))
 
 
 def apply_maps(images: Images, maps_B33: ArrayLike | torch.Tensor) -> Images:
-    """`apply` for a batch whose images have a map each: (B, H, W, 3) in NumPy or (B, 3, H, W) in torch.
+    """Normalize a batch with one transform per image: (B, H, W, 3) in NumPy or (B, 3, H, W) in torch.
 
-    `maps_B33` are results of `StainFit.map_od`, as an array, or as a tensor on any device (the CPU spares a wait). The
-    identity leaves its image unchanged.
+    `maps_B33` are results of `StainFit.map_od`, as an array or as a tensor on any device (a CPU tensor avoids a
+    synchronization). The identity leaves its image unchanged.
     """
     maps = np.asarray(maps_B33 if not hasattr(maps_B33, "cpu") else maps_B33.cpu(), dtype=np.float64)  # pyright: ignore[reportAttributeAccessIssue]
     if images.ndim != 4 or maps.shape != (len(images), 3, 3) or not np.isfinite(maps).all():
         raise StainError(
-            f"maps of shape {maps.shape} for images of shape {tuple(images.shape)}",
+            f"stain transforms of shape {maps.shape} for images of shape {tuple(images.shape)}",
             "every image of a batch needs one 3x3 matrix of finite numbers",
             "Stack the images' map_od()",
+            code="stain-transform-shape",
         )
     return _look_up(images, _tables(maps))
 
 
 def _tables(maps_B33: NDArray[np.float64]) -> NDArray[np.float32]:
-    """(B, 3, 256, 4): per map, input channel and level the factors of output R, G, B, and a 1 to make it 16 bytes."""
+    """Return (B, 3, 256, 4): per transform, input channel and level the factors of output R, G, B, and a 1 as
+    padding."""
     tables = np.empty((len(maps_B33), 3, 256, 4), dtype=np.float32)
     for table, map_od in zip(tables, maps_B33, strict=True):
         table[:] = _table(np.ascontiguousarray(map_od).tobytes())
@@ -296,7 +329,7 @@ def _table(map_bytes: bytes) -> NDArray[np.float32]:
 
 
 def _look_up(images: Images, tables: NDArray[np.float32]) -> Images:
-    """Every pixel through its image's table; one table serves all images."""
+    """Map every pixel through the table of its image; one table may serve all images."""
     if isinstance(images, np.ndarray):
         return _look_up_numpy(images, tables)
     return _look_up_torch(images, tables)
@@ -306,7 +339,7 @@ def _look_up_numpy(images: NDArray[np.uint8], tables: NDArray[np.float32]) -> ND
     _check_pixels(images)
     out = np.empty(images.shape, dtype=np.uint8)
     shape = (len(tables), images.size // 3 // max(len(tables), 1), 3)
-    # A row of four float32 moves three times faster when NumPy takes it for one number of 16 bytes.
+    # A row of four float32 is gathered three times faster when viewed as one number of 16 bytes.
     cells = tables.view(np.complex128)[..., 0]
     for table, pixels_N3, out_N3 in zip(cells, images.reshape(shape), out.reshape(shape), strict=True):
         for start in range(0, len(pixels_N3), _BLOCK_PIXELS):
@@ -318,7 +351,7 @@ def _look_up_numpy(images: NDArray[np.uint8], tables: NDArray[np.float32]) -> ND
 def _look_up_block(pixels_N3: NDArray[np.uint8], table: NDArray[np.complex128], out_N3: NDArray[np.uint8]) -> None:
     product = table[0].take(pixels_N3[:, 0]).view(np.float32)
     product *= table[1].take(pixels_N3[:, 1]).view(np.float32)
-    with np.errstate(over="ignore", under="ignore"):  # more than float32 holds is white, less is black
+    with np.errstate(over="ignore", under="ignore"):  # overflow is white, underflow black
         product *= table[2].take(pixels_N3[:, 2]).view(np.float32)
     np.clip(product, 0, 255, out=product)
     np.rint(product, out=product)
@@ -333,13 +366,14 @@ def _look_up_torch(images: Any, tables: NDArray[np.float32]) -> Any:
     if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim < 3 or images.shape[-3] != 3:
         raise StainError(
             f"cannot normalize the stain of {_describe(images)}",
-            "it takes uint8, (..., H, W, 3) as a NumPy array or (..., 3, H, W) as a torch tensor",
+            "expected uint8, (..., H, W, 3) as a NumPy array or (..., 3, H, W) as a torch tensor",
             "Convert before the call",
+            code="invalid-pixels",
         )
     images_B3HW = images.reshape(-1, *images.shape[-3:])
     out_B3HW = torch.empty_like(images_B3HW)
     tables_on_device = torch.from_numpy(tables).to(images.device)
-    if images.device.type == "cpu":  # image by image, to stay in the cache
+    if images.device.type == "cpu":  # one image at a time fits into the cache
         per_image = tables_on_device.expand(len(images_B3HW), -1, -1, -1)
         for image, table, out in zip(images_B3HW, per_image, out_B3HW, strict=True):
             _look_up_batch(image[None], table[None], out[None])
@@ -357,7 +391,7 @@ def _look_up_batch(images_B3HW: torch.Tensor, tables: torch.Tensor, out_B3HW: to
     for channel in range(3):
         rows = (images_B3HW[:, channel].to(torch.int32) + first_rows).reshape(-1)
         table = tables[:, channel].reshape(-1, 4)
-        if table.device.type == "mps":  # knows no complex128
+        if table.device.type == "mps":  # has no complex128
             factors.append(table.index_select(0, rows))
         else:  # 16 bytes as one number, as in NumPy: a hundred times faster than rows of four on an H200
             cells = table.view(torch.complex128)[:, 0].index_select(0, rows)
@@ -371,22 +405,24 @@ def _look_up_batch(images_B3HW: torch.Tensor, tables: torch.Tensor, out_B3HW: to
 
 
 def normalize_tile(tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A tile (H, W, 3) normalized by its own stains, with all the oddities of the authors' code.
+    """Normalize a tile (H, W, 3) by its own stains, exactly as the authors' code does.
 
-    All pixels count for the full strength, glass included; levels are truncated; what would be brighter than 255
-    becomes 254. Raises StainError where the stains cannot be estimated; the authors' code drops such tiles.
+    All pixels count for the full strength, including glass; levels are truncated; values above 255 become 254. Raises
+    StainError if the stains cannot be estimated; the authors' code drops such tiles.
     """
     _check_pixels(tile)
     channels_3N = np.ascontiguousarray(tile.reshape(-1, 3).T)
     od_3N = _OD[channels_3N]
     stained_3N = od_3N.compress((channels_3N < _FIRST_PALE_LEVEL).all(axis=0), axis=1)
     if stained_3N.shape[1] < 2:
-        raise StainError("no pixels of the tile show stain", "there is nothing to estimate", _HOW)
+        raise StainError(
+            "no pixels of the tile show stain", "there is nothing to estimate", _HOW, code="few-stained-pixels"
+        )
     stains, _ = _find_stains(stained_3N)
     concentrations_2N = np.linalg.pinv(stains) @ od_3N
     strength = _full_strength(concentrations_2N)
     if strength.min() <= 0:
-        raise StainError("the tile lacks one of two stains", "it has no strength to scale", _HOW)
+        raise StainError("the tile lacks one of two stains", "it has no strength to scale", _HOW, code="stain-absent")
     scaled_2N = concentrations_2N * (REFERENCE.max_concentration / strength)[:, None]
     levels_3N = LIGHT * np.exp(-REFERENCE.stains @ scaled_2N)
     levels_3N[levels_3N > 255] = 254
@@ -394,7 +430,7 @@ def normalize_tile(tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def normalize_or_keep(tile: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], bool]:
-    """`normalize_tile`, or the tile as it is where its stains cannot be estimated; and whether they could."""
+    """Return the normalized tile and True, or the unchanged tile and False if its stains cannot be estimated."""
     try:
         return normalize_tile(tile), True
     except StainError:
@@ -405,8 +441,9 @@ def _check_pixels(pixels: NDArray[np.uint8]) -> None:
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim < 2 or pixels.shape[-1] != 3:
         raise StainError(
             f"cannot read the stain of {_describe(pixels)}",
-            "it takes uint8 pixels with RGB last",
+            "expected uint8 pixels with RGB last",
             "Convert before the call",
+            code="invalid-pixels",
         )
 
 

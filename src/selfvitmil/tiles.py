@@ -1,14 +1,14 @@
-"""Tile tables: where a slide is cut. A slide and its tissue mask come in, one HDF5 file per slide goes out.
+"""Tile tables: a slide and its tissue mask in, one HDF5 file of tile coordinates per slide out.
 
-No pixels are stored, only coordinates: tiles are read from the slide when they are needed. The grid is regular in
-microns, so a tile of 224 px at 0.5 um/px is 112 um wide on every scanner. Beside the table lie a picture of what was
-kept (`<slide>.jpg`) and the tissue's outline (`<slide>.geojson`, which QuPath opens).
+Only coordinates are stored; tiles are read from the slide when needed. The grid is regular in microns, so a tile of 224
+px at 0.5 um/px is 112 um wide on every scanner. Next to the table are a picture of the kept tiles (`<slide>.jpg`) and
+the outline of the tissue (`<slide>.geojson`, for QuPath).
 
 File layout (version 1): dataset `coords` (N, 2) int64, level-0 top left, in reading order, with TRIDENT's attributes;
-`tissue` (N,) float32; `annotated` (N,) float32, the share of each tile inside annotated tumour, when the cohort links
+`tissue` (N,) float32; `annotated` (N,) float32, the fraction of each tile inside annotated tumour, if the cohort links
 an annotation; `parents/<tiling>` (N,) int64, row of the coarse tile around each tile, -1 where none fits into the
 slide; group `stain` with the slide's fit; file attributes `schema`, `format_version`, `made_from` (hash of settings
-and inputs), `settings` and `inputs` (JSON), so that a rerun can tell what changed.
+and inputs), `settings` and `inputs` (JSON), from which a rerun finds what changed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from selfvitmil.untrusted import open_hdf5
 SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1
 SECTIONS = {"slide", "tissue", "stain", "tile"}
-"""Sections of the settings that can change a table."""
+"""Sections of the settings that affect a tile table."""
 MAX_TILES = 10_000_000
-"""Places for tiles on one slide: twenty times those of a whole glass slide at 0.25 um/px in tiles of 224 px."""
+"""Maximum number of tile positions per slide: twenty times a whole glass slide at 0.25 um/px in tiles of 224 px."""
 QC_EDGE_PX = 1200
-"""Longer edge of the picture for people."""
+"""Longer edge of the quality-control picture."""
 
 Coords = NDArray[np.int64]
 
@@ -62,7 +62,7 @@ class TileTable:
     coords_l0: Coords
     """(N, 2) top left corners (x, y) in level-0 pixels."""
     tissue: NDArray[np.float32]
-    """(N,) share of each tile that is tissue."""
+    """(N,) tissue fraction of each tile."""
     size_px: int
     mpp: float
     """Microns per tile pixel."""
@@ -72,15 +72,15 @@ class TileTable:
     stain: stain.StainFit | None = None
     """The slide's stain fit; None when stains are normalized per tile or not at all."""
     annotated: NDArray[np.float32] | None = None
-    """(N,) share of each tile inside annotated tumour; None without an annotation."""
+    """(N,) fraction of each tile inside annotated tumour; None without an annotation."""
     parents: Mapping[str, Coords] = field(default_factory=dict)
-    """Tiling name of a coarser table -> (N,) its row around each tile, or -1."""
+    """Tiling name of a coarser table -> (N,) row of the parent tile, or -1."""
     parent_digests: Mapping[str, str] = field(default_factory=dict)
-    """Tiling name -> digest of the coarse coordinates that the rows count in."""
+    """Tiling name -> digest of the coarse coordinates that the rows refer to."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """Counts and warnings for people: what `tiles.csv` shows."""
+    """Counts and warnings shown in `tiles.csv`."""
     fingerprint: str | None = None
-    """Of the slide that was cut; None for a table that was not read from its file."""
+    """Fingerprint of the slide that was tiled; None for a table that was not read from a file."""
 
     def __len__(self) -> int:
         return len(self.coords_l0)
@@ -91,7 +91,7 @@ class TileTable:
 
     @property
     def boxes_l0(self) -> NDArray[np.float64]:
-        """(N, 4) the tiles as (x0, y0, x1, y1)."""
+        """Return the tiles as (N, 4) boxes (x0, y0, x1, y1)."""
         return boxes_l0(self.coords_l0, self.extent_l0)
 
     @property
@@ -99,17 +99,18 @@ class TileTable:
         return hashlib.sha256(np.ascontiguousarray(self.coords_l0).tobytes()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------- cutting, pure
+# ---------------------------------------------------------------------------------------------------- tiling, pure
+# functions
 
 
 def boxes_l0(coords_l0: Coords, extent: float) -> NDArray[np.float64]:
-    """Corners (x, y) to boxes (x0, y0, x1, y1)."""
+    """Convert corners (x, y) to boxes (x0, y0, x1, y1)."""
     corners = coords_l0.astype(np.float64)
     return np.concatenate([corners, corners + extent], axis=1)
 
 
 def grid(size_l0: tuple[int, int], slide_mpp: float, size_px: int, tile_mpp: float, overlap_px: int = 0) -> Coords:
-    """All tiles that fit whole into the slide, in reading order."""
+    """Return all tiles that fit completely into the slide, in reading order."""
     extent = extent_l0(size_px, tile_mpp, slide_mpp)
     stride = extent_l0(size_px - overlap_px, tile_mpp, slide_mpp)
     x, y = (grid_origins(edge, extent, stride) for edge in size_l0)
@@ -117,26 +118,28 @@ def grid(size_l0: tuple[int, int], slide_mpp: float, size_px: int, tile_mpp: flo
 
 
 def mask_fractions(boxes: NDArray[np.float64], tissue: Tissue, slide_mpp: float) -> NDArray[np.float64]:
-    """Share of each level-0 box that the tissue mask covers."""
+    """Return the fraction of each level-0 box that the tissue mask covers."""
     return box_fractions(tissue.mask, boxes * (slide_mpp / tissue.mpp))
 
 
 def pixel_fractions(slide: Slide, coords_l0: Coords, tissue: Tissue, tile: TileSettings) -> NDArray[np.float64]:
-    """Share of pixels darker than the slide's threshold in each tile, read from the slide (as the authors' code does).
+    """Return the fraction of each tile's pixels darker than the slide's threshold (as the authors' code does).
 
-    Tiles that cannot reach `min_tissue` are not read and get 0: when that share of a tile's pixels lies below the
-    threshold, its mean grey is at most min_tissue * threshold + (1 - min_tissue) * 255, and a thumbnail knows the mean.
+    Tiles that cannot reach `min_tissue` are not read and get 0: if that fraction of a tile's pixels is below the
+    threshold, its mean grey is at most min_tissue * threshold + (1 - min_tissue) * 255, and the thumbnail gives the
+    mean.
     """
     if tissue.threshold is None:
         raise TissueError(
             f"{slide.path.name}: no grey threshold",
-            "the slide has hardly any glass, and tissue.fraction_from = pixels needs the grey level that parts the two",
+            "the slide has hardly any glass, and tissue.fraction_from = pixels needs a grey threshold",
             "Use tissue.fraction_from = mask for this study",
+            code="no-threshold",
         )
-    look = slide.thumbnail(8.0)
+    thumbnail = slide.thumbnail(8.0)
     boxes = boxes_l0(coords_l0, extent_l0(tile.size_px, tile.mpp, slide.mpp)) * (slide.mpp / 8.0)
     bound = tile.min_tissue * tissue.threshold + (1 - tile.min_tissue) * 255
-    means = _box_means(grey_of(look).astype(np.float64), boxes)
+    means = _box_means(grey_of(thumbnail).astype(np.float64), boxes)
     fractions = np.zeros(len(coords_l0))
     for row in np.flatnonzero(means <= bound + 6):  # 6 grey levels for the rounding and compression of coarse levels
         x, y = coords_l0[row]
@@ -145,7 +148,7 @@ def pixel_fractions(slide: Slide, coords_l0: Coords, tissue: Tissue, tile: TileS
 
 
 def _box_means(values: NDArray[np.float64], boxes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of an image over boxes, fractional edges rounded outwards."""
+    """Return the mean of an image over boxes, fractional edges rounded outwards."""
     table = np.zeros((values.shape[0] + 1, values.shape[1] + 1))
     table[1:, 1:] = values.cumsum(axis=0).cumsum(axis=1)
     x0, y0 = np.floor(boxes[:, :2]).astype(int).T
@@ -154,9 +157,9 @@ def _box_means(values: NDArray[np.float64], boxes: NDArray[np.float64]) -> NDArr
 
 
 def parent_rows(fine: TileTable, size_l0: tuple[int, int], parent_mpp: float) -> tuple[Coords, Coords]:
-    """The coarse tiles that hold at least one fine tile, and each fine tile's row among them (-1: none fits).
+    """Return the coarse tiles that contain at least one fine tile, and the row of each fine tile among them (-1: none).
 
-    Both grids start at the slide's corner; the parent is the coarse tile in which a fine tile's centre lies.
+    Both grids start at the slide's corner; the parent is the coarse tile that contains the centre of the fine tile.
     """
     extent = extent_l0(fine.size_px, parent_mpp, fine.slide_mpp)
     x, y = (grid_origins(edge, extent, extent) for edge in size_l0)
@@ -179,7 +182,7 @@ def parent_rows(fine: TileTable, size_l0: tuple[int, int], parent_mpp: float) ->
 
 @dataclass(frozen=True)
 class TileJob:
-    """All that a worker needs to cut one slide."""
+    """Input of one worker call: the slide to tile."""
 
     slide: str
     path: Path
@@ -187,13 +190,13 @@ class TileJob:
     """The study's `tiles` folder."""
     settings: StudySettings
     mpp: float | None = None
-    """Microns per pixel from the cohort, over whatever the slide says."""
+    """Microns per pixel from the cohort; overrides the value in the file."""
     annotation: Path | None = None
 
 
 @dataclass(frozen=True)
 class TileResult:
-    """What became of one slide."""
+    """Result for one slide."""
 
     num_tiles: int
     outcome: BuildOutcome
@@ -201,11 +204,11 @@ class TileResult:
 
 
 def tile_slide(job: TileJob) -> TileResult:
-    """Cut one slide and write its files, unless they are current. Raises SelfVitMilError where it cannot.
+    """Tile one slide and write its files, unless they are up to date. Raises SelfVitMilError on failure.
 
-    Of a slide that can be read but not cut with these settings (no tissue, a mask that does not fit, no microns per
-    pixel), files of earlier settings are removed: later stages would take them for what was asked for. Of a slide that
-    cannot be read they stay: it may be its drive that is away.
+    If a slide can be read but not tiled with these settings (no tissue, a mask that does not fit, no microns per
+    pixel), files of earlier settings are removed, so that later stages do not use them by mistake. If it cannot be read
+    they are kept, because its drive may be temporarily unavailable.
     """
     provenance = _provenance(job)
     freshness = _freshness(job, provenance)
@@ -226,7 +229,7 @@ def tile_slide(job: TileJob) -> TileResult:
             for path in (*_tables(job), *_companion_files(job)):
                 path.unlink(missing_ok=True)
         raise
-    for table in tables[1:]:  # the coarse ones first: the fine table is the mark that all is there
+    for table in tables[1:]:  # coarse tables first: the fine table marks completion
         write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, provenance)
     fine = tables[0]
     write_bytes(thumbnail_of(target), picture)
@@ -237,7 +240,7 @@ def tile_slide(job: TileJob) -> TileResult:
 
 
 def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
-    """The fine table and its parents."""
+    """Return the fine table and its parents."""
     tile = job.settings.tile
     _check_number(slide, tile)
     candidates = grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px)
@@ -249,9 +252,10 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
     kept = fractions >= tile.min_tissue
     if not kept.any():
         raise TissueError(
-            f"{slide.path.name}: not one of {len(candidates)} tiles is at least {tile.min_tissue:.0%} tissue",
+            f"{slide.path.name}: none of {len(candidates)} tiles has at least {tile.min_tissue:.0%} tissue",
             f"the slide has {tissue.area_mm2:.2f} mm2 of tissue",
             "Lower tile.min_tissue or tile.size_px, or take the slide out of the cohort",
+            code="no-tiles",
         )
     coverage, counts, notes = _annotated(job.annotation, boxes, kept)
     fine = TileTable(
@@ -283,21 +287,22 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
 
 
 def _check_number(slide: Slide, tile: TileSettings) -> None:
-    """TissueError where the slide would have more tiles than any slide has."""
+    """Raise TissueError if the slide would have implausibly many tiles."""
     stride = extent_l0(tile.size_px - tile.overlap_px, tile.mpp, slide.mpp)
     number = math.prod(edge / stride for edge in slide.size_l0)
     if number > MAX_TILES:
         width, height = (edge * slide.mpp / 1000 for edge in slide.size_l0)
         raise TissueError(
-            f"{slide.path.name}: {number:,.0f} places for tiles",
-            f"at {slide.mpp:g} microns per pixel the slide is {width:.0f} x {height:.0f} mm, and tiles lie "
+            f"{slide.path.name}: {number:,.0f} tile positions",
+            f"at {slide.mpp:g} microns per pixel the slide is {width:.0f} x {height:.0f} mm, and tiles are "
             f"{(tile.size_px - tile.overlap_px) * tile.mpp:g} um apart",
             "Check the slide's mpp, tile.mpp, tile.size_px and tile.overlap_px",
+            code="too-many-tiles",
         )
 
 
 def _with_parents(fine: TileTable, tissue: Tissue, tile: TileSettings) -> list[TileTable]:
-    """The table, knowing its parents, and the coarser tables."""
+    """Return the table with the rows of its parents, and the coarser tables."""
     coarse = {tiling_name(tile, mpp): _parent_table(fine, tissue, mpp) for mpp in tile.parent_mpp}
     rows = {name: parent_rows(fine, fine.size_l0, table.mpp)[1] for name, table in coarse.items()}
     digests = {name: table.digest for name, table in coarse.items()}
@@ -318,7 +323,7 @@ def _parent_table(fine: TileTable, tissue: Tissue, mpp: float) -> TileTable:
 def _annotated(
     path: Path | None, boxes: NDArray[np.float64], kept: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64] | None, dict[str, int], list[str]]:
-    """Share of every candidate tile inside annotated tumour, how many the tissue filter loses, and what to know."""
+    """Return the tumour fraction of every candidate tile, how many the tissue filter drops, and notes for the user."""
     if path is None:
         return None, {}, []
     regions = annotations.read_annotations(path, repair=True)
@@ -353,36 +358,37 @@ def _fit_stain(slide: Slide, table: TileTable, settings: StudySettings) -> stain
 
 
 def _tables(job: TileJob) -> list[Path]:
-    """The table of every scale, the fine one first."""
+    """Return the table of every scale, the fine one first."""
     tile = job.settings.tile
     names = [tiling_name(tile), *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)]
     return [job.folder / name / f"{job.slide}.h5" for name in names]
 
 
 def _companion_files(job: TileJob) -> list[Path]:
-    """Picture and outline, which lie beside the fine table."""
+    """Return picture and outline, which are next to the fine table."""
     return [_tables(job)[0].with_suffix(suffix) for suffix in (".jpg", ".geojson")]
 
 
 def without_mask_folder(settings: StudySettings) -> StudySettings:
-    """The settings as files of a study may hold them: without the folder of own masks, which count by their content."""
+    """Return the settings as artefacts store them: without the mask folder; masks count by their content."""
     return settings.model_copy(update={"tissue": settings.tissue.model_copy(update={"folder": None})})
 
 
 def _relevant(settings: StudySettings) -> dict[str, Any]:
-    """All settings that can change a table: packs are files of their own, which know by themselves what is current."""
+    """Return all settings that affect a table; packs are separate files with their own freshness check."""
     packing = {"tile": {"pack", "pack_encoding", "pack_quality"}}
     return without_mask_folder(settings).model_dump(mode="json", include=SECTIONS, exclude=packing)
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:
-    """Identity of the files that go in: changing one makes the tables stale."""
+    """Return the identity of the input files: a change makes the tables stale."""
     own = job.settings.tissue.folder
     if own is not None and not own.is_dir():
         raise TissueError(
             f"{own.name}: no such folder",
-            "the tissue masks should lie there",
-            "Correct tissue.folder, and see that the drive is there",
+            "tissue.folder should contain the tissue masks",
+            "Correct tissue.folder, and check that the drive is mounted",
+            code="no-mask-folder",
         )
     mask = own_mask_path(own, job.slide) if own is not None else None
     return {
@@ -396,7 +402,10 @@ def _inputs(job: TileJob) -> dict[str, str | float | None]:
 def _fingerprint(path: Path) -> str:
     if not path.exists():
         raise SlideError(
-            f"{path.name}: no such file", "the cohort names it, but it is not there", "Correct its path in cohort.csv"
+            f"{path.name}: no such file",
+            "the cohort lists it, but the path does not exist",
+            "Correct its path in cohort.csv",
+            code="file-not-found",
         )
     return fingerprint(path)
 
@@ -466,7 +475,7 @@ def write_tiles(path: Path, table: TileTable, provenance: Provenance) -> None:
 
 
 def read_tiles(path: Path) -> TileTable:
-    """Read a table back; ArtefactError when the file is damaged or of another kind."""
+    """Read a table; raise ArtefactError if the file is damaged or of another kind."""
     try:
         with open_hdf5(path) as file:
             return _table_from(file)
@@ -475,6 +484,7 @@ def read_tiles(path: Path) -> TileTable:
             f"{path.name}: not a readable tile table",
             str(error).strip("'\""),
             "Remove it and run `selfvitmil tile` again",
+            code="unreadable-tiles",
         ) from None
 
 
@@ -505,31 +515,34 @@ def _table_from(file: Any) -> TileTable:
 
 
 def check_tiled(table: TileTable, path: Path, mpp: float | None = None) -> None:
-    """Raise SlideError unless the file at `path` is the one that was cut, at the microns per pixel it was cut with.
+    """Raise SlideError unless the file at `path` is the one that was tiled, at the same microns per pixel.
 
-    Tiles are read at `table.slide_mpp`; `mpp` is what the cohort says now, None where it says nothing.
+    Tiles are read at `table.slide_mpp`; `mpp` is the current value in the cohort, None if it has none.
     """
     check_mpp(table, mpp)
     if table.fingerprint is not None and _fingerprint(path) != table.fingerprint:
         raise SlideError(
             f"{path.name}: not the file that was tiled",
-            "its content has changed since its tile table was made",
+            "its content has changed since its tile table was built",
             "Run `selfvitmil tile` again",
+            code="slide-changed",
         )
 
 
 def check_mpp(table: TileTable, mpp: float | None) -> None:
-    """Raise SlideError when other microns per level-0 pixel are given than the table was made with."""
+    """Raise SlideError if `mpp` differs from the microns per level-0 pixel that the table was built with."""
     if mpp is not None and mpp != table.slide_mpp:
         raise SlideError(
-            f"{table.slide}: tiled with {table.slide_mpp:g} microns per pixel, {mpp:g} are given now",
-            "the tiles would be other pieces of the slide",
+            f"{table.slide}: tiled with {table.slide_mpp:g} microns per pixel, but now {mpp:g} is given",
+            "the tiles would cover other regions of the slide",
             "Run `selfvitmil tile` again",
+            code="mpp-changed",
         )
 
 
 def trident_attributes(table: TileTable) -> dict[str, Any]:
-    """What TRIDENT puts on `coords`, so that tools of its kind open our files. Its magnifications are words for mpp."""
+    """Return TRIDENT's attributes of `coords`, so that compatible tools open our files; its magnifications are
+    nominal."""
     return {
         "patch_size": table.size_px,
         "patch_size_level0": round(table.extent_l0),
@@ -547,7 +560,7 @@ def trident_attributes(table: TileTable) -> dict[str, Any]:
 
 
 def qc_thumbnail(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
-    """The slide at a size for people: finer than the tissue's thumbnail where the slide is small."""
+    """Return the slide at a size for viewing: finer than the tissue thumbnail if the slide is small."""
     mpp = max(max(slide.size_l0) * slide.mpp / QC_EDGE_PX, slide.mpp)
     if mpp < tissue.mpp:
         return slide.thumbnail(mpp)
@@ -556,7 +569,7 @@ def qc_thumbnail(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
 
 
 def draw_qc_picture(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
-    """The slide with its tissue outlined in green and kept tiles tinted blue, as JPEG."""
+    """Return a JPEG of the slide with its tissue outlined in green and kept tiles tinted blue."""
     height, width = picture.shape[:2]
     tint = Image.new("RGBA", (width, height))
     pen = ImageDraw.Draw(tint)

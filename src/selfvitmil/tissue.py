@@ -1,9 +1,9 @@
-"""Where on the glass is tissue? A thumbnail comes in, a boolean mask goes out (True = tissue).
+"""Tissue segmentation: a thumbnail in, a boolean mask out (True = tissue).
 
-Grey Otsu on a thumbnail of fixed microns per pixel, with the traps of the field closed: scanners' pure black and white
-padding is left out of the histogram; a blank slide is an error, not a slide full of tissue; a slide cut so tightly
-that no glass is left counts as all tissue, and says so; pen marks are measured. The mask's outline can be written as
-GeoJSON, edited in QuPath and given back (`tissue.method = "own"`).
+Otsu's threshold (Otsu 1979) on the grey levels of a thumbnail with fixed microns per pixel. Known problems are handled:
+pure black and white padding is excluded from the histogram; a blank slide is an error, not a slide full of tissue; a
+slide cropped so tightly that no glass is left counts as all tissue, with a warning; pen marks are measured. The outline
+of the mask can be written as GeoJSON, edited in QuPath and used instead (`tissue.method = "own"`).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from selfvitmil.slides import Slide
 Mask = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
 
-# Glass is bright and has next to no colour (chroma: largest minus smallest channel).
+# Glass is bright and almost colourless (chroma: largest minus smallest channel).
 GLASS_MIN_GREY = 200
 GLASS_MAX_CHROMA = 15
 OUTLINE_SUFFIXES, PICTURE_SUFFIXES = (".geojson", ".geojson.gz", ".xml"), (".png", ".tif", ".tiff")
-"""Files of own masks, in the order in which they are looked for."""
+"""Suffixes of user-supplied masks, in order of precedence."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tissue:
-    """A tissue mask with its frame and how it came about."""
+    """A tissue mask with its resolution and how it was obtained."""
 
     mask: Mask
     mpp: float
     """Microns per mask pixel."""
     threshold: float | None
-    """Grey level below which a pixel is tissue; None where no such threshold made the mask."""
+    """Grey level below which a pixel is tissue; None if the mask does not come from a threshold."""
     pen_fraction: float
-    """Share of the thumbnail that looks drawn on."""
+    """Fraction of the thumbnail that looks like pen marks."""
     thumbnail: Pixels
-    """The picture the mask was found on, in the same frame."""
+    """The image that was segmented, in the same frame as the mask."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -54,7 +54,7 @@ class Tissue:
 
 
 def find_tissue(slide: Slide, settings: TissueSettings, name: str) -> Tissue:
-    """The tissue of a slide; `name` is its name in the cohort, by which own masks are found."""
+    """Return the tissue of a slide; `name` is its name in the cohort, by which user-supplied masks are found."""
     mpp = slide.mpp * settings.thumbnail_downsample if settings.thumbnail_downsample else settings.mpp
     thumbnail = slide.thumbnail(mpp)
     if settings.method == "own":
@@ -77,8 +77,9 @@ def find_tissue(slide: Slide, settings: TissueSettings, name: str) -> Tissue:
         raise TissueError(
             f"{slide.path.name}: no tissue found",
             f"no dark region of at least {settings.min_area_um2:g} um2 stands out from the glass",
-            "Look at the slide; if it has tissue, lower tissue.min_contrast or tissue.min_area_um2, try "
-            "tissue.method = saturation, or draw the outline in QuPath and give it with tissue.method = own",
+            "Look at the slide. If it has tissue, lower tissue.min_contrast or tissue.min_area_um2, try "
+            "tissue.method = saturation, or outline the tissue in QuPath and use tissue.method = own",
+            code="no-tissue",
         )
     return Tissue(mask, mpp, threshold, pen_fraction, thumbnail, warnings)
 
@@ -87,18 +88,19 @@ def find_tissue(slide: Slide, settings: TissueSettings, name: str) -> Tissue:
 
 
 def grey_of(pixels: Pixels) -> Pixels:
-    """ITU-R 601 luma in 8 bits, as Pillow's "L"."""
+    """Return ITU-R 601 luma in 8 bits, like Pillow's mode "L"."""
     return np.asarray(Image.fromarray(pixels).convert("L"))
 
 
 def chroma_of(pixels: Pixels) -> Pixels:
-    """Largest minus smallest channel: 0 is grey, 255 a pure colour."""
+    """Return the largest minus the smallest channel: 0 is grey, 255 a pure colour."""
     red, green, blue = pixels[..., 0], pixels[..., 1], pixels[..., 2]
     return np.maximum(np.maximum(red, green), blue) - np.minimum(np.minimum(red, green), blue)
 
 
 def otsu_threshold(values: Pixels) -> float:
-    """The t in 1..255 for which `values < t` and `values >= t` differ most (largest variance between classes)."""
+    """Return the t in 1..255 that maximizes the between-class variance of `values < t` and `values >= t` (Otsu
+    1979)."""
     histogram = np.bincount(values.ravel(), minlength=256).astype(np.float64)
     levels = np.arange(256)
     below = np.concatenate([[0.0], np.cumsum(histogram)[:-1]])
@@ -113,14 +115,15 @@ def otsu_threshold(values: Pixels) -> float:
 
 
 def segment(pixels: Pixels, settings: TissueSettings, name: str) -> tuple[Mask, float | None, tuple[str, ...]]:
-    """Raw mask, grey threshold and warnings from a thumbnail, by Otsu's threshold on grey or on saturation."""
+    """Return raw mask, grey threshold and warnings for a thumbnail, by Otsu's threshold on grey or on saturation."""
     grey = grey_of(pixels)
     real = ~(padding(pixels))
     if not real.any():
         raise TissueError(
             f"{name}: the slide is empty",
-            "all of it is pure white or pure black, as scanners fill what they did not scan",
+            "all pixels are pure white or pure black, which scanners use for areas that were not scanned",
             "Leave it out of the cohort, or scan it again",
+            code="empty-slide",
         )
     evidence = grey if settings.method == "otsu" else chroma_of(pixels)
     threshold = otsu_threshold(evidence[real])
@@ -132,23 +135,24 @@ def segment(pixels: Pixels, settings: TissueSettings, name: str) -> tuple[Mask, 
         if contrast < settings.min_contrast:
             raise TissueError(
                 f"{name}: no tissue found",
-                f"it differs from the glass by {contrast:.0f} grey levels only",
-                f"Look at the slide; if this is tissue, lower tissue.min_contrast ({settings.min_contrast:g})",
+                f"it differs from the glass by only {contrast:.0f} grey levels",
+                f"Look at the slide. If this is tissue, lower tissue.min_contrast ({settings.min_contrast:g})",
+                code="no-tissue",
             )
         return tissue, threshold if settings.method == "otsu" else None, ()
-    # Otsu has split the tissue itself, because there is hardly any glass: take all that is not like glass.
+    # Without glass, Otsu splits the tissue itself: take everything that does not look like glass.
     tissue = real & ((grey < GLASS_MIN_GREY) | (chroma_of(pixels) > GLASS_MAX_CHROMA))
     share = float(tissue.mean())
     return tissue, None, (f"hardly any glass in the picture, {share:.0%} of it was taken as tissue by colour alone",)
 
 
 def padding(pixels: Pixels) -> Mask:
-    """Pixels that no scanner saw: pure white or pure black (within what JPEG makes of it)."""
+    """Return the pixels that were not scanned: pure white or pure black, within JPEG tolerance."""
     return (pixels.min(axis=-1) >= 254) | (pixels.max(axis=-1) <= 3)
 
 
 def _is_glass(pixels: Pixels, region: Mask) -> bool:
-    """Whether a region looks like glass on the whole."""
+    """Return whether the mean colour of a region is that of glass."""
     if not region.any():
         return False
     mean = pixels[region].mean(axis=0)
@@ -159,7 +163,7 @@ def _is_glass(pixels: Pixels, region: Mask) -> bool:
 
 
 def clean(mask: Mask, mpp: float, min_area_um2: float, max_hole_um2: float) -> Mask:
-    """Without specks and with small holes filled, sizes in square microns."""
+    """Remove specks and fill small holes; sizes are in square microns."""
     without_specks = _drop_small(mask, min_area_um2 / mpp**2)
     return ~_drop_small(~without_specks, max_hole_um2 / mpp**2, keep_border=True)
 
@@ -169,7 +173,7 @@ def _drop_small(mask: Mask, min_pixels: float, keep_border: bool = False) -> Mas
     number: int
     labels, number = ndimage.label(mask)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     keep = np.bincount(labels.ravel(), minlength=number + 1) >= min_pixels
-    if keep_border:  # what touches the border goes on outside, so its size is unknown
+    if keep_border:  # a region at the border continues outside, so its size is unknown
         for edge in (labels[0], labels[-1], labels[:, 0], labels[:, -1]):
             keep[edge] = True
     keep[0] = False
@@ -177,9 +181,9 @@ def _drop_small(mask: Mask, min_pixels: float, keep_border: bool = False) -> Mas
 
 
 def pen_marks(pixels: Pixels) -> Mask:
-    """Pixels in colours that pens have and H&E does not: green, cyan, clear blue, and neutral near-black.
+    """Return pixels in colours that pens have and H&E does not: green, cyan, clear blue, and neutral near-black.
 
-    Red pen is not told from blood. Small flecks (under 25 pixels) are ignored.
+    Red pen cannot be distinguished from blood. Specks under 25 pixels are ignored.
     """
     red, green, blue = (pixels[..., k].astype(np.int16) for k in range(3))
     strong = chroma_of(pixels) > 60
@@ -189,24 +193,26 @@ def pen_marks(pixels: Pixels) -> Mask:
     return _drop_small(greenish | bluish | black, 25)
 
 
-# ---------------------------------------------------------------------------------------------------- own masks
+# ---------------------------------------------------------------------------------------------------- user-supplied
+# masks
 
 
 def own_mask_path(folder: Path, name: str) -> Path | None:
-    """The file that `own` takes for a slide: outlines before pictures; None when there is none."""
+    """Return the mask file of a slide, outlines before images, or None."""
     paths = (folder / f"{name}{suffix}" for suffix in (*OUTLINE_SUFFIXES, *PICTURE_SUFFIXES))
     return next((path for path in paths if path.exists()), None)
 
 
 def _own_mask(slide: Slide, settings: TissueSettings, name: str, mpp: float) -> Mask:
     folder = settings.folder
-    assert folder is not None  # StudySettings sees to it
+    assert folder is not None  # StudySettings requires it
     path = own_mask_path(folder, name)
     if path is None:
         raise TissueError(
             f"{name}: no tissue mask",
             f"the folder {folder.name} has no {name}.geojson, .xml, .png or .tif",
-            "Add one for this slide, or take the slide out of the cohort",
+            "Add a mask for this slide, or take the slide out of the cohort",
+            code="no-tissue-mask",
         )
     if path.suffix in PICTURE_SUFFIXES:
         return _picture_mask(path, slide, mpp)
@@ -219,9 +225,10 @@ def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float
     inside = [region for region in regions if region not in out]
     if not inside:
         raise TissueError(
-            f"{path.name}: no region to take as tissue",
-            "all its classes are excluded or it is empty",
-            "Draw the tissue's outline in it, or take the slide out of the cohort",
+            f"{path.name}: no region to use as tissue",
+            "all its classes are excluded, or it is empty",
+            "Outline the tissue in it, or take the slide out of the cohort",
+            code="empty-tissue-mask",
         )
     frame = (slide.size_l0, slide.mpp, mpp)
     tissue, other = (
@@ -231,21 +238,25 @@ def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float
 
 
 def _picture_mask(path: Path, slide: Slide, mpp: float) -> Mask:
-    """A picture of the whole slide, non-zero = tissue, brought to the thumbnail's frame by nearest pixel."""
+    """Read an image of the whole slide, non-zero = tissue, resampled to the thumbnail's frame by nearest pixel."""
     try:
         with Image.open(path) as image:
             picture = np.asarray(image.convert("L")) > 0
     except OSError as error:
         raise TissueError(
-            f"{path.name}: cannot be read as a picture", str(error), "Save the mask as 8-bit PNG"
+            f"{path.name}: cannot be read as an image",
+            str(error),
+            "Save the mask as 8-bit PNG",
+            code="unreadable-tissue-mask",
         ) from None
     height, width = picture.shape
     wanted, found = slide.size_l0[0] / slide.size_l0[1], width / height
     if abs(found / wanted - 1) > 0.02 + 1 / min(width, height):
         raise TissueError(
             f"{path.name}: the mask is {width} x {height}, the slide {slide.size_l0[0]} x {slide.size_l0[1]}",
-            "their shapes differ, so the mask is of another slide or of a part of this one",
-            "Export a mask of the whole slide at any one scale",
+            "their aspect ratios differ, so the mask shows another slide or only a part of this one",
+            "Export a mask of the whole slide, at any scale",
+            code="tissue-mask-mismatch",
         )
     columns, rows = size_at_mpp(slide.size_l0, slide.mpp, mpp)
     x = np.minimum(((np.arange(columns) + 0.5) * mpp / slide.mpp / slide.size_l0[0] * width).astype(int), width - 1)

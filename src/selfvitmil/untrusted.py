@@ -1,10 +1,10 @@
-"""Files that somebody else may have made, opened so that they can do no harm.
+"""Safe readers for files from others.
 
-Models, feature files and whole studies travel between hospitals. A file must hold its data itself: it may not make us
-read another file, start a program, contact a network or reserve memory that its size does not justify. Each reader here
-raises `UnsafeFile`, a ValueError whose text says what was found; callers add the file's name and what to do.
+Models, feature files and whole studies are exchanged between institutions. A file must contain its own data: it must
+not make us read another file, start a program, contact a network or allocate memory that its size does not justify.
+Each reader raises `UnsafeFile`, a ValueError that says what was found; callers add the file's name and what to do.
 
-What is not covered: errors in the parsers themselves (HDF5, expat, libjpeg). Keep those libraries up to date.
+Not covered: vulnerabilities of the parsers themselves (HDF5, expat, libjpeg). Keep those libraries up to date.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     import h5py
 
 MAX_JSON_BYTES = 64 << 20
-"""Largest JSON or TOML file that is parsed; configs and model descriptions have some kilobytes."""
+"""Largest JSON or TOML file that is parsed; configs and model descriptions take a few kilobytes."""
 MAX_OBJECTS = 10_000
-"""Groups and datasets of one HDF5 file; ours have fewer than 20."""
+"""Maximum number of groups and datasets in one HDF5 file; ours have fewer than 20."""
 MAX_EXPANSION = 100
-"""Bytes in memory per byte in the file; float features compress by less than 3, coordinates by less than 50."""
+"""Maximum bytes in memory per byte in the file; float features compress by less than 3, coordinates by less than 50."""
 SMALL_BYTES = 256 << 20
-"""Up to this size in memory, data may be compressed by any factor."""
+"""Data up to this size in memory may be compressed by any factor."""
 
 
 class UnsafeFile(ValueError):
-    """A file that reaches beyond itself, or claims more than it holds."""
+    """A file that refers to other files, or claims more data than it stores."""
 
 
 # ---------------------------------------------------------------------------------------------------- JSON
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file; UnsafeFile where it is too large, nested without end, or holds NaN or infinity."""
+    """Parse a JSON file; raise UnsafeFile if it is too large, nested too deeply, or contains NaN or infinity."""
     check_size(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
@@ -47,23 +47,23 @@ def read_json(path: Path) -> Any:
 
 
 def check_size(path: Path, most_bytes: int = MAX_JSON_BYTES) -> None:
-    """UnsafeFile where the file is larger than `most_bytes`."""
+    """Raise UnsafeFile if the file is larger than `most_bytes`."""
     size = path.stat().st_size
     if size > most_bytes:
-        raise UnsafeFile(f"it has {size:,} bytes, more than the {most_bytes:,} that are read of such a file")
+        raise UnsafeFile(f"it has {size:,} bytes; the limit for such a file is {most_bytes:,}")
 
 
 def _no_constant(word: str) -> float:
-    raise UnsafeFile(f"it holds {word}, which is no JSON number")
+    raise UnsafeFile(f"it contains {word}, which is not a JSON number")
 
 
 # ---------------------------------------------------------------------------------------------------- folders
 
 
 def file_problem(folder: Path, name: str) -> str:
-    """Why `name` is not a plain file inside `folder`; empty where it is. Links are not followed.
+    """Return why `name` is not a plain file inside `folder`, or an empty string if it is. Links are not followed.
 
-    A missing file is no problem here: opening it says so.
+    A missing file is not reported here: opening it raises the error.
     """
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
@@ -77,17 +77,17 @@ def file_problem(folder: Path, name: str) -> str:
             return ""
         if stat.S_ISLNK(mode):
             return "it is a link, and links may lead anywhere"
-    return "" if stat.S_ISREG(mode) else "it is no regular file"
+    return "" if stat.S_ISREG(mode) else "it is not a regular file"
 
 
 # ---------------------------------------------------------------------------------------------------- HDF5
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file for reading, as a context manager; UnsafeFile where it does not hold all of its data itself.
+    """Open an HDF5 file for reading, as a context manager; raise UnsafeFile if part of its data is elsewhere.
 
-    Refused anywhere in the file: external, soft and user-defined links, datasets whose values lie in other files
-    (external storage) or come from other datasets (virtual), and shapes that the stored bytes cannot fill.
+    Rejected anywhere in the file: external, soft and user-defined links, datasets with external storage, virtual
+    datasets, and shapes that the stored bytes cannot fill.
     """
     import h5py
 
@@ -119,7 +119,7 @@ def _check_hdf5(file: h5py.File) -> None:
                 continue
             seen.add(item.id)
             if len(seen) > MAX_OBJECTS:
-                raise UnsafeFile(f"it holds more than {MAX_OBJECTS:,} objects")
+                raise UnsafeFile(f"it contains more than {MAX_OBJECTS:,} objects")
             if isinstance(item, h5py.Dataset):
                 _check_dataset(item, where)
             elif isinstance(item, h5py.Group):
@@ -135,25 +135,26 @@ def _link(group: Any, name: str, where: str) -> Any:
 
 def _check_dataset(dataset: Any, where: str) -> None:
     if dataset.external:
-        raise UnsafeFile(f"the values of {where} lie in another file")
+        raise UnsafeFile(f"the values of {where} are in another file")
     if dataset.is_virtual:
-        raise UnsafeFile(f"{where} is a virtual dataset, whose values may lie in other files")
+        raise UnsafeFile(f"{where} is a virtual dataset, whose values may be in other files")
     check_expansion(where, dataset.nbytes, dataset.id.get_storage_size())
 
 
 def check_expansion(what: str, claimed_bytes: int, stored_bytes: int) -> None:
-    """UnsafeFile where data would take far more memory than the file has bytes for it."""
+    """Raise UnsafeFile if data would take far more memory than the file has bytes for it."""
     if claimed_bytes > max(SMALL_BYTES, MAX_EXPANSION * stored_bytes):
-        raise UnsafeFile(f"{what} claims {claimed_bytes:,} bytes, the file stores {stored_bytes:,} for it")
+        raise UnsafeFile(f"{what} claims {claimed_bytes:,} bytes, but the file stores {stored_bytes:,}")
 
 
 # ---------------------------------------------------------------------------------------------------- torch
 
 
 def load_torch(path: Path, **options: Any) -> Any:
-    """`torch.load` on the CPU without running code of the file; UnsafeFile where tensors claim more than is stored.
+    """Call `torch.load` on the CPU with `weights_only=True`; raise UnsafeFile if tensors claim more data than is
+    stored.
 
-    Whatever else torch raises comes through: bytes of any kind make its parsers fail in any way.
+    Other exceptions of torch propagate: arbitrary bytes can make its parsers fail in any way.
     """
     import torch
 
@@ -164,15 +165,15 @@ def load_torch(path: Path, **options: Any) -> Any:
     content = torch.load(path, map_location="cpu", weights_only=True, **options)
     for tensor in _tensors(content):
         if tensor.layout != torch.strided:
-            raise UnsafeFile(f"it holds a {tensor.layout} tensor")
-        # A stride of 0 repeats one stored value without end.
+            raise UnsafeFile(f"it contains a {tensor.layout} tensor")
+        # A stride of 0 repeats one stored value.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UnsafeFile(f"a tensor claims the shape {tuple(tensor.shape)}, the file stores fewer values")
+            raise UnsafeFile(f"a tensor claims the shape {tuple(tensor.shape)}, but the file stores fewer values")
     return content
 
 
 def _tensors(content: Any) -> Iterable[Any]:
-    """All tensors of nested mappings and lists."""
+    """Yield all tensors of nested mappings and lists."""
     import torch
 
     waiting, seen = [content], set[int]()

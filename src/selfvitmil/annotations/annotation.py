@@ -1,7 +1,7 @@
-"""One annotation, and what all readers of annotation files share.
+"""The `Annotation` class, and what all readers of annotation files share.
 
-An `Annotation` is frozen and checked: its points are finite (x, y) in level-0 pixels, whoever makes it. Whether its
-outline encloses a clear area is not asked here but on reading, in `regions`.
+An `Annotation` is frozen and validated: its points are finite (x, y) in level-0 pixels. Whether its outline encloses an
+unambiguous area is checked on reading, in `regions`.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _MAX_COORDINATE = 1e9
 
 @dataclass(frozen=True, eq=False)
 class Annotation:
-    """One outline on a slide. Equal annotations say the same of the slide: ids and repairs do not count."""
+    """One outline on a slide. Equality ignores ids and repairs."""
 
     name: str
     group: str
-    """The class as the file says it: ASAP's group, QuPath's classification; "" when there is none."""
+    """The class name in the file: ASAP's group, QuPath's classification; "" if there is none."""
     polygon: Ring
     """The outline, (K, 2) of (x, y) in level-0 pixels, first point not repeated; the points of a `line` or `points`."""
     holes: tuple[Ring, ...] = ()
     shape: Shape = "polygon"
     """`line` and `points` have no area; a `spline` counts as the polygon through its points."""
     color: str | None = None
-    """As "#RRGGBB"; None when it is that of the group."""
+    """As "#RRGGBB"; None if it is that of the group."""
     group_color: str | None = None
-    """As "#RRGGBB"; never None once constructed: without one, tumour is red, what is excluded grey, the rest blue."""
+    """As "#RRGGBB"; set on construction if None: red for tumour, grey for excluded regions, blue for the rest."""
     object_type: str = "annotation"
-    """QuPath's kind of object: annotation, detection, tile or cell."""
+    """QuPath's object type: annotation, detection, tile or cell."""
     locked: bool = False
     measurements: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What else a GeoJSON file said, under "feature", "geometry" and "properties"; written back as it came."""
+    """Further content of a GeoJSON file, under "feature", "geometry" and "properties"; written back unchanged."""
     id: str = ""
     part: int = 0
-    """Place in a geometry of several parts (QuPath's MultiPolygon), which share all but their points."""
+    """Index in a geometry of several parts (QuPath's MultiPolygon), which share everything but their points."""
     repaired: bool = False
-    """Whether the outline was changed on reading, because the file's crossed itself or enclosed nothing."""
+    """Whether the outline was changed on reading because it crossed itself or enclosed nothing."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -71,16 +71,17 @@ class Annotation:
         ring = ring.reshape(0, 2) if ring.size == 0 else ring
         if ring.ndim != 2 or ring.shape[1] != 2 or not (np.abs(ring) < _MAX_COORDINATE).all():
             raise AnnotationError(
-                f"annotation {self.name!r} has points that are not pairs (x, y) of numbers within a slide",
-                "they have no place in level-0 pixels",
+                f"annotation {self.name!r} has points that are not (x, y) pairs of numbers within a slide",
+                "points must be finite level-0 coordinates",
                 "Check the numbers it was made from",
+                code="invalid-points",
             )
         ring.setflags(write=False)
         return ring
 
     @property
     def kind(self) -> Kind:
-        """What the group means."""
+        """Meaning of the group."""
         group = self.group.casefold()
         return "tumour" if group in TUMOUR_GROUPS else "excluded" if group in EXCLUDED_GROUPS else "other"
 
@@ -91,13 +92,13 @@ class Annotation:
 
     @property
     def has_area(self) -> bool:
-        """Whether it encloses anything."""
+        """Whether it encloses an area."""
         return self.shape not in ("line", "points")
 
     def _key(self) -> tuple[object, ...]:
         rings = tuple(ring.tobytes() for ring in self.rings)
         colors = (self.color, self.group_color)
-        # As text, because a measurement may be NaN, which equals nothing.
+        # As text, because a measurement may be NaN, which is not equal to itself.
         details = json.dumps([dict(self.measurements), self.extra], sort_keys=True)
         return (self.name, self.group, rings, self.shape, colors, self.object_type, self.locked, details)
 
@@ -109,7 +110,7 @@ class Annotation:
 
 
 def signed_area(ring: Ring) -> float:
-    """Signed area, positive where the line turns from +x to +y."""
+    """Return the signed area, positive if the line turns from +x to +y."""
     x, y = (ring - ring[:1]).T  # the first point is 0, so the closing edge adds nothing
     return float(x[:-1] @ y[1:] - y[:-1] @ x[1:]) / 2
 
@@ -118,16 +119,16 @@ def signed_area(ring: Ring) -> float:
 
 
 class Malformed(ValueError):
-    """Why a file's content makes no sense; the reader adds the file's name."""
+    """Invalid content of an annotation file; the reader adds the file name."""
 
 
 def label_of(index: int, name: str) -> str:
-    """How a message names an annotation, by its place in the file."""
+    """Return how messages refer to an annotation, by its index in the file."""
     return f"annotation {index + 1} ({name!r})" if name else f"annotation {index + 1}"
 
 
 def ring_of(points: object, label: str) -> Ring:
-    """Points of a file as (K, 2)."""
+    """Return the points of a file as (K, 2)."""
     try:
         ring: NDArray[Any] = np.array(points)
     except (ValueError, OverflowError):
@@ -143,5 +144,5 @@ def ring_of(points: object, label: str) -> Ring:
 
 
 def without_closing_point(ring: Ring) -> Ring:
-    """Without the last point where it repeats the first."""
+    """Return the ring without the last point if it repeats the first."""
     return ring[:-1] if len(ring) > 1 and (ring[0] == ring[-1]).all() else ring

@@ -1,10 +1,9 @@
-"""ASAP's XML: elements `Annotation` with their `Coordinate`s, and the `Group`s with their colours.
+"""ASAP XML: elements `Annotation` with their `Coordinate`s, and the `Group`s with their colours.
 
-Unusual: ASAP's polygons have no holes. In XML a hole becomes a *keyhole*: the line runs from the first point of the
-outline to the hole, round it and straight back. The detour encloses nothing, so every tool that fills the polygon gets
-the right area, and reading finds the hole again. (Polygons in a group `Exclusion` instead would also cut out islands
-inside the hole.) ASAP's files have no place for measurements, locks and ids; its groups within groups and groups
-without annotations are not kept.
+ASAP's polygons have no holes. In XML a hole becomes a *keyhole*: the line runs from the first point of the outline to
+the hole, around it and straight back. The detour encloses nothing, so every tool that fills the polygon gets the
+correct area, and reading recovers the hole. (Polygons in a group `Exclusion` would also remove islands inside the
+hole.) ASAP's format has no measurements, locks and ids; nested groups and groups without annotations are not kept.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def parse_asap(data: bytearray) -> list[Annotation]:
-    """Without a tree: the parser's events are taken as they come, and a document type ends it before it is read."""
+    """Parse ASAP XML from parser events, without a tree; a document type declaration is rejected before it is read."""
     open_tags: list[str] = []
     found: list[tuple[dict[str, str], list[dict[str, str]]]] = []
     group_colors: dict[str, str] = {}
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         if not open_tags and tag != "ASAP_Annotations":
-            raise Malformed(f"it is XML of another kind: <{tag}> where ASAP writes <ASAP_Annotations>")
+            raise Malformed(f"its root element is <{tag}> instead of <ASAP_Annotations>")
         open_tags.append(tag)
         if len(open_tags) > _MAX_DEPTH:
             raise Malformed(f"its elements are nested more than {_MAX_DEPTH} deep")
@@ -64,7 +63,7 @@ def parse_asap(data: bytearray) -> list[Annotation]:
             group_colors[attributes.get("Name", "")] = attributes["Color"].upper()
 
     def refuse(*_: object) -> None:
-        raise Malformed("it declares a document type or entities, which ASAP never does and which can do harm")
+        raise Malformed("it declares a document type or entities, which ASAP does not use and which may be unsafe")
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = start
@@ -75,7 +74,7 @@ def parse_asap(data: bytearray) -> list[Annotation]:
     except Malformed:
         raise
     except (expat.ExpatError, LookupError, ValueError) as error:
-        raise Malformed(f"it is no complete XML ({error})") from None
+        raise Malformed(f"it is not complete XML ({error})") from None
     return [_asap_annotation(index, *item, group_colors) for index, item in enumerate(found)]
 
 
@@ -104,13 +103,13 @@ def _number(text: str | int | None, label: str) -> float:
         number = float("" if text is None else text)
     except ValueError:
         number = np.nan
-    if not np.isfinite(number) or "_" in str(text):  # Python alone would read 1_000 as a number
+    if not np.isfinite(number) or "_" in str(text):  # Python would accept 1_000
         raise Malformed(f"{label} has the coordinate {text!r}, which is not a finite number")
     return number
 
 
 def write_asap(file: BufferedIOBase, annotations: Iterable[Annotation]) -> None:
-    """One annotation at a time; a group has the colour of its first."""
+    """Write annotations one at a time; a group has the colour of its first annotation."""
 
     def line(text: str) -> None:
         file.write(text.encode("utf-8") + b"\n")
@@ -133,7 +132,7 @@ def write_asap(file: BufferedIOBase, annotations: Iterable[Annotation]) -> None:
         groups.setdefault(annotation.group, annotation.group_color)
     line("</Annotations>\n<AnnotationGroups>")
     for group, color in groups.items():
-        if group not in ("", "None"):  # ASAP's words for no group at all
+        if group not in ("", "None"):  # both mean no group in ASAP
             head = {"Name": group, "PartOfGroup": "None", "Color": color or ""}
             line(f"<Group {_attributes(head)}><Attributes/></Group>")
     line("</AnnotationGroups>\n</ASAP_Annotations>")
@@ -144,14 +143,15 @@ def _attributes(values: Mapping[str, str]) -> str:
         if _NOT_IN_XML.search(value):
             raise AnnotationError(
                 f"the name {value!r} cannot be written as XML",
-                "it holds control characters",
+                "it contains control characters",
                 "Rename it, or write GeoJSON instead",
+                code="invalid-xml-name",
             )
     return " ".join(f"{name}={quoteattr(value)}" for name, value in values.items())
 
 
 def _join_keyholes(annotation: Annotation) -> Ring:
-    """The outline and its holes as one line: after the outline, for each hole its way there, round and back."""
+    """Return the outline and its holes as one line: after the outline, for each hole the way there, around and back."""
     outer = annotation.polygon
     pieces = [outer]
     for hole in annotation.holes:
@@ -161,10 +161,10 @@ def _join_keyholes(annotation: Annotation) -> Ring:
 
 
 def _split_keyholes(ring: Ring) -> tuple[Ring, tuple[Ring, ...]]:
-    """The reverse of `_join_keyholes`; a line that is not exactly of that make stays as it is."""
+    """Reverse `_join_keyholes`; a line of any other form is unchanged."""
     if not (ring[1:] == ring[:1]).all(axis=1).any():
-        return ring, ()  # as nearly all: it never comes back to its first point
-    # For each point the place where the line comes back to it, or 0.
+        return ring, ()  # the usual case: it never returns to its first point
+    # For each point the index where the line returns to it, or 0.
     _, point = np.unique(ring, axis=0, return_inverse=True)
     order = np.argsort(point.ravel(), kind="stable")
     again = np.zeros(len(ring) + 2, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""From a mask to annotations: the outline and the holes of every area of a mask, along the edges of its pixels."""
+"""Convert a mask to annotations: outline and holes of every connected region, along the pixel edges."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selfvitmil.annotations.regions import rings_of
 def mask_to_annotations(
     mask: NDArray[np.bool_], mpp: float, slide_mpp: float, group: str, *, simplify_um: float = 0.0
 ) -> tuple[Annotation, ...]:
-    """Outlines, along the pixels' edges, of the areas of a mask [y, x] at `mpp`, as valid polygons with holes.
+    """Return the outlines, along pixel edges, of the regions of a mask [y, x] at `mpp`, as valid polygons with holes.
 
-    Pixels that share an edge belong together. Back through `to_mask` comes the same mask, unless the outlines are
-    simplified: then points go as long as the line stays within `simplify_um` microns.
+    Pixels that share an edge are connected. `to_mask` gives the same mask back, unless the outlines are simplified:
+    then points are removed as long as the line stays within `simplify_um` microns.
     """
     if not mask.any():
         return ()
-    # Only the part of the mask that holds anything is looked at.
+    # Only the bounding box of the mask is processed.
     columns, rows = (np.flatnonzero(mask.any(axis=axis)) for axis in (0, 1))
     left, top, right, bottom = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
     origin, scale = np.array([left, top]), mpp / slide_mpp
@@ -39,17 +39,17 @@ def mask_to_annotations(
 
 
 def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
-    """Outline and holes, in mask pixels, of every area of pixels that share edges.
+    """Return outline and holes, in mask pixels, of every region of edge-connected pixels.
 
-    The border between in and out consists of straight runs, directed so that the area lies right of a run as seen on
-    the screen: along the top of an area to the right, down its right side and so on. Each run ends where one of the
-    other direction begins; following them gives closed lines, one outline and any number of holes for each area.
+    The border consists of straight runs, directed so that the region is on the right side as seen on the screen: along
+    the top of a region to the right, down its right side and so on. Each run ends where one of the other orientation
+    begins; following them gives closed lines, one outline and any number of holes per region.
     """
     from scipy import ndimage
 
     areas: Any = ndimage.label(np.pad(mask, 1))[0]  # pyright: ignore[reportIndexIssue]
     across = _runs(areas)
-    down = _runs(areas.T)[:, [3, 2, 1, 0, 4]]  # a mirror image, so gone the other way
+    down = _runs(areas.T)[:, [3, 2, 1, 0, 4]]  # mirrored, so in reverse direction
     follow = _next_run(down, across, -1)[_next_run(across, down, 1)].tolist()
     outlines: dict[int, Ring] = {}
     holes: dict[int, list[Ring]] = {}
@@ -70,9 +70,9 @@ def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
 
 
 def _runs(areas: NDArray[np.int32]) -> NDArray[np.int64]:
-    """All horizontal border runs: x and y of the start, x and y of the end, number of the area; row by row.
+    """Return all horizontal border runs: x and y of the start, x and y of the end, index of the region; row by row.
 
-    Coordinates are those of the mask before it was padded by one pixel.
+    Coordinates are those of the mask before padding by one pixel.
     """
     above, below = areas[:-1], areas[1:]
     runs = []
@@ -87,10 +87,11 @@ def _runs(areas: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _next_run(runs: NDArray[np.int64], others: NDArray[np.int64], right_turn: int) -> NDArray[np.int64]:
-    """For each run the place, in `others`, of the run that begins where it ends.
+    """Return, for each run, the index in `others` of the run that begins where it ends.
 
-    Where two areas meet at a corner only, two runs begin: each line turns right and stays with its area. Where an area
-    meets itself so, lines turn left: that splits a hole off its outline, which else would visit a point twice.
+    If two regions meet only at a corner, two runs begin there: each line turns right and stays with its region. If a
+    region meets itself at a corner, lines turn left: this separates a hole from its outline, which otherwise would
+    visit a point twice.
     """
     stride = 1 + others[:, :4].max(initial=0)
 

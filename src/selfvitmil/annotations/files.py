@@ -1,7 +1,7 @@
-"""Annotation files: any of the known formats in, ASAP XML or QuPath GeoJSON out.
+"""Read annotation files of any known format; write ASAP XML or QuPath GeoJSON.
 
-What a file to read is follows from its content, what a file to write becomes from its name. Files are taken as hostile:
-what they unpack to is limited, and every way in which they make no sense ends as an AnnotationError with their name.
+The format of an input file is detected from its content, that of an output file from its name. Input files are not
+trusted: their unpacked size is limited, and any invalid content raises an AnnotationError with the file name.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from selfvitmil.annotations.regions import check_outlines
 from selfvitmil.errors import AnnotationError
 from selfvitmil.store.files import atomic_path
 
-_MAX_BYTES = 1 << 31  # of a file once unpacked: far above any real one, far below what a packed bomb grows to
+_MAX_BYTES = 1 << 31  # of an unpacked file: far above any real one, and a limit for decompression bombs
 
 
 def read_annotations(path: str | Path, *, repair: bool = False) -> tuple[Annotation, ...]:
-    """All annotations of an ASAP XML, QuPath GeoJSON or NCRF JSON file, in the order of the file.
+    """Read all annotations of an ASAP XML, QuPath GeoJSON or NCRF JSON file, in the order of the file.
 
-    A geometry of several parts becomes several annotations. Raises AnnotationError, listing every outline that crosses
-    itself or encloses nothing. With `repair` such are mended and marked `repaired` instead: of a crossing outline all
-    that it goes round is taken; one that encloses nothing is kept as a `line` or `points`, which have no area.
+    A geometry of several parts becomes several annotations. Raises AnnotationError that lists every outline that
+    crosses itself or encloses nothing. With `repair` such outlines are repaired and marked `repaired` instead: a
+    crossing outline becomes everything it encloses; one that encloses nothing is kept as a `line` or `points`, which
+    have no area.
     """
     path = Path(path)
     try:
@@ -37,8 +38,9 @@ def read_annotations(path: str | Path, *, repair: bool = False) -> tuple[Annotat
     except (Malformed, RecursionError) as error:
         raise AnnotationError(
             f"{path.name} cannot be read as annotations",
-            str(error) if isinstance(error, Malformed) else "its elements are nested without end",
+            str(error) if isinstance(error, Malformed) else "its elements are nested too deeply",
             "Export it again from ASAP (as XML) or QuPath (as GeoJSON)",
+            code="invalid-annotation-file",
         ) from None
 
 
@@ -52,14 +54,17 @@ def _unpacked(path: Path) -> bytearray:
             while len(data) <= _MAX_BYTES and (block := file.read(1 << 16)):
                 data += block
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise Malformed("the packed file is cut off or damaged") from None
+        raise Malformed("the gzip file is truncated or damaged") from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise AnnotationError(
-            f"{path.name} cannot be read", reason[:1].lower() + reason[1:], "Check the path and your right to read it"
+            f"{path.name} cannot be read",
+            reason[:1].lower() + reason[1:],
+            "Check the path and the file permissions",
+            code="unreadable-annotation-file",
         ) from error
     if len(data) > _MAX_BYTES:
-        raise Malformed(f"it holds more than {_MAX_BYTES >> 30} GiB, which no drawing does")
+        raise Malformed(f"it has more than {_MAX_BYTES >> 30} GiB")
     return data
 
 
@@ -72,27 +77,29 @@ def _parse(data: bytearray) -> Iterable[Annotation]:
     if start[0] not in "{[":
         raise Malformed("it is neither XML nor JSON")
     try:
-        # QuPath up to 0.4 wrote a bare NaN for a missing measurement; as text it is refused where a number must stand.
+        # QuPath up to 0.4 wrote a bare NaN for a missing measurement; as text it is rejected where a number is
+        # required.
         document = json.loads(data, parse_constant=str)
     except ValueError as error:
-        raise Malformed(f"it is no complete JSON ({error})") from None
+        raise Malformed(f"it is not complete JSON ({error})") from None
     if isinstance(document, dict) and "type" not in document and document.keys() & {"positive", "negative"}:
         return parse_ncrf(document)
     return parse_geojson(document)
 
 
 def write_annotations(path: str | Path, annotations: Iterable[Annotation]) -> None:
-    """Write ASAP XML (`.xml`) or QuPath GeoJSON (`.geojson`, `.json`, either with `.gz`), whole or not at all.
+    """Write ASAP XML (`.xml`) or QuPath GeoJSON (`.geojson`, `.json`, either with `.gz`) atomically.
 
-    `annotations` may be a generator. The same annotations give the same bytes.
+    `annotations` may be a generator. The same annotations give identical bytes.
     """
     path = Path(path)
     suffix = re.search(r"\.(xml|geojson|json)(\.gz)?$", path.name.lower())
     if not suffix or suffix.group() == ".xml.gz":
         raise AnnotationError(
-            f"{path.name} is no name for an annotation file",
-            "the ending tells the format",
+            f"{path.name}: unknown suffix of an annotation file",
+            "the suffix determines the format",
             "Use .xml for ASAP, or .geojson or .geojson.gz for QuPath",
+            code="unknown-annotation-suffix",
         )
     write = write_asap if suffix.group(1) == "xml" else write_geojson
     with atomic_path(path) as temporary, temporary.open("wb") as file:

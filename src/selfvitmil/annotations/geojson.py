@@ -1,8 +1,8 @@
-"""GeoJSON as QuPath writes it, in all spellings since 0.2, and NCRF's JSON of Camelyon16 polygons.
+"""GeoJSON of QuPath, in all variants since 0.2, and NCRF's JSON of Camelyon16 polygons.
 
-A feature is one object of QuPath; where its geometry has several parts it becomes several annotations, which are put
-together again on writing. What a file says and an `Annotation` has no field for is kept in `extra` and written back.
-ASAP's rectangles and splines are marked by a property `asapType`, since GeoJSON has polygons only.
+A feature is one QuPath object; if its geometry has several parts it becomes several annotations, which are joined again
+on writing. Content without a field in `Annotation` is kept in `extra` and written back. ASAP's rectangles and splines
+are marked by a property `asapType`, since GeoJSON has polygons only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "selfvitmil.annotations")
 
 
 def parse_geojson(document: object) -> Iterator[Annotation]:
-    """Of a collection, a list, a single feature or a bare geometry."""
+    """Parse a collection, a list, a single feature or a bare geometry."""
     if isinstance(document, dict):
         if document.get("type") == "FeatureCollection":
             document = document.get("features")
@@ -41,7 +41,7 @@ def parse_geojson(document: object) -> Iterator[Annotation]:
         elif "coordinates" in document or "geometries" in document:
             document = [{"type": "Feature", "geometry": document}]
     if not isinstance(document, list):
-        raise Malformed("it is JSON of another kind, neither GeoJSON nor lists of positive and negative polygons")
+        raise Malformed("it is neither GeoJSON nor lists of positive and negative polygons")
     for index, feature in enumerate(document):
         if not isinstance(feature, dict) or feature.get("type") != "Feature":
             raise Malformed(f"entry {index + 1} is not a GeoJSON feature")
@@ -59,7 +59,7 @@ def _parse_feature(feature: Mapping[str, Any], index: int) -> Iterator[Annotatio
     if not isinstance(geometry, dict):
         raise Malformed(f"{label} has no geometry")
     group, group_color = _parse_classification(properties.pop("classification", None), label)
-    # QuPath wrote the kind of object as `id` until 0.2, as `object_type` in 2021 and as `objectType` since.
+    # QuPath wrote the object type as `id` until 0.2, as `object_type` in 2021 and as `objectType` since.
     old_id = re.fullmatch("Path([A-Za-z]+)Object", str(feature.get("id")))
     old_type = properties.pop("object_type", None) or (old_id.group(1).lower() if old_id else "annotation")
     drawn_as = ASAP_TYPES.get(str(properties.pop("asapType", "Polygon")), "polygon")
@@ -88,7 +88,7 @@ def _parse_geometry(geometry: Mapping[str, Any], label: str) -> Iterator[tuple[S
     if kind == "GeometryCollection" and isinstance(geometry.get("geometries"), list):
         for member in geometry["geometries"]:
             if not isinstance(member, dict):
-                raise Malformed(f"{label} has a geometry that is none")
+                raise Malformed(f"{label} has an invalid geometry")
             yield from _parse_geometry(member, label)
         return
     if not isinstance(coordinates, list):
@@ -110,18 +110,18 @@ def _parse_geometry(geometry: Mapping[str, Any], label: str) -> Iterator[tuple[S
 
 
 def _parse_classification(value: object, label: str) -> tuple[str, str | None]:
-    """Name and colour of the class, which is an object, in some exporters a string, and often not there."""
+    """Return name and colour of the class: an object, in some exporters a string, and often missing."""
     if value is None or isinstance(value, str):
         return value or "", None
     if not isinstance(value, dict):
         raise Malformed(f"{label} has a classification that is neither a name nor an object")
-    names = value.get("names")  # QuPath's way to write a class within a class
+    names = value.get("names")  # QuPath's form of a derived class
     name = ": ".join(map(str, names)) if isinstance(names, list) else str(value.get("name") or "")
     return name, _parse_color(value.get("color"), value.get("colorRGB"))
 
 
 def _parse_color(color: object, packed: object) -> str | None:
-    """From [r, g, b], or from the older signed integer 0xAARRGGBB, to "#RRGGBB"; None when there is neither."""
+    """Convert [r, g, b], or the older signed integer 0xAARRGGBB, to "#RRGGBB"; None if there is neither."""
     if isinstance(packed, int) and not isinstance(color, list):
         color = [packed >> 16 & 255, packed >> 8 & 255, packed & 255]
     if isinstance(color, list) and len(color) >= 3 and all(isinstance(c, int) and 0 <= c <= 255 for c in color[:3]):
@@ -130,7 +130,7 @@ def _parse_color(color: object, packed: object) -> str | None:
 
 
 def _parse_measurements(value: Any, label: str) -> dict[str, float]:
-    """From {name: value} or the older [{"name": name, "value": value}]; null means NaN."""
+    """Parse {name: value} or the older [{"name": name, "value": value}]; null means NaN."""
     try:
         if isinstance(value, list):
             value = {entry["name"]: entry["value"] for entry in value}
@@ -140,7 +140,7 @@ def _parse_measurements(value: Any, label: str) -> dict[str, float]:
 
 
 def parse_ncrf(document: Mapping[str, Any]) -> Iterator[Annotation]:
-    """Of {"positive": polygons, "negative": polygons}, each with a name and its vertices."""
+    """Parse {"positive": polygons, "negative": polygons}, each with a name and its vertices."""
     for group, key in (("Tumor", "positive"), ("Exclusion", "negative")):
         entries = document.get(key, [])
         if not isinstance(entries, list):
@@ -156,12 +156,12 @@ def parse_ncrf(document: Mapping[str, Any]) -> Iterator[Annotation]:
 
 
 def write_geojson(file: BufferedIOBase, annotations: Iterable[Annotation]) -> None:
-    """One feature at a time, so that any number of them costs no memory."""
+    """Write one feature at a time, so that memory use does not depend on their number."""
     write_features(file, feature_texts(annotations))
 
 
 def write_features(file: BufferedIOBase, features: Iterable[str]) -> None:
-    """A collection of features that are JSON text already."""
+    """Write a collection of features given as JSON text."""
     file.write(b'{"type":"FeatureCollection","features":[')
     for index, text in enumerate(features):
         file.write(b",\n" if index else b"\n")
@@ -170,16 +170,16 @@ def write_features(file: BufferedIOBase, features: Iterable[str]) -> None:
 
 
 def feature_texts(annotations: Iterable[Annotation]) -> Iterator[str]:
-    """The JSON text of every object."""
+    """Yield the JSON text of every object."""
     for index, parts in enumerate(_objects(annotations)):
         text = json.dumps(_feature(parts), separators=(",", ":"))
-        # Made from place and content, not by chance, so that the same annotations give the same bytes.
+        # Derived from position and content instead of random, so that the same annotations give identical bytes.
         identity = json.dumps(parts[0].id or str(uuid.uuid5(_NAMESPACE, f"{index} {text}")))
         yield f'{{"type":"Feature","id":{identity},{text[1:]}'
 
 
 def _objects(annotations: Iterable[Annotation]) -> Iterator[list[Annotation]]:
-    """The annotations, those that are parts of one object together."""
+    """Group annotations that are parts of one object."""
     parts: list[Annotation] = []
     for annotation in annotations:
         if parts and not _belongs(parts[-1], annotation):
@@ -196,7 +196,7 @@ def _belongs(last: Annotation, annotation: Annotation) -> bool:
 
 
 def _feature(parts: Sequence[Annotation]) -> dict[str, Any]:
-    """The feature of one object, less its type and id."""
+    """Return the feature of one object, without type and id."""
     first = parts[0]
     geometries = [_geometry(part) for part in parts]
     if len(parts) == 1:
@@ -234,13 +234,13 @@ def _geometry(annotation: Annotation) -> dict[str, Any]:
 
 
 def _plain(ring: Ring) -> list[list[float]]:
-    """As lists, whole numbers without their .0, which halves most files."""
+    """Return lists, whole numbers without .0, which halves most files."""
     whole = ring.astype(np.int64)
     return (whole if (whole == ring).all() else ring).tolist()
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity; QuPath writes and reads them as these words."""
+    """Return a JSON value: QuPath writes and reads NaN and infinity as these strings."""
     return float(value) if np.isfinite(value) else "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 

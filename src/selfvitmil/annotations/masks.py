@@ -1,7 +1,7 @@
-"""Annotations as a mask of the slide at any mpp, and as the share of boxes that they cover.
+"""Annotations as a mask of the slide at any mpp, and as covered fractions of boxes.
 
-Both take what is tumour, or in groups that are named, less what is excluded; annotations may overlap. A mask is filled
-by pixel centres, coverage is computed from the polygons themselves.
+Both use tumour annotations, or those of the given groups, minus excluded regions; annotations may overlap. A mask is
+filled by pixel centres, coverage is computed from the polygons.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from selfvitmil.annotations.annotation import Annotation
 from selfvitmil.annotations.regions import edges_of, polygons_of, region_of
 from selfvitmil.geometry import size_at_mpp
 
-_STRIP_PIXELS = 1 << 22  # of a mask that are filled at a time
+_STRIP_PIXELS = 1 << 22  # pixels of a mask filled at a time
 
 
 def to_mask(
@@ -28,10 +28,10 @@ def to_mask(
     *,
     groups: Collection[str] | None = None,
 ) -> NDArray[np.bool_]:
-    """Mask [y, x] of the whole slide at `mpp`: inside the tumour, or the named `groups`, and not in what is excluded.
+    """Return the mask [y, x] of the whole slide at `mpp`: tumour, or the given `groups`, without excluded regions.
 
-    A pixel is inside when its centre is. A centre exactly on an outline belongs to the area right of it or below it, so
-    that areas that share a border share no pixel. The mask has the size `geometry.size_at_mpp` gives.
+    A pixel is inside if its centre is. A centre exactly on an outline belongs to the area right of it or below it, so
+    that adjacent areas share no pixel. The mask has the size given by `geometry.size_at_mpp`.
     """
     width, height = size_at_mpp(size_l0, slide_mpp, mpp)
     filled, removed = _chosen(annotations, groups)
@@ -42,15 +42,15 @@ def to_mask(
 
 
 def _fill(mask: NDArray[np.bool_], edges_px: NDArray[np.float64], value: bool) -> None:
-    """Set the pixels of `mask` whose centre the edges, in mask pixels, go round.
+    """Set the pixels of `mask` whose centre is enclosed by the edges, given in mask pixels.
 
-    Each edge adds its direction to the first pixel right of it in every row that it crosses; the running sum along a
-    row then says how often the edges go round each pixel. In strips, because the sums need more memory than the mask.
+    Each edge adds its direction to the first pixel right of it in every row that it crosses; the cumulative sum along a
+    row is then the winding number of each pixel. In strips, because the sums need more memory than the mask.
     """
     height, width = mask.shape
     (x0, y0), (x1, y1) = edges_px[:, 0].T - 0.5, edges_px[:, 1].T - 0.5
     direction = np.sign(y0 - y1).astype(np.int32)
-    # Always from the upper end, so that an edge and its reverse cross a row at the very same place.
+    # Always from the upper end, so that an edge and its reverse cross a row at exactly the same position.
     upper = y0 <= y1
     x0, y0, x1, y1 = (np.where(upper, *pair) for pair in ((x0, x1), (y0, y1), (x1, x0), (y1, y0)))
     slope = (x1 - x0) / np.where(y1 > y0, y1 - y0, 1.0)
@@ -77,9 +77,10 @@ def box_coverage(
     *,
     groups: Collection[str] | None = None,
 ) -> NDArray[np.float64]:
-    """Share of each box (x0, y0, x1, y1) in level-0 pixels that is tumour, or in `groups`, and not excluded.
+    """Return the fraction of each box (x0, y0, x1, y1) in level-0 pixels that is tumour, or in `groups`, and not
+    excluded.
 
-    From the polygons themselves, so exact but for rounding.
+    Computed from the polygons, so exact up to rounding.
     """
     boxes_xyxy = np.asarray(boxes_l0_xyxy, dtype=np.float64).reshape(-1, 4)
     filled, removed = (shapely.union_all(_regions(some)) for some in _chosen(annotations, groups))
@@ -92,7 +93,7 @@ def box_coverage(
 
 
 def _regions(annotations: Sequence[Annotation]) -> NDArray[Any]:
-    """As valid shapely geometries; one that touches itself is put together from its faces."""
+    """Return valid shapely geometries; outlines that touch themselves are assembled from their faces."""
     regions = polygons_of(annotations)
     for index in np.flatnonzero(~shapely.is_valid(regions)).tolist():
         regions[index] = region_of(annotations[index])
@@ -100,7 +101,7 @@ def _regions(annotations: Sequence[Annotation]) -> NDArray[Any]:
 
 
 def _subdivided(region: Any, max_points: int = 128) -> NDArray[Any]:
-    """The polygons of a geometry cut by halves until each is small: a box meets only a little of a long outline."""
+    """Split the polygons of a geometry until each is small, so that a box is intersected with short outlines only."""
     done, waiting = [], list(shapely.get_parts(region))
     while waiting:
         part = waiting.pop()
@@ -118,7 +119,7 @@ def _subdivided(region: Any, max_points: int = 128) -> NDArray[Any]:
 def _chosen(
     annotations: Iterable[Annotation], groups: Collection[str] | None
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Those to fill and those to take away."""
+    """Return the annotations to fill and those to remove."""
     filled, removed = [], []
     for annotation in annotations:
         wanted = annotation.kind == "tumour" if groups is None else annotation.group in groups

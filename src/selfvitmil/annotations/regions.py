@@ -1,9 +1,9 @@
-"""The area that an outline encloses: whether it is clear, how to mend it where it is not, and its shape.
+"""The area enclosed by an outline: check whether it is unambiguous, repair it if not, and compute its shape.
 
-An outline cuts the plane into faces and goes round each of them a number of times, its holes the other way. It is sound
-when that number is 0 or 1 everywhere and not 0 throughout: then even-odd and winding-number filling agree. Nearly all
-outlines are valid to shapely, which is quick to find out; only the others are taken apart into faces, and those that
-merely touch themselves turn out sound.
+An outline divides the plane into faces and winds around each of them a number of times, its holes in the other
+direction. It is valid if that number is 0 or 1 everywhere and not 0 throughout: then even-odd and winding-number
+filling agree. Nearly all outlines are valid in shapely, which is a fast check; only the others are divided into faces,
+and those that merely touch themselves turn out to be valid.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from selfvitmil.annotations.annotation import Annotation, Ring, Shape, label_of, signed_area
 from selfvitmil.errors import AnnotationError
 
-_MAX_CROSSINGS = 10_000  # of a line with itself that are sorted out; a scribble has as many as its points squared
-_AREA_NOISE = 1e-6  # level-0 px²: smaller overlaps come from rounding, not from a hand
+_MAX_CROSSINGS = 10_000  # self-crossings of a line that are resolved; their number can grow as the square of its points
+_AREA_NOISE = 1e-6  # level-0 px²: smaller overlaps are rounding errors
 
 
 class _TooManyCrossings(ValueError):
-    """An outline crosses itself too often to be sorted out."""
+    """An outline crosses itself too often to be resolved."""
 
 
 def check_outlines(annotations: Sequence[Annotation], file_name: str, repair: bool) -> tuple[Annotation, ...]:
-    """The annotations with every outline sound, or an error that lists those that are not."""
+    """Return the annotations with every outline valid, or raise AnnotationError that lists the invalid ones."""
     problems: list[str] = []
     kept: list[Annotation] = []
     for index, (annotation, simple) in enumerate(zip(annotations, _is_simple(annotations), strict=True)):
@@ -41,16 +41,17 @@ def check_outlines(annotations: Sequence[Annotation], file_name: str, repair: bo
     if problems and not repair:
         listed = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise AnnotationError(
-            f"{file_name} has {len(problems)} of {len(annotations)} annotations that enclose no clear area: {listed}",
-            "so what is inside and what is outside cannot be told",
-            "Open it in ASAP or QuPath and draw these again, or have them mended on reading (repair=True), "
-            "which takes everything that a crossing line goes round",
+            f"{file_name} has {len(problems)} of {len(annotations)} annotations without a clear area: {listed}",
+            "inside and outside are ambiguous",
+            "Open it in ASAP or QuPath and draw these again, or have them repaired on reading (repair=True), "
+            "which takes everything that a crossing line encloses",
+            code="ambiguous-outlines",
         )
     return tuple(kept)
 
 
 def _is_simple(annotations: Sequence[Annotation]) -> NDArray[np.bool_]:
-    """Which are sound at the first look, as nearly all are: valid polygons, or without area but not without points."""
+    """Return which are valid at first check, as nearly all are: valid polygons, or points and lines with points."""
     simple = np.array([len(annotation.polygon) > 0 for annotation in annotations], dtype=bool)
     with_area = [index for index, annotation in enumerate(annotations) if annotation.has_area]
     simple[with_area] = shapely.is_valid(polygons_of([annotations[index] for index in with_area]))
@@ -58,9 +59,9 @@ def _is_simple(annotations: Sequence[Annotation]) -> NDArray[np.bool_]:
 
 
 def _problem(annotation: Annotation) -> str:
-    """What is wrong with an outline that is not simple; "" when it merely touches itself."""
+    """Return what is wrong with an outline that is not simple; "" if it merely touches itself."""
     if len(annotation.polygon) == 0:
-        return "is empty, it has no points"
+        return "has no points"
     if any(len(np.unique(ring, axis=0)) < 3 for ring in annotation.rings):
         return "has fewer than 3 different points"
     try:
@@ -70,13 +71,13 @@ def _problem(annotation: Annotation) -> str:
     doubtful = (windings < 0) | (windings > 1)
     if doubtful.any():
         x, y = shapely.get_coordinates(shapely.point_on_surface(faces[doubtful][0]))[0]
-        crosses = "has holes that cross or lie outside" if annotation.holes else "crosses itself"
+        crosses = "has holes that cross or are outside" if annotation.holes else "crosses itself"
         return f"{crosses} near x = {x:.0f}, y = {y:.0f}"
     return "" if windings.any() else "has no area"
 
 
 def _repaired(annotation: Annotation, file_name: str) -> list[Annotation]:
-    """All that the line goes round, as sound polygons; a line or points where it goes round nothing."""
+    """Return everything that the line encloses, as valid polygons; a line or points if it encloses nothing."""
     region = region_of(annotation, f"{file_name}: ")
     if region.is_empty:
         shape: Shape = "points" if len(annotation.polygon) < 2 else "line"
@@ -88,7 +89,7 @@ def _repaired(annotation: Annotation, file_name: str) -> list[Annotation]:
 
 
 def polygons_of(annotations: Sequence[Annotation]) -> NDArray[Any]:
-    """As shapely polygons, sound or not; None where a ring has fewer than three points."""
+    """Return shapely polygons, valid or not; None if a ring has fewer than three points."""
     polygons = np.full(len(annotations), None, dtype=object)
     usable = [k for k, some in enumerate(annotations) if min(map(len, some.rings)) >= 3]
     rings = [(place, ring) for place, k in enumerate(usable) for ring in annotations[k].rings]
@@ -100,22 +101,23 @@ def polygons_of(annotations: Sequence[Annotation]) -> NDArray[Any]:
 
 
 def region_of(annotation: Annotation, where: str = "") -> Any:
-    """All that the line goes round, as a valid shapely geometry."""
+    """Return everything that the line encloses, as a valid shapely geometry."""
     try:
         faces, windings = _faces(annotation)
     except _TooManyCrossings as error:
         raise AnnotationError(
             f"{where}annotation {annotation.name!r} {error}",
-            "which no hand draws and which takes too long to sort out",
+            "the outline is too complex to repair",
             "Draw it again, or remove it",
+            code="too-many-crossings",
         ) from None
     return shapely.union_all(faces[windings != 0])
 
 
 def _faces(annotation: Annotation) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The faces into which the lines of an annotation cut the plane, and how often it goes round each.
+    """Return the faces into which the lines of an annotation divide the plane, and its winding number around each.
 
-    Lines that run forth and back, as to a keyhole, are left out first.
+    Lines that run back and forth, as to a keyhole, are removed first.
     """
     edges, weights = _net_edges(edges_of([annotation]))
     lines: Any = shapely.linestrings(edges)
@@ -131,7 +133,7 @@ def _faces(annotation: Annotation) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def _winding(edges: NDArray[np.float64], weights: NDArray[np.int64], x: float, y: float) -> int:
-    """How often the lines go round a point: the edges left of it, counted by their direction."""
+    """Return the winding number of the lines around a point: the edges left of it, counted by direction."""
     (x0, y0), (x1, y1) = edges[:, 0].T, edges[:, 1].T
     crossed = (y0 <= y) != (y1 <= y)
     x0, y0, x1, y1 = x0[crossed], y0[crossed], x1[crossed], y1[crossed]
@@ -140,7 +142,8 @@ def _winding(edges: NDArray[np.float64], weights: NDArray[np.int64], x: float, y
 
 
 def edges_of(annotations: Sequence[Annotation]) -> NDArray[np.float64]:
-    """All edges (E, 2, 2) as pairs of points, outlines turning from +x to +y and holes the other way."""
+    """Return all edges (E, 2, 2) as pairs of points, outlines turning from +x to +y and holes in the other
+    direction."""
     edges = [np.empty((0, 2, 2))]
     for annotation in annotations:
         for place, ring in enumerate(annotation.rings):
@@ -151,7 +154,7 @@ def edges_of(annotations: Sequence[Annotation]) -> NDArray[np.float64]:
 
 
 def _net_edges(edges: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Each edge once, in the direction from its smaller point, and how often it is gone that way rather than back."""
+    """Return each edge once, directed from its smaller point, and its net number of traversals in that direction."""
     (x0, y0), (x1, y1) = edges[:, 0].T, edges[:, 1].T
     forth = (x0 < x1) | ((x0 == x1) & (y0 < y1))
     once, place = np.unique(np.where(forth[:, None, None], edges, edges[:, ::-1]), axis=0, return_inverse=True)
@@ -162,7 +165,7 @@ def _net_edges(edges: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 
 
 def rings_of(region: Any) -> Iterator[tuple[Ring, tuple[Ring, ...]]]:
-    """Outline and holes of every polygon of a shapely geometry."""
+    """Yield outline and holes of every polygon of a shapely geometry."""
     for part in shapely.get_parts(region):
         if part.geom_type == "Polygon" and not part.is_empty:
             rings = [shapely.get_coordinates(ring)[:-1] for ring in shapely.get_rings(part)]

@@ -1,4 +1,4 @@
-"""The feature files of slides: `files` writes ours and reads all known kinds, `export` writes those of other tools."""
+"""Feature files of slides: `files` writes ours and reads all known kinds, `export` writes those of other tools."""
 
 from __future__ import annotations
 

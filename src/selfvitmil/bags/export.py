@@ -1,8 +1,8 @@
-"""Bags as files of other tools: CLAM, STAMP, AnnData, and TRIDENT's layout in another precision.
+"""Export feature files to other tools: CLAM, STAMP, AnnData, and TRIDENT's layout in another precision.
 
-A folder of feature files of any known kind comes in, a folder that the other tool opens goes out. Our own files are
-TRIDENT's layout already; writing them again is for tools that do not cast float16. Every file is written whole or not
-at all; files of the same name are replaced.
+Input: a folder of feature files of any known kind; output: a folder that the other tool opens. Our own files already
+have TRIDENT's layout; exporting to it is for tools that do not cast float16. Writes are atomic; files of the same name
+are replaced.
 
 N instances, D dimensions.
 """
@@ -28,7 +28,7 @@ Tool = Literal["clam", "stamp", "anndata", "trident"]
 Dtype = Literal["float16", "float32"]
 
 TOOLS: Mapping[str, Dtype] = {"clam": "float32", "stamp": "float16", "anndata": "float32", "trident": "float32"}
-"""Tools, and the precision that each gets unless another one is asked for."""
+"""Tools, and the default precision of each."""
 DTYPES = ("float16", "float32")
 ATTRIBUTES = (
     "patch_size",
@@ -41,7 +41,7 @@ ATTRIBUTES = (
     "mpp",
     "level0_mpp",
 )
-"""What TRIDENT's readers look for on `coords`, and the exact resolution beside its magnifications."""
+"""Attributes of `coords` that TRIDENT's readers use, and the exact resolution."""
 
 
 # ---------------------------------------------------------------------------------------------------- a folder of bags
@@ -49,39 +49,40 @@ ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class ExportJob:
-    """All that a worker needs to export one slide."""
+    """Input of one worker call: the slide to export."""
 
     slide: str
     path: Path
-    """Its feature file."""
+    """Feature file."""
     folder: Path
-    """Where the other tool's files go."""
+    """Output folder."""
     to: Tool
     dtype: Dtype
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What became of one slide."""
+    """Result for one slide."""
 
     num_tiles: int
 
 
 def plan_export(source: Path, folder: Path, to: str, dtype: str | None = None) -> dict[str, ExportJob]:
-    """A job for every feature file in `source`; refuses what cannot work for any of them."""
+    """Return a job for every feature file in `source`; raise ConfigError for invalid choices."""
     tool, precision = _check_choice(to, dtype)
     here, there = source.resolve(), folder.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise ConfigError(
-            f"{folder.name}: the export would go where the feature files lie",
-            "it could replace them, or be taken for them",
-            "Name a folder that neither holds them nor lies among them",
+            f"{folder.name}: the export folder overlaps the folder of the feature files",
+            "exported files could replace them, or be mistaken for them",
+            "Choose a folder outside it",
+            code="export-folder-overlap",
         )
     return {name: ExportJob(name, path, folder, tool, precision) for name, path in find_bags(source).items()}
 
 
 def export_slide(job: ExportJob) -> ExportResult:
-    """Write the other tool's files of one slide. Raises SelfVitMilError where it cannot."""
+    """Write the other tool's files of one slide. Raises SelfVitMilError on failure."""
     bag = read_bag(job.path)
     writers = {"clam": export_clam, "stamp": export_stamp, "anndata": export_anndata, "trident": export_trident}
     writers[job.to](bag, job.folder, job.dtype)
@@ -91,15 +92,24 @@ def export_slide(job: ExportJob) -> ExportResult:
 def _check_choice(to: str, dtype: str | None) -> tuple[Any, Any]:
     if to not in TOOLS or dtype not in (None, *DTYPES):
         raise ConfigError(
-            f"there is no export to {to} in {dtype or 'its usual precision'}",
+            f"no export to {to} in {dtype or 'its default precision'}",
             how=f"Choose one of {', '.join(TOOLS)}, and {' or '.join(DTYPES)}",
+            code="unknown-export",
         )
     if to == "clam" and dtype == "float16":
         raise ConfigError(
-            "CLAM cannot train on float16", "it does not cast, and its networks are float32", "Leave out --dtype"
+            "CLAM cannot train on float16",
+            "it does not cast, and its networks are float32",
+            "Leave out --dtype",
+            code="clam-needs-float32",
         )
     if to == "anndata" and find_spec("anndata") is None:
-        raise ConfigError("anndata is not installed", "and it writes these files", "pip install 'selfvitmil[anndata]'")
+        raise ConfigError(
+            "anndata is not installed",
+            "it is needed to write these files",
+            "pip install 'selfvitmil[anndata]'",
+            code="missing-package",
+        )
     return to, dtype or TOOLS[to]
 
 
@@ -107,7 +117,7 @@ def _check_choice(to: str, dtype: str | None) -> tuple[Any, Any]:
 
 
 def export_clam(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
-    """CLAM's `h5_files/<slide>.h5` and `pt_files/<slide>.pt`; float32 only, since CLAM does not cast."""
+    """Write CLAM's `h5_files/<slide>.h5` and `pt_files/<slide>.pt`; float32 only, since CLAM does not cast."""
     import torch
 
     _check_choice("clam", dtype)
@@ -121,13 +131,14 @@ def export_clam(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
 
 
 def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
-    """STAMP's `<slide>.h5`: `feats`, and `coords` in microns."""
+    """Write STAMP's `<slide>.h5`: `feats`, and `coords` in microns."""
     slide_mpp, size_px = bag.attributes.get("level0_mpp"), bag.attributes.get("patch_size")
     if bag.coords is None or bag.mpp is None or slide_mpp is None or size_px is None:
         raise BagError(
-            f"{bag.slide}: coordinates in microns cannot be given",
-            "the feature file does not say its microns per pixel",
-            "Export from feature files that selfvitmil wrote",
+            f"{bag.slide}: coordinates in microns are not available",
+            "the feature file has no microns-per-pixel value",
+            "Export from feature files written by selfvitmil",
+            code="bag-without-mpp",
         )
     with atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
         file.create_dataset("feats", data=_features(bag, dtype))
@@ -137,7 +148,7 @@ def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
 
 
 def export_trident(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
-    """TRIDENT's `features_<encoder>/<slide>.h5`, and `patches/<slide>_patches.h5` with the coordinates alone."""
+    """Write TRIDENT's `features_<encoder>/<slide>.h5`, and `patches/<slide>_patches.h5` with the coordinates only."""
     corners = _corners_l0(bag)
     known = {key: bag.attributes[key] for key in ATTRIBUTES if key in bag.attributes}
     attributes = {**known, "name": bag.slide, "savetodir": ""}
@@ -152,10 +163,10 @@ def export_trident(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
 
 
 def export_anndata(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
-    """`<slide>.h5ad`: a row per tile in `X`, level-0 top left corners in `obsm["spatial"]`, as LazySlide has them.
+    """Write `<slide>.h5ad`: a row per tile in `X`, level-0 top left corners in `obsm["spatial"]`, as in LazySlide.
 
-    `obs` holds the tile's row in its table (`tile_id`) and its slide (`library_id`), `uns` what is known of the slide
-    and its tiles: `slide`, `encoder`, `mpp`, `slide_mpp`, `tile_px`, and the tile's edge in level-0 pixels `tile_l0`.
+    `obs` has the tile's row in its table (`tile_id`) and its slide (`library_id`), `uns` the metadata of the slide and
+    its tiles: `slide`, `encoder`, `mpp`, `slide_mpp`, `tile_px`, and the tile's edge in level-0 pixels `tile_l0`.
     """
     _check_choice("anndata", dtype)
     import anndata
@@ -193,16 +204,20 @@ def _features(bag: Bag, dtype: Dtype) -> Features:
                 f"{bag.slide}: {lost.sum()} values do not fit into float16",
                 "they are beyond 65504",
                 "Export with --dtype float32",
+                code="float16-overflow",
             )
     return features_ND
 
 
 def _corners_l0(bag: Bag) -> NDArray[np.int64]:
     if bag.coords is None or bag.unit != "l0":
-        why = "it has none" if bag.coords is None else "it has microns and does not say how many make a pixel"
+        why = (
+            "it has no coordinates" if bag.coords is None else "its coordinates are microns, without microns per pixel"
+        )
         raise BagError(
-            f"{bag.slide}: the feature file does not say where its tiles lie in level-0 pixels",
+            f"{bag.slide}: the feature file has no level-0 coordinates",
             why,
             "Export from feature files of selfvitmil, TRIDENT or CLAM (.h5)",
+            code="bag-without-coords",
         )
     return np.asarray(bag.coords, dtype=np.int64)

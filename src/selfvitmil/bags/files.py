@@ -1,8 +1,8 @@
-"""The feature file of a slide: one row per tile. Ours, and those of TRIDENT, CLAM and STAMP, read as they are.
+"""Feature files: one row per tile of a slide. Writes ours; reads ours and those of TRIDENT, CLAM and STAMP.
 
 Ours are HDF5 files that the other tools open unchanged: `features` (N, D) float16 and `coords` (N, 2) int64 (level-0
-top left), contiguous and uncompressed, with TRIDENT's attributes on `coords`. Contiguous means that a trainer can map
-the file into memory instead of reading it: `read_bag` returns such a map where the file allows it.
+top left), contiguous and uncompressed, with TRIDENT's attributes on `coords`. A contiguous file can be memory-mapped
+instead of read: `read_bag` returns a memory map where the file allows it.
 
 N instances, D dimensions.
 """
@@ -35,19 +35,19 @@ Features = NDArray[np.floating]
 
 @dataclass(frozen=True, eq=False)
 class Bag:
-    """All embeddings of a slide with their places."""
+    """All embeddings of a slide with their coordinates."""
 
     slide: str
     features_ND: Features
-    """Memory-mapped, read-only, where the file allows it."""
+    """Memory-mapped and read-only where the file allows it."""
     coords: NDArray[np.float64] | NDArray[np.int64] | None
-    """(N, 2) top left corners (x, y) in `unit`; None where the file stores none."""
+    """(N, 2) top left corners (x, y) in `unit`; None if the file has none."""
     unit: Literal["l0", "um"] = "l0"
     """Level-0 pixels, or microns (STAMP)."""
     tile_extent: float | None = None
     """Edge of a tile in `unit`."""
     mpp: float | None = None
-    """Microns per tile pixel, where the file says it."""
+    """Microns per tile pixel, if the file states it."""
     encoder: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,12 +63,16 @@ class Bag:
 
 
 def write_bag(path: Path, features_ND: Features, table: TileTable, encoder: str, made_from: Mapping[str, Any]) -> None:
-    """Write a slide's features, and beside the folder the coordinates where TRIDENT's readers look for them.
+    """Write the features of a slide, and the coordinates where TRIDENT's readers expect them.
 
-    `path` is bags/<tiling>/features_<encoder>/<slide>.h5. Equal content gives equal bytes.
+    `path` is bags/<tiling>/features_<encoder>/<slide>.h5. Equal content gives identical bytes.
     """
     if features_ND.shape[0] != len(table):
-        raise BagError(f"{path.name}: {features_ND.shape[0]} vectors for {len(table)} tiles", "each tile needs its own")
+        raise BagError(
+            f"{path.name}: {features_ND.shape[0]} embeddings for {len(table)} tiles",
+            "each tile needs one",
+            code="bag-length-mismatch",
+        )
     _write(patches_of(path, table.slide), table, None, "", {})
     _write(path, table, features_ND.astype(np.float16), encoder, made_from)
 
@@ -91,7 +95,8 @@ def _write(
 
 
 def find_bags(folder: Path) -> dict[str, Path]:
-    """Slide name -> feature file, for a folder of ours, TRIDENT's, CLAM's or STAMP's; h5 wins over pt."""
+    """Return slide name -> feature file for a folder of ours, TRIDENT's, CLAM's or STAMP's; h5 takes precedence over
+    pt."""
     places = [place for name in (".", "h5_files", "pt_files") if (place := folder / name).is_dir()]
     found: dict[str, Path] = {}
     for place in places:
@@ -99,12 +104,17 @@ def find_bags(folder: Path) -> dict[str, Path]:
             if path.suffix in (".h5", ".pt") and not path.name.startswith("."):
                 found.setdefault(path.stem, path)
     if not found:
-        raise BagError(f"{folder.name}: no feature files", "it holds no .h5 and no .pt", "Name the folder they lie in")
+        raise BagError(
+            f"{folder.name}: no feature files",
+            "the folder contains neither .h5 nor .pt files",
+            "Give the folder that contains them",
+            code="no-feature-files",
+        )
     return found
 
 
 def read_bag(path: Path) -> Bag:
-    """Open a feature file of any of the known kinds; raises BagError when it is damaged or of no known kind."""
+    """Open a feature file of any known kind; raise BagError if it is damaged or of an unknown kind."""
     if path.suffix == ".pt":
         return _read_pt(path)
     try:
@@ -123,13 +133,15 @@ def read_bag(path: Path) -> Bag:
 
 def _unreadable(path: Path, error: Exception) -> BagError:
     why = str(error).strip("'\"")
-    return BagError(f"{path.name}: not a readable feature file", why, "Remove it and make it again")
+    return BagError(
+        f"{path.name}: not a readable feature file", why, "Remove it and embed the slide again", code="unreadable-bag"
+    )
 
 
 def _mapped(path: Path, dataset: Any) -> Features:
-    """The dataset as a read-only memory map, or read whole where it is chunked or compressed."""
+    """Return the dataset as a read-only memory map, or read it if it is chunked or compressed."""
     if dataset.dtype.kind not in "fiu":
-        raise ValueError(f"its features are of the type {dataset.dtype}, not numbers")
+        raise ValueError(f"its features have the non-numeric type {dataset.dtype}")
     shape = (
         dataset.shape[1:] if dataset.ndim == 3 and dataset.shape[0] == 1 else dataset.shape
     )  # (1, N, D) of old files
@@ -137,12 +149,12 @@ def _mapped(path: Path, dataset: Any) -> Features:
     if offset is None or dataset.size == 0 or not dataset.dtype.isnative:
         return dataset[:].reshape(shape)
     if offset + dataset.nbytes > os.path.getsize(path):
-        raise ValueError("the file ends before its features do")
+        raise ValueError("the file is truncated")
     return np.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=shape)
 
 
 def _with_places(bag: Bag, file: Any) -> Bag:
-    """Add coordinates and what is known of the tiles."""
+    """Add coordinates and tile metadata."""
     attributes = {key: _plain(value) for key, value in file.attrs.items()}
     if "coords" not in file:
         return replace(bag, attributes=attributes)
@@ -156,7 +168,7 @@ def _with_places(bag: Bag, file: Any) -> Bag:
         )
     of_coords = {key: _plain(value) for key, value in file["coords"].attrs.items()}
     extent = of_coords.get("patch_size_level0")
-    if "mpp" in of_coords and "level0_mpp" in of_coords:  # ours: exact, where TRIDENT's is rounded to whole pixels
+    if "mpp" in of_coords and "level0_mpp" in of_coords:  # ours is exact, TRIDENT's is rounded to whole pixels
         extent = of_coords["patch_size"] * of_coords["mpp"] / of_coords["level0_mpp"]
     name = "features" if "features" in file else "feats"
     return replace(
@@ -174,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read_pt(path: Path) -> Bag:
-    """CLAM's tensor files; never trusted as pickles."""
+    """Read CLAM's tensor files, without executing pickles."""
     import torch
 
     try:
@@ -184,17 +196,20 @@ def _read_pt(path: Path) -> Bag:
     if isinstance(tensor, dict):
         tensor = tensor.get("features", tensor.get("feats"))
     if not isinstance(tensor, torch.Tensor) or tensor.ndim not in (2, 3):
-        raise _unreadable(path, ValueError("it holds no (N, D) tensor"))
+        raise _unreadable(path, ValueError("it contains no (N, D) tensor"))
     if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
-        tensor = tensor.float()  # bfloat16, which NumPy does not have: every value of it is one of float32
+        tensor = tensor.float()  # NumPy has no bfloat16; float32 represents it exactly
     return Bag(path.stem, tensor.detach().reshape(-1, tensor.shape[-1]).numpy(), None)
 
 
 def check_bag(bag: Bag) -> None:
-    """Raise BagError for a bag that nothing can be learned from: empty, or with values that are not numbers."""
+    """Raise BagError for a bag that cannot be used for training: empty, or with NaN or infinite values."""
     if len(bag) == 0:
         raise BagError(
-            f"{bag.slide}: the bag is empty", "it has no instance", "Tile and embed the slide again, or drop it"
+            f"{bag.slide}: the bag is empty",
+            "it has no instance",
+            "Tile and embed the slide again, or drop it",
+            code="empty-bag",
         )
     for start in range(0, len(bag), CHECK_ROWS):
         finite = np.isfinite(bag.features_ND[start : start + CHECK_ROWS]).all(axis=1)
@@ -204,6 +219,7 @@ def check_bag(bag: Bag) -> None:
                 f"{bag.slide}: NaN or infinity in row {row} of its features",
                 "a mean over the bag would be NaN too",
                 "Embed the slide again; with half precision, check the encoder for overflow",
+                code="non-finite-features",
             )
 
 
@@ -211,15 +227,17 @@ def check_bag(bag: Bag) -> None:
 
 
 def concat_scales(fine: Bag, coarse: Bag, parent_N: NDArray[np.int64]) -> Bag:
-    """Each fine vector followed by that of its parent, as DSMIL-LC joins 20x with 5x; tiles without a parent go.
+    """Concatenate each fine embedding with that of its parent, as DSMIL-LC does for 20x and 5x; orphan tiles are
+    dropped.
 
-    `parent_N` is the row of each fine instance's parent in `coarse`, -1 where there is none (`TileTable.parents`).
+    `parent_N` is the row of each fine instance's parent in `coarse`, -1 if there is none (`TileTable.parents`).
     """
     if len(parent_N) != len(fine) or parent_N.max(initial=-1) >= len(coarse):
         raise BagError(
-            f"{fine.slide}: the two scales do not belong together",
+            f"{fine.slide}: the two scales do not match",
             f"{len(parent_N)} parents for {len(fine)} instances, pointing into {len(coarse)}",
             "Tile both scales in one run with tile.parent_mpp, then embed both again",
+            code="scale-mismatch",
         )
     kept = np.flatnonzero(parent_N >= 0)
     joined = np.concatenate([fine.features_ND[kept], coarse.features_ND[parent_N[kept]]], axis=1)

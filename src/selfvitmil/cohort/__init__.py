@@ -1,10 +1,11 @@
-"""The table of slides: reading it from many sources, checking it, writing it, and splitting it by patient.
+"""The cohort table: read it from many sources, check it, write it, and split it by patient.
 
-`read_cohort` takes a `cohort.csv`, a folder of slides, a Camelyon16 folder, or the tables of CLAM and STAMP to one
-`Cohort`; `write_cohort` stores it in a study; `merge_cohorts` adds to a study that has one. The functions of `splits`
-divide its patients into training, validation and test sets, or read such sets from CLAM's files; those of `patients`
-find out which slides are of one patient where no table says so.
-What a reader should see but what stops nobody is text in `Cohort.warnings`; contradictions are a `CohortError`.
+`read_cohort` converts a `cohort.csv`, a folder of slides, a Camelyon16 folder, or the tables of CLAM and STAMP to one
+`Cohort`; `write_cohort` stores it in a study; `merge_cohorts` adds to an existing one. `splits` divides its patients
+into training, validation and test sets, or reads CLAM's split files; `patients` derives patients from slide names if no
+table states them.
+
+Remarks for the user are in `Cohort.warnings`; contradictions raise a `CohortError`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The Camelyon16 folder as its publishers laid it out, with what is known of its slides.
+"""Read a Camelyon16 folder in its published layouts, with known corrections.
 
-Three layouts are around: `training/normal`, `training/tumor`, `testing/images`; the older `TrainingData/Train_Normal`,
-`TrainingData/Train_Tumor`, `Testset/Images`; and `images` beside `annotations` and `masks`. File names tell what a
-slide is (`normal_001.tif`, `Tumor_001.tif`, `test_001.tif`); the labels of the test slides are in `reference.csv`.
-As far as is known every slide is of another patient.
-Some slides are special: test_049 is a duplicate; the lesions of test_114 are not all outlined; normal_086 holds a
-tumour and was later published as tumor_111. With that in order there are 159 + 111 slides to train on and 129 to test.
+There are three layouts: `training/normal`, `training/tumor`, `testing/images`; the older `TrainingData/Train_Normal`,
+`TrainingData/Train_Tumor`, `Testset/Images`; and `images` next to `annotations` and `masks`. File names give the kind
+of a slide (`normal_001.tif`, `Tumor_001.tif`, `test_001.tif`); the labels of the test slides are in `reference.csv`. As
+far as is known every slide is from a different patient.
+
+Special slides: test_049 is a duplicate; the lesions of test_114 are not exhaustively annotated; normal_086 contains a
+tumour and was later published as tumor_111. With these corrections there are 159 + 111 training and 129 test slides.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _OFFICIAL = {"train": {"normal": 159, "tumor": 111}, "test": {"normal": 80, "tum
 
 
 def is_camelyon16_name(file_name: str) -> bool:
-    """Whether a file is named like the slides of Camelyon16."""
+    """Return whether a file is named like the slides of Camelyon16."""
     return _SLIDE_FILE.fullmatch(file_name) is not None
 
 
 def has_camelyon16_names(slides: Iterable[str]) -> bool:
-    """Whether all slides are named like those of Camelyon16, with some of each kind: normal, tumor, test."""
+    """Return whether all slides are named like those of Camelyon16, with some of each kind: normal, tumor, test."""
     kinds = [match[1].casefold() if (match := _SLIDE_NAME.fullmatch(slide)) else "" for slide in slides]
     return set(kinds) == {"normal", "tumor", "test"}
 
 
 def read_camelyon16(root: Path) -> Cohort | None:
-    """The cohort of a Camelyon16 folder; None when the folder is none."""
+    """Return the cohort of a Camelyon16 folder; None if the folder is not one."""
     places = list(walk(root))
     top = {place.relative.parts[0].casefold() for place in places if place.relative.parts}
     flat = "images" in top and bool(top & _FLAT_COMPANIONS)
@@ -52,13 +53,13 @@ def read_camelyon16(root: Path) -> Cohort | None:
     files = [place.folder / file for place in slide_places for file in place.files if is_camelyon16_name(file)]
     if not files:
         return None
-    warnings = ["Taken as Camelyon16: labels and splits are those of its file names and reference table."]
+    warnings = ["Recognized as Camelyon16: labels and splits come from its file names and reference table."]
     used = set(files)
     images = (
         place.relative / f for place in places for f in place.files if is_slide(f) and place.folder / f not in used
     )
     if others := [str(image) for image in images]:
-        warnings.append(f"{len(others)} other images (masks, mostly) stay out: {listing(others, 4)}.")
+        warnings.append(f"{len(others)} other images (mostly masks) are ignored: {listing(others, 4)}.")
     rows = [_training_or_test_row(file) for file in sorted(files, key=lambda file: (file.stem.casefold(), str(file)))]
     rows, notes = _in_order(rows)
     warnings += notes
@@ -83,17 +84,18 @@ def _training_or_test_row(file: Path) -> SlideRow:
     folder = file.parent.name.casefold().removeprefix("train_")
     if folder in ("normal", "tumor") and kind != folder:
         raise CohortError(
-            f"{file.name}: lies in the folder {file.parent.name}",
-            "name and folder tell different labels",
-            "Move it to the folder that its name tells",
+            f"{file.name}: is in the folder {file.parent.name}",
+            "file name and folder give different labels",
+            "Move it to the folder that matches its name",
+            code="camelyon16-label-conflict",
         )
     label, split = (None, "test") if kind == "test" else (kind, "train")
-    # Each slide of the challenge is of another patient.
+    # Each slide of the challenge is from a different patient.
     return SlideRow(file.stem, file, label, file.stem, split, patient_stated=True)
 
 
 def _in_order(rows: list[SlideRow]) -> tuple[list[SlideRow], list[str]]:
-    """Without the duplicate slides, and normal_086 with its true label; a warning for all that is special."""
+    """Remove duplicate slides and correct the label of normal_086; return a warning for each special slide."""
     names = {row.slide.casefold() for row in rows}
     kept: list[SlideRow] = []
     warnings: list[str] = []
@@ -103,10 +105,10 @@ def _in_order(rows: list[SlideRow]) -> tuple[list[SlideRow], list[str]]:
             warnings.append(f"{row.slide} is left out: it is a duplicate, and the official test set excludes it.")
             continue
         if name == "normal_086" and "tumor_111" in names:
-            warnings.append(f"{row.slide} is left out: it holds a tumour and is the same slide as tumor_111.")
+            warnings.append(f"{row.slide} is left out: it contains a tumour and is the same slide as tumor_111.")
             continue
         if name == "normal_086":
-            warnings.append(f"{row.slide} is labelled tumor: it holds one, and was later published as tumor_111.")
+            warnings.append(f"{row.slide} is labelled tumor: it contains one, and was later published as tumor_111.")
             row = replace(row, label="tumor")
         if name == "test_114":
             warnings.append(f"{row.slide} stays, but not in lesion scores: its lesions are not exhaustively annotated.")
@@ -115,7 +117,7 @@ def _in_order(rows: list[SlideRow]) -> tuple[list[SlideRow], list[str]]:
 
 
 def _with_reference(rows: list[SlideRow], places: list[Listing]) -> tuple[list[SlideRow], list[str]]:
-    """Test slides with the labels of the reference table."""
+    """Add the labels of the reference table to the test slides."""
     if not any(row.split == "test" for row in rows):
         return rows, []
     tables = [place.folder / file for place in places for file in place.files if file.casefold() in _REFERENCES]
@@ -128,7 +130,7 @@ def _with_reference(rows: list[SlideRow], places: list[Listing]) -> tuple[list[S
 
 
 def _read_reference(table: Path) -> dict[str, str]:
-    """Label by slide name. The table has a header or none, so cells are known by what they say."""
+    """Return label by slide name. The table may have a header or not, so cells are recognized by their content."""
     labels: dict[str, str] = {}
     rows = split_lines(read_text(table), table.name, ",")
     for k, (line, cells) in enumerate(rows):
@@ -139,16 +141,17 @@ def _read_reference(table: Path) -> dict[str, str]:
             continue
         if len(names) != 1 or len(kinds) != 1 or labels.get(names[0], kinds[0]) != kinds[0]:
             raise CohortError(
-                f"{table.name}: line {line} does not tell one slide and one label",
-                "the rows are like test_001,Tumor,IDC,Macro",
-                "Take the table from the data set again",
+                f"{table.name}: line {line} does not give one slide and one label",
+                "rows look like test_001,Tumor,IDC,Macro",
+                "Download the table from the data set again",
+                code="invalid-camelyon16-reference",
             )
         labels[names[0]] = kinds[0]
     return labels
 
 
 def _with_annotations(rows: list[SlideRow], places: list[Listing]) -> tuple[list[SlideRow], list[str]]:
-    """Slides linked to the XML files of their names, and a warning for tumours without."""
+    """Link slides to the XML files of their names; warn about tumour slides without one."""
     outlines: dict[str, list[Path]] = defaultdict(list)
     for place in places:
         for file in place.files:
@@ -161,8 +164,9 @@ def _with_annotations(rows: list[SlideRow], places: list[Listing]) -> tuple[list
         if len(matches) > 1:
             raise CohortError(
                 f"{row.slide}: has several annotations ({listing(f'{m.parent.name}/{m.name}' for m in matches)})",
-                "it cannot be told which is meant",
+                "the right one is ambiguous",
                 "Keep one of them in the folder",
+                code="several-annotations",
             )
         linked.append(replace(row, annotation=matches[0]) if matches else row)
     return linked, _annotation_warnings(linked, places)
@@ -189,6 +193,6 @@ def _count_warnings(rows: list[SlideRow]) -> list[str]:
     if sum(train.values()) < 200 or (train == _OFFICIAL["train"] and test == sum(_OFFICIAL["test"].values())):
         return []
     return [
-        f"There are {train['normal']} normal and {train['tumor']} tumor slides to train on and {test} to test; "
-        "the official set has 159 and 111 (270 in all) and 129."
+        f"There are {train['normal']} normal and {train['tumor']} tumor training and {test} test slides;"
+        " the official set has 159 and 111 (270 in total) and 129."
     ]

@@ -1,9 +1,9 @@
-"""Finding the slides in a folder and its subfolders.
+"""Find the slides in a folder and its subfolders.
 
-Three formats are more than one file: MIRAX (`x.mrxs` beside a folder `x`) is the one file, its folder is not searched;
-Hamamatsu VMS is its `.vms` file, the `.jpg` beside it are ignored as all ordinary images are; DICOM is a folder of
-`.dcm` files, one slide however many there are, named after the folder and opened by the first of them in sorted order.
-Hidden files and folders (also macOS's `._x.svs`) are skipped. Links are followed, each folder is entered once.
+Three formats have more than one file: of MIRAX (`x.mrxs` with a folder `x`) the file is used and its folder is not
+searched; of Hamamatsu VMS the `.vms` file, while its `.jpg` files are ignored like all ordinary images; a folder of
+DICOM `.dcm` files is one slide, named after the folder and opened by the first file in sorted order. Hidden files and
+folders (including macOS's `._x.svs`) are skipped. Links are followed, each folder is visited once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from selfvitmil.errors import CohortError
 SLIDE_SUFFIXES = frozenset(
     (".svs", ".tif", ".tiff", ".ndpi", ".vms", ".vmu", ".scn", ".mrxs", ".svslide", ".bif", ".czi", ".dcm")
 )
-"""Endings of slide files, in lower case; upper case is found too."""
+"""Suffixes of slide files, in lower case; upper case is recognized too."""
 
 
 @dataclass(frozen=True)
 class FoundSlide:
-    """A slide on disk: its name, its file and, for messages, where in the folder it lies."""
+    """A slide on disk: its name, its file and, for messages, its path within the folder."""
 
     name: str
     path: Path
@@ -33,7 +33,7 @@ class FoundSlide:
 
 @dataclass(frozen=True)
 class Listing:
-    """One folder of a tree: its place under the root (`.` for the root itself) and the names of its files."""
+    """One folder of a tree: its path relative to the root (`.` for the root itself) and its file names."""
 
     folder: Path
     relative: Path
@@ -41,12 +41,12 @@ class Listing:
 
 
 def is_slide(file_name: str) -> bool:
-    """Whether the name ends like a slide's."""
+    """Return whether the file name has the suffix of a slide."""
     return os.path.splitext(file_name)[1].lower() in SLIDE_SUFFIXES
 
 
 def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
-    """All slides under `root`, sorted by name, and warnings."""
+    """Return all slides under `root`, sorted by name, and warnings."""
     found: list[FoundSlide] = []
     dicom = 0
     for place in walk(root):
@@ -54,9 +54,10 @@ def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
         parts = [file for file in slides if file.lower().endswith(".dcm")]
         if parts and len(parts) < len(slides):
             raise CohortError(
-                f"{place.folder.name}: holds .dcm files and other slides ({listing(slides, 4)})",
+                f"{place.folder.name}: contains .dcm files and other slides ({listing(slides, 4)})",
                 "all .dcm files of a folder count as one slide",
-                "Give every DICOM slide a folder of its own, or give a cohort.csv",
+                "Put every DICOM slide into its own folder, or give a cohort.csv",
+                code="mixed-dicom-folder",
             )
         if parts:
             dicom += 1
@@ -69,14 +70,15 @@ def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
         raise CohortError(
             f"{root.name}: no slides in this folder",
             f"no file ends in {', '.join(sorted(SLIDE_SUFFIXES))}",
-            "Give the folder that holds the slides, or a cohort.csv",
+            "Give the folder that contains the slides, or a cohort.csv",
+            code="no-slides",
         )
     warnings = [f"{dicom} folders of .dcm files are taken as one slide each."] if dicom else []
     return sorted(found, key=lambda slide: (slide.name, slide.where)), warnings
 
 
 def walk(root: Path) -> Iterator[Listing]:
-    """The folders of the tree in sorted order; an unreadable one is an error, a loop of links ends where it closes."""
+    """Yield the folders of the tree in sorted order; unreadable folders are errors, link loops are visited once."""
     base = absolute(root)
     seen: set[tuple[int, int]] = set()
     waiting = [base]
@@ -95,8 +97,9 @@ def walk(root: Path) -> Iterator[Listing]:
             relative = folder.relative_to(base)
             raise CohortError(
                 f"{base.name if folder == base else relative}: the folder cannot be read",
-                f"{error.strerror or error}, and slides in it would be missed",
-                "Give yourself the right to read it, or move it out of the way",
+                f"{error.strerror or error}, so its slides would be missed",
+                "Correct its permissions, or move it elsewhere",
+                code="unreadable-folder",
             ) from None
         files = tuple(sorted({entry.name for entry in visible} - set(folders)))
         data_of_mirax = {file[:-5] for file in files if file.lower().endswith(".mrxs")}

@@ -1,8 +1,8 @@
-"""Patients from slide names, where no table names them and the names leave no doubt.
+"""Derive patients from slide names if no table states them and the names are unambiguous.
 
-Two patterns are known: TCGA barcodes (`TCGA-A1-A0SB` is the patient) and `<patient>_<block>_<stain>` as in
-`S21-0417_A2_HE`. A guess must hold for every slide of the cohort and put several slides with one patient, else there is
-none: a wrong patient is worse than a warning.
+Two patterns are recognized: TCGA barcodes (`TCGA-A1-A0SB` is the patient) and `<patient>_<block>_<stain>` as in
+`S21-0417_A2_HE`. The pattern must match every slide of the cohort and assign several slides to one patient, otherwise
+nothing is guessed: a wrong patient is worse than a warning.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from selfvitmil.cohort.table import Cohort, SlideRow, listing, make_cohort, spec
 from selfvitmil.errors import CohortError
 
 _TCGA = re.compile(r"(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)
-# A block has a letter and a number: a plain number may as well be a case (`S21_34_HE`: case 34 of the year 2021).
+# A block has a letter and a number: a plain number may also be a case (`S21_34_HE`: case 34 of the year 2021).
 _BLOCK = r"(?:[A-Z]\d{1,2}|\d{1,2}[A-Z])"
 _STAIN = r"(?:H&E|H-E|HES?|PAS|IHC|HER2|ER|PR|KI-?67|P53|PD-?L1|CD\d{1,3}|CK\d{1,2}|MASSON|TRICHROME|RETICULIN|GIEMSA)"
 _BLOCK_STAIN = re.compile(rf"(.+?)([_-]){_BLOCK}\2{_STAIN}(?:\2\d{{1,2}})?", re.IGNORECASE)
 MOST_SLIDES_SHARE = 0.25
-"""Of the cohort's slides that one guessed patient may have; a prefix that more of them share names something else."""
+"""Maximum fraction of the slides that one guessed patient may have; a more common prefix has another meaning."""
 
 
 @dataclass(frozen=True)
 class PatientGuess:
-    """What the slide names say of patients."""
+    """Patients derived from the slide names."""
 
     pattern: str
-    """In words."""
+    """Description for the user."""
     patients: tuple[str, ...]
-    """One for each slide, in the cohort's order."""
+    """One per slide, in the cohort's order."""
 
     def __str__(self) -> str:
         slides = Counter(self.patients)
@@ -39,12 +39,12 @@ class PatientGuess:
         return (
             f"patients are guessed from slide names ({self.pattern}): {len(slides)} patients of {len(self.patients)} "
             f"slides, for instance {largest} with {number}. The column patient of cohort.csv holds the guess: correct "
-            "it there, with the slide's own name where a slide has a patient of its own"
+            "it there, with the slide's own name for a slide whose patient has no other slide"
         )
 
 
 def guess_patients(slides: Sequence[str]) -> PatientGuess | None:
-    """The patients of all slides by their names, or None where the names do not tell for sure."""
+    """Return the patients of all slides by their names, or None if the names are ambiguous."""
     patterns: tuple[tuple[str, Callable[[str], str | None], Callable[[Sequence[str]], bool]], ...] = (
         ("TCGA barcodes", _of_barcode, lambda _: True),
         ("<patient>_<block>_<stain>", _of_block, _plausible),
@@ -58,10 +58,10 @@ def guess_patients(slides: Sequence[str]) -> PatientGuess | None:
 
 
 def with_guessed_patients(cohort: Cohort) -> tuple[Cohort, PatientGuess | None]:
-    """The cohort with guessed patients for slides that have no stated one, where the names tell; and the guess.
+    """Return the cohort with guessed patients for slides without a stated one, and the guess, if there is one.
 
-    Where some patients are stated, as after slides were added to a cohort, the names must tell these too. CohortError
-    where slides of a guessed patient are in different splits.
+    If some patients are stated, as after slides were added to a cohort, the names must agree with them. CohortError if
+    slides of a guessed patient are in different splits.
     """
     if all(row.patient_stated for row in cohort.rows):
         return cohort, None
@@ -74,8 +74,9 @@ def with_guessed_patients(cohort: Cohort) -> tuple[Cohort, PatientGuess | None]:
     if torn := _in_several_splits(rows):
         raise CohortError(
             f"by their names ({guess.pattern}) patients have slides in more than one split: {listing(torn)}",
-            "slides of one patient resemble each other, and metrics on the test set would be too good",
-            "Put all slides of a patient into one split, or fill the column patient where the names mislead",
+            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
+            "Put all slides of a patient into one split, or fill the column patient where the names are misleading",
+            code="patient-in-several-splits",
         )
     return make_cohort(rows, "the cohort", warnings=specific_warnings(cohort)), guess
 
@@ -91,7 +92,7 @@ def _of_block(slide: str) -> str | None:
 
 
 def _plausible(patients: Sequence[str]) -> bool:
-    """Whether these can be names of patients: each with a digit, none a bare year, none with most of the slides."""
+    """Return whether these can be patient names: each with a digit, none a bare year, none with most of the slides."""
     if any(re.search(r"\d", patient) is None or re.fullmatch(r"(19|20)\d\d", patient) for patient in patients):
         return False
     return max(Counter(patients).values()) <= max(2, MOST_SLIDES_SHARE * len(patients))

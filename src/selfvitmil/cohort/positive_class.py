@@ -1,7 +1,7 @@
-"""Find the positive class of two by the meaning of their names: `normal` is negative, whatever the other one is called.
+"""Find the positive class of two by the meaning of their names: `normal` is negative, whatever the other class is.
 
 Scores are probabilities of the positive class, heatmaps show evidence for it, and sensitivity is its recall, so it must
-be the disease and not the class whose name comes later in the alphabet.
+be the disease and not simply the class that is last in alphabetical order.
 """
 
 from __future__ import annotations
@@ -35,43 +35,48 @@ proficient mismatch repair, N0 without node metastasis."""
 NEGATIONS = frozenset(_NEGATING.split())
 """Words that do so as the first word of a name: `no metastasis`, but not `carcinoma of no special type`."""
 NEGATIVE_PREFIXES = ("non", "no", "un")
-"""Beginnings of one word that deny the other class: `nontumor` beside `tumor`."""
+"""Prefixes that negate the other class: `nontumor` with `tumor`."""
 NEGATIVE_SYMBOLS = {"0": "", "-": "", "n": "yjosp", "f": "t"}
-"""Whole names that are negative, beside a name that is one of these letters, or beside any name."""
+"""Complete names that are negative, if the other name is one of these letters, or with any other name."""
 
 Source = Literal["setting", "meaning", "order"]
 
 
 @dataclass(frozen=True)
 class ClassOrder:
-    """Class names in the order of their numbers, and for two classes how the positive one, the last, was found."""
+    """Class names in the order of their indices, and for two classes how the positive one, the last, was found."""
 
     names: tuple[str, ...]
     source: Source
 
     @property
     def reason(self) -> str:
-        """How the positive class of two was found, in words."""
+        """How the positive class of two was found, for the user."""
         negative, positive = self.names[0], self.names[-1]
-        flag = f"--train.positive {negative!r} exchanges them"
+        flag = f"--train.positive {negative!r} swaps them"
         if self.source == "setting":
             return "as train.positive says"
         if self.source == "meaning":
             return f"{negative!r} means negative; {flag}"
-        return f"GUESSED from the order of the names, which do not tell; {flag}, if {positive!r} is the negative class"
+        return f"GUESSED from the order of the names; {flag}, if {positive!r} is the negative class"
 
 
 def order_classes(classes: tuple[str, ...], positive: str | None) -> ClassOrder:
     """Order the classes of a cohort so that the positive one of two comes last.
 
-    `positive` names it; without it the meaning of the names decides (`is_negative_name`), and where both or neither
-    mean negative the cohort's own order. More than two classes stay in order. ConfigError where `positive` is no class.
+    `positive` names it; without it the meaning of the names decides (`is_negative_name`), and if both or neither are
+    negative the cohort's own order. More than two classes keep their order. ConfigError if `positive` is not a class.
     """
     if positive is not None:
         if positive not in classes or len(classes) != 2:
             binary = "" if len(classes) == 2 else ", and only one of two is positive"
             why = f"the classes are {listing(classes)}{binary}"
-            raise ConfigError(f"train.positive {positive!r}", why, "Name one of two classes, or leave it out")
+            raise ConfigError(
+                f"train.positive {positive!r}",
+                why,
+                "Name one of two classes, or leave it out",
+                code="unknown-positive-class",
+            )
         return ClassOrder(tuple(sorted(classes, key=positive.__eq__)), "setting")
     if len(classes) != 2:
         return ClassOrder(classes, "order")
@@ -82,11 +87,11 @@ def order_classes(classes: tuple[str, ...], positive: str | None) -> ClassOrder:
 
 
 def is_negative_name(name: str, other: str = "") -> bool:
-    """Whether a class name means the negative class; `other` is the name of the other class.
+    """Return whether a class name means the negative class; `other` is the name of the other class.
 
     True for a name with a word of `NEGATIVE_WORDS` (`Normal`, `KRAS wild-type`, `tumor-free`), one that begins with a
-    word of `NEGATIONS` (`no tumour`), one that denies the other (`nontumor` beside `tumor`, `ER-` beside `ER+`), and
-    `NEGATIVE_SYMBOLS`. Words that both names have do not count (`low grade` and `high grade`).
+    word of `NEGATIONS` (`no tumour`), one that negates the other (`nontumor` with `tumor`, `ER-` with `ER+`), and
+    `NEGATIVE_SYMBOLS`. Words that both names share do not count (`low grade` and `high grade`).
     """
     plain, plain_other = _plain(name), _plain(other)
     if plain in NEGATIVE_SYMBOLS:
@@ -101,7 +106,7 @@ def is_negative_name(name: str, other: str = "") -> bool:
 
 
 def _plain(name: str) -> str:
-    """Lower case, without accents and surrounding blanks."""
+    """Return the name in lower case, without accents and surrounding spaces."""
     decomposed = unicodedata.normalize("NFKD", name.strip().casefold())
     kept = "".join(letter for letter in decomposed if not unicodedata.combining(letter))
     return unicodedata.normalize("NFC", kept)

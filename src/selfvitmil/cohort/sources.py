@@ -1,8 +1,8 @@
-"""From whatever describes a cohort to a `Cohort`: a `cohort.csv`, a folder, Camelyon16, the tables of CLAM and STAMP.
+"""Read a `Cohort` from any supported source: a `cohort.csv`, a folder, Camelyon16, the tables of CLAM and STAMP.
 
-A source says which slides there are and where; a second table may say what is known of them. Labels are never taken
-from names or from the order of folders, except Camelyon16's own, which define them. Nothing in a table is dropped in
-silence.
+A source lists the slides and their files; a second table may add labels and other fields. Labels are never derived from
+file names or the order of folders, except for Camelyon16, whose names define them. No table content is dropped
+silently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from selfvitmil.errors import CohortError, ConfigError, raise_problems
 _FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may name a slide by its feature file
 
 CAMELYON16_PREFIX = "camelyon16:"
-"""Before a folder: what lies in it must be Camelyon16."""
+"""Prefix of a folder that must be Camelyon16."""
 
 
 def read_cohort(
@@ -43,23 +43,22 @@ def read_cohort(
     slides_folder: Path | None = None,
     features: Mapping[str, Path] | None = None,
 ) -> Cohort:
-    """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are known by their names in any case.
+    """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are recognized by name, ignoring case.
 
-    read_cohort("cohort.csv")                          our own table: paths start at its folder, no other columns
-    read_cohort("slides/", "labels.xlsx")              a folder, searched to its depths, and a table slide,label,...
+    read_cohort("cohort.csv")                          our own table: paths are relative to its folder, no other columns
+    read_cohort("slides/", "labels.xlsx")              a folder, searched recursively, and a table slide,label,...
     read_cohort("CAMELYON16/")                         the official folder: labels, split and annotations are known
-    read_cohort("camelyon16:DIR")                      the same, and an error where the folder is not laid out so
+    read_cohort("camelyon16:DIR")                      the same, but an error if the folder has another layout
     read_cohort("clam.csv", slides_folder="slides/")   case_id,slide_id,label; or any table of slides without paths
     read_cohort("slide_table.csv", "clini_table.xlsx", label_column="isMSIH", slides_folder="slides/")      STAMP
 
-    `labels` has a column for the slide (name, file name or feature file's name), or else one for the patient, and fills
-    what `source` leaves empty; a row for a slide that is not there is an error, a patient without slides is a warning.
-    `label_column` names the column of the label; without it that is `label`, or the only one of unknown meaning.
-    `slides_folder` is where slides of a table without paths lie, and where relative paths of a table with paths start.
-    `features` (slide -> feature file) stand for the slides of a table without paths, where there are no slides at hand;
-    a slide without one stays in the cohort and fails later, alone.
-    Raises CohortError, with the lines, for contradictions, all of them at once; what only deserves a look is in the
-    result's `warnings`.
+    `labels` has a column for the slide (name, file name or feature file name), or else one for the patient, and fills
+    the empty fields of `source`; a row for an unknown slide is an error, a patient without slides is a warning.
+    `label_column` names the column of the label; by default `label`, or the only column of unknown meaning.
+    `slides_folder` contains the slides of a table without paths, and is the base of relative paths of a table with
+    paths. `features` (slide -> feature file) replace the slides of a table without paths if no slides are available; a
+    slide without one stays in the cohort and fails later, alone. Raises CohortError, with line numbers, for all
+    contradictions at once; remarks are in the result's `warnings`.
     """
     prefixed = str(source).startswith(CAMELYON16_PREFIX)
     source = _existing(Path(str(source).removeprefix(CAMELYON16_PREFIX)).expanduser() if prefixed else source)
@@ -74,17 +73,20 @@ def read_cohort(
         raise ConfigError(
             "a folder of slides and --slides-folder exclude each other",
             how="Give the table as cohort, or only one folder",
+            code="two-slide-folders",
         )
     else:
         if labels is None and label_column is not None:
             raise ConfigError(
-                f"--label-column {label_column} without a table of labels", how="Give the table with --labels"
+                f"--label-column {label_column} without a table of labels",
+                how="Give the table with --labels",
+                code="label-column-without-table",
             )
         official = read_camelyon16(source) if labels is None else None
         cohort = official if official is not None else _from_folder(source, problems, hint=labels is None)
     if labels is not None:
         cohort = _with_labels(cohort, read_sheet(_existing(labels)), label_column, problems)
-    if problems:  # then all that is wrong is said at once
+    if problems:  # report everything at once
         raise_problems([*problems, *cohort.common_problems], source.name)
     return cohort
 
@@ -92,15 +94,18 @@ def read_cohort(
 def _official(folder: Path, labels: Path | None, slides_folder: Path | None) -> Cohort:
     if labels is not None or slides_folder is not None:
         raise ConfigError(
-            f"{CAMELYON16_PREFIX} goes neither with --labels nor with --slides-folder", "its folder tells all of that"
+            f"{CAMELYON16_PREFIX} cannot be combined with --labels or --slides-folder",
+            "the folder defines labels and slides",
+            code="camelyon16-options",
         )
     cohort = read_camelyon16(folder) if folder.is_dir() else None
     if cohort is None:
         raise CohortError(
-            f"{folder.name}: this is no Camelyon16 folder",
-            "it holds no slides such as training/normal/normal_001.tif, training/tumor/tumor_001.tif or "
-            "testing/images/test_001.tif (nor the older TrainingData/Train_Normal, nor images/ beside annotations/)",
-            f"Give the folder that holds those, or leave out {CAMELYON16_PREFIX} for slides that lie otherwise",
+            f"{folder.name}: not a Camelyon16 folder",
+            "it contains no slides such as training/normal/normal_001.tif, training/tumor/tumor_001.tif or "
+            "testing/images/test_001.tif (nor the older TrainingData/Train_Normal, nor images/ next to annotations/)",
+            f"Give the folder that contains those, or leave out {CAMELYON16_PREFIX} for another layout",
+            code="not-camelyon16",
         )
     return cohort
 
@@ -108,7 +113,7 @@ def _official(folder: Path, labels: Path | None, slides_folder: Path | None) -> 
 def _existing(path: Path) -> Path:
     path = Path(path)
     if not os.path.exists(path):
-        raise ConfigError(f"{path.name or path}: no such file or folder", how="Check the path")
+        raise ConfigError(f"{path.name or path}: no such file or folder", how="Check the path", code="file-not-found")
     return path
 
 
@@ -120,10 +125,10 @@ def _from_folder(folder: Path, problems: list[CohortError], *, hint: bool) -> Co
     if hint and all(is_camelyon16_name(slide.path.name) for slide in found):
         warnings.append(
             "The names are those of Camelyon16, but not its folders (training/normal, training/tumor, testing/images), "
-            "so no labels are taken from them."
+            "so no labels are derived from them."
         )
     if (folder / "cohort.csv").is_file():
-        warnings.append("The folder holds a cohort.csv that was not read; give the file itself to use it.")
+        warnings.append("The folder contains a cohort.csv that was not read; give the file itself to use it.")
     return make_cohort(
         [SlideRow(slide.name, slide.path) for slide in found],
         Path(os.path.abspath(folder)).name,
@@ -149,6 +154,7 @@ def _from_table(
             f"{sheet.name}: no column names the slides",
             f"its columns are {listing(filter(None, sheet.columns))}",
             "The first line must name the columns: slide,path,label,patient,split,mpp,annotation",
+            code="missing-column",
         )
     label_index = sheet.named(label_column) if label_column is not None else sheet.find("label")
     rows = list(_rows_of(sheet, label_index, keep_names=ours))
@@ -166,7 +172,7 @@ def _from_table(
 
 
 def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
-    """The row with its feature file in place of the slide, or with the file that would be it."""
+    """Return the row with its feature file instead of the slide, or with the file name that it would have."""
     names = {name_key(name): name for name in features}
     name = next((names[key] for key in _spellings(str(row.path)) if key in names), None)
     if name is None:
@@ -175,7 +181,7 @@ def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
 
 
 def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iterator[SlideRow]:
-    """The rows as they stand in the table; `path` is only the name by which the table calls the slide."""
+    """Yield the rows of the table; `path` is only the name that the table uses for the slide."""
     names = _filled_cells(sheet, "slide" if sheet.find("slide") is not None else "path")
     columns = [sheet.cells(sheet.find(role)) for role in ("patient", "split", "mpp", "annotation")]
     for where, name, label, patient, split, mpp, annotation in zip(
@@ -197,12 +203,16 @@ def _filled_cells(sheet: Sheet, role: str) -> list[str]:
     cells = sheet.cells(sheet.find(role))
     gaps = [where for where, cell in zip(sheet.where, cells, strict=True) if not cell]
     if gaps:
-        raise CohortError(f"{sheet.name}: rows without {role}: {listing(gaps)}", how="Fill them in, or delete the rows")
+        raise CohortError(
+            f"{sheet.name}: rows without {role}: {listing(gaps)}",
+            how="Fill them in, or delete the rows",
+            code="empty-cells",
+        )
     return cells
 
 
 def stem(name: str) -> str:
-    """The slide's name in a file name, with or without folders, a feature file's ending and a slide's ending."""
+    """Return the slide's name from a file name, without folders, feature file suffix and slide suffix."""
     name = PurePosixPath(name).name
     for suffixes in (_FEATURE_SUFFIXES, SLIDE_SUFFIXES):
         base, ending = os.path.splitext(name)
@@ -211,19 +221,20 @@ def stem(name: str) -> str:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    # "b.1.tif" is mostly the slide b.1, but a slide may itself be called "b.1.tif".
+    # "b.1.tif" is usually the slide b.1, but a slide may itself be called "b.1.tif".
     yield from (name_key(name), name_key(PurePosixPath(name).name), name_key(stem(name)))
 
 
 def _located(
     sheet: Sheet, rows: list[SlideRow], slides_folder: Path | None, problems: list[CohortError]
 ) -> tuple[list[SlideRow], list[str]]:
-    """The rows with the files that have their names in `slides_folder` (where there is one), and warnings."""
+    """Return the rows with the files of their names in `slides_folder`, and warnings."""
     if slides_folder is None:
         raise CohortError(
-            f"{sheet.name}: names slides, but has no column of paths",
-            "the files cannot be found by their names alone",
-            "Give the folder that holds them with --slides-folder, or add a column path",
+            f"{sheet.name}: lists slides, but has no column of paths",
+            "the files cannot be found by name alone",
+            "Give their folder with --slides-folder, or add a column path",
+            code="no-paths",
         )
     found, warnings = find_slides(slides_folder)
     files: dict[str, list[FoundSlide]] = defaultdict(list)
@@ -245,14 +256,15 @@ def _located(
         used.add(key)
     if several:
         what = f"{sheet.name}: {listing(several)}"
-        problems.append(CohortError(what, "it cannot be told which is meant", "Add a column path to the table"))
+        how = "Add a column path to the table"
+        problems.append(CohortError(what, "the right one is ambiguous", how, code="ambiguous-slide-file"))
     if missing:
         what = f"{sheet.name}: slides that are not in the slides folder: {listing(missing)}"
-        problems.append(CohortError(what, *_LOST_LABEL))
+        problems.append(CohortError(what, *_LOST_LABEL, code="slides-not-found"))
     unlisted = [slide.where for key, group in files.items() if key not in used for slide in group]
     if unlisted:
         warnings.append(
-            f"{len(unlisted)} slides of the folder are not in {sheet.name} and stay out: {listing(unlisted)}."
+            f"{len(unlisted)} slides of the folder are not in {sheet.name} and are ignored: {listing(unlisted)}."
         )
     return located, warnings
 
@@ -261,13 +273,13 @@ def _located(
 
 
 _LOST_LABEL = (
-    "a label without its slide is a mistake in the table or a lost file",
+    "a label without a slide is an error in the table or a lost file",
     "Add the files, or delete the rows",
 )
 
 
 def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None, problems: list[CohortError]) -> Cohort:
-    """The cohort with its empty fields filled from a table of slides or, lacking a column for them, of patients."""
+    """Fill empty fields of the cohort from a table of slides or, if it has no column for them, of patients."""
     label_index, chosen = _label_index(sheet, label_column)
     by_slide = sheet.find("slide") is not None or sheet.find("path") is not None
     if not by_slide and sheet.find("patient") is None:
@@ -275,6 +287,7 @@ def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None, problem
             f"{sheet.name}: no column names slides or patients",
             f"its columns are {listing(filter(None, sheet.columns))}",
             "The first line must name the columns, for instance: slide,label",
+            code="missing-column",
         )
     additions = _by_slide(cohort, sheet, label_index) if by_slide else _by_patient(cohort, sheet, label_index)
     rows = {row.slide: row for row in cohort.rows}
@@ -288,18 +301,18 @@ def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None, problem
         rows[name], disagreements = combine(rows[name], replace(addition, path=rows[name].path))
         conflicts += [f"{where}: {disagreement}" for disagreement in disagreements]
     if missing and by_slide:
-        problems.append(
-            CohortError(f"{sheet.name}: labels of slides that are not there: {listing(missing)}", *_LOST_LABEL)
-        )
+        what = f"{sheet.name}: labels of unknown slides: {listing(missing)}"
+        problems.append(CohortError(what, *_LOST_LABEL, code="slides-not-found"))
     elif missing:
         warnings.append(f"{sheet.name}: {len(missing)} patients have no slide: {listing(missing)}.")
     if conflicts:
         what = f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}"
-        problems.append(CohortError(what, "it cannot be told which is right", "Correct one of the two"))
+        why, how = "the right value is ambiguous", "Correct one of the two"
+        problems.append(CohortError(what, why, how, code="conflicting-values"))
     return make_cohort(list(rows.values()), sheet.name, warnings=warnings, problems=problems)
 
 
-_Addition = tuple[str, str, SlideRow | None]  # place in the table; slide that it fills; with what, None: no such slide
+_Addition = tuple[str, str, SlideRow | None]  # row in the table; slide to fill; values, or None for an unknown slide
 
 
 def _by_slide(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterator[_Addition]:
@@ -318,13 +331,16 @@ def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterat
     if not set(patients) & set(owned):
         raise CohortError(
             f"{sheet.name}: none of its patients has a slide",
-            "the table names patients, not slides, and the cohort does not know them",
-            "Give a table that has patient and slide as the cohort (STAMP's slide table), or add a column slide",
+            "the table lists patients, not slides, and the cohort does not have them",
+            "Give a table with patient and slide as the cohort (STAMP's slide table), or add a column slide",
+            code="unknown-patients",
         )
     labels, splits = sheet.cells(label_index), sheet.cells(sheet.find("split"))
     for k, where in enumerate(sheet.where):
         if not patients[k]:
-            raise CohortError(f"{sheet.name}: {where} has no patient", how="Fill it in, or delete the row")
+            raise CohortError(
+                f"{sheet.name}: {where} has no patient", how="Fill it in, or delete the row", code="empty-cells"
+            )
         if patients[k] not in owned:
             yield where, patients[k], None
         for row in owned.get(patients[k], ()):
@@ -332,7 +348,7 @@ def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterat
 
 
 def _label_index(sheet: Sheet, label_column: str | None) -> tuple[int | None, list[str]]:
-    """Which column holds the label, and a warning where that was concluded and not said."""
+    """Return the index of the label column, and a warning if it was inferred."""
     if label_column is not None:
         return sheet.named(label_column), []
     if sheet.find("label") is not None:
@@ -340,9 +356,10 @@ def _label_index(sheet: Sheet, label_column: str | None) -> tuple[int | None, li
     candidates = sheet.others()
     if len(candidates) != 1:
         raise CohortError(
-            f"{sheet.name}: it cannot be told which column is the label",
-            f"it could be any of {listing(candidates)}" if candidates else "no column is left that could be",
+            f"{sheet.name}: the label column is ambiguous",
+            f"it could be any of {listing(candidates)}" if candidates else "no column is left that could be it",
             "Name it with --label-column" if candidates else "Add a column label",
+            code="ambiguous-label-column",
         )
-    note = f"{sheet.name}: labels are taken from {candidates[0]!r}, the only column that can be meant."
+    note = f"{sheet.name}: labels are taken from {candidates[0]!r}, the only possible column."
     return sheet.named(candidates[0]), [note]

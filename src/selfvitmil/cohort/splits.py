@@ -1,13 +1,13 @@
-"""Dividing a cohort into training, validation and test slides: always by patient, stratified by label, seeded.
+"""Split a cohort into training, validation and test sets: by patient, stratified by label, seeded.
 
-A patient's slides stay together, because they resemble each other. For stratification a patient counts under the
-rarest label among its slides (rarest in the whole cohort, by slides; of equally rare ones the last in class order), so
-one tumour slide among normal ones makes a tumour patient as long as tumours are the rarer. Every set gets at least one
-patient of every class, and as near to its share as whole patients allow. Slides without a label take no part
+A patient's slides stay together, because they resemble each other. For stratification a patient has the rarest label
+among its slides (rarest in the whole cohort, by slides; of equally rare ones the last in class order), so one tumour
+slide among normal ones makes a tumour patient as long as tumours are the rarer class. Every set gets at least one
+patient of every class, and as close to its fraction as whole patients allow. Slides without a label are not split
 (`Cohort.unlabelled`). The result depends on names, labels and the seed, not on the order of rows.
 
-`val` is everywhere the fraction of the patients left for training that is set aside, 0 for none.
-Splits that others made are read as CLAM stores them: `splits_<k>.csv` (three ragged columns of slide names), or
+`val` is always the fraction of the remaining training patients that is set aside, 0 for none.
+Existing splits are read in CLAM's formats: `splits_<k>.csv` (three ragged columns of slide names), or
 `splits_<k>_bool.csv`.
 """
 
@@ -32,7 +32,7 @@ SIDES = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Split:
-    """Names of the slides to train on, to choose by and to test on; each sorted by whoever made it."""
+    """Slide names of the training, validation and test sets, each sorted."""
 
     name: str
     """For instance `fold0`; names the folder of models trained on it."""
@@ -41,20 +41,20 @@ class Split:
     test: tuple[str, ...]
 
 
-# ---------------------------------------------------------------------------------------------------- making
+# ---------------------------------------------------------------------------------------------------- creating
 
 
 def monte_carlo(
     cohort: Cohort, repeats: int, *, test: float = 0.2, val: float = 0.0, seed: int = 0
 ) -> tuple[Split, ...]:
-    """`repeats` independent hold-outs. Their test sets overlap: scores are not a cross-validation's."""
+    """Return `repeats` independent hold-out splits. Their test sets overlap: this is not a cross-validation."""
     _check_count("repeats", repeats, 1)
     seed = _checked_seed(seed)
     return tuple(_hold_out(cohort, f"repeat{r}", test, val, (seed, r)) for r in range(repeats))
 
 
 def k_fold(cohort: Cohort, k: int, *, val: float = 0.0, seed: int = 0) -> tuple[Split, ...]:
-    """`k` splits whose test sets divide the labelled slides among them."""
+    """Return `k` splits whose test sets partition the labelled slides."""
     _check_count("k", k, 2)
     seed = _checked_seed(seed)
     by_class = _patients_by_class(cohort)
@@ -64,20 +64,21 @@ def k_fold(cohort: Cohort, k: int, *, val: float = 0.0, seed: int = 0) -> tuple[
         raise CohortError(
             f"{k} folds, but fewer patients of the classes {listing(small)}",
             "every fold needs a patient of every class",
-            "Ask for fewer folds, or add patients",
+            "Use fewer folds, or add patients",
+            code="too-few-patients",
         )
     generator = np.random.default_rng([seed, 0])
-    # Dealt like cards, one class after the other: folds differ by one patient at most, in each class and in all.
+    # Dealt out like cards, one class after the other: folds differ by at most one patient, per class and in total.
     dealt = [patient for patients in by_class.values() for patient in _shuffled(patients, generator)]
     folds = [_split_of(cohort, f"fold{fold}", set(dealt[fold::k])) for fold in range(k)]
     return tuple(_carved(cohort, split, val, (seed, fold)) for fold, split in enumerate(folds))
 
 
 def hold_out(cohort: Cohort, *, test: float = 0.3, seed: int = 0) -> Cohort:
-    """The cohort with its column split drawn anew: the fraction `test` of the patients of every class is the test set.
+    """Return the cohort with a newly drawn split column: the fraction `test` of the patients of every class is tested.
 
-    All other slides are for training. Slides without a label go with their patient, else to training, where they serve
-    self-supervision alone. Slides that another word of the column (`external`, `unused`) keeps out stay out.
+    All other slides are for training. Slides without a label follow their patient, else go to training, where they are
+    used for self-supervision only. Slides with another value in the column (`external`, `unused`) are left out.
     """
     out = {row.slide for row in cohort.rows if row.split and row.split not in SIDES}
     inside = Cohort(tuple(row for row in cohort.rows if row.slide not in out), cohort.warnings)
@@ -91,12 +92,12 @@ def hold_out(cohort: Cohort, *, test: float = 0.3, seed: int = 0) -> Cohort:
 
 
 def patients_by_class(cohort: Cohort) -> dict[str, int]:
-    """Patients of each class, in class order; one with slides of several classes counts under the rarest."""
+    """Return the number of patients per class, in class order; a patient with several classes counts as the rarest."""
     return {label: len(patients) for label, patients in _patients_by_class(cohort).items()}
 
 
 def split_table(cohort: Cohort) -> tuple[tuple[str, ...], ...]:
-    """Slides and patients of every class and split of the column, header first; a patient may be in several classes."""
+    """Return slides and patients of every class and split, header first; a patient may be in several classes."""
     names = [name for name in SIDES if cohort.select(split=name).rows]
     names += sorted({row.split for row in cohort.rows if row.split} - set(names))
     rows: list[tuple[str, ...]] = []
@@ -110,9 +111,9 @@ def split_table(cohort: Cohort) -> tuple[tuple[str, ...], ...]:
 
 
 def split_from_column(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Split:
-    """The split of the cohort's own column; `val` is carved from train only where the column has no val.
+    """Return the split of the cohort's own column; `val` is taken from train only if the column has no val.
 
-    Slides with another word in the column (`external`, `unused`) belong to none of the three; one that looks like a
+    Slides with another value in the column (`external`, `unused`) are in none of the three; a value that looks like a
     misspelt train, val or test, and an empty one, are errors.
     """
     rows = [row for row in cohort.rows if row.label is not None]
@@ -123,14 +124,16 @@ def split_from_column(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Spl
             f"cohort.csv: labelled slides without a usable split: {places}",
             "the others have one, so these would be left out by accident",
             "Fill the column split with train, val or test, or with unused",
+            code="missing-split",
         )
     train, held, test = (tuple(sorted(row.slide for row in rows if row.split == side)) for side in SIDES)
     for side, slides in (("train", train), ("test", test)):
         if not slides:
             raise CohortError(
                 f"cohort.csv: no labelled slide has the split {side}",
-                "there would be nothing to " + ("learn from" if side == "train" else "report"),
+                "there would be nothing to " + ("train on" if side == "train" else "evaluate"),
                 "Fill the column split, or let the split be drawn",
+                code="empty-split",
             )
     split = Split("given", train, held, test)
     _check_classes(_patients_by_class(cohort, train), "the training set")
@@ -138,7 +141,7 @@ def split_from_column(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Spl
 
 
 def carve_validation(cohort: Cohort, split: Split, val: float, *, seed: int = 0) -> Split:
-    """The split with the fraction `val` of its training patients moved to validation."""
+    """Return the split with the fraction `val` of its training patients moved to validation."""
     return _carved(cohort, split, val, (_checked_seed(seed),))
 
 
@@ -147,7 +150,10 @@ def _hold_out(cohort: Cohort, name: str, test: float, val: float, entropy: tuple
     _check_classes(by_class, "the cohort")
     if not 0 < test < 1:
         raise ConfigError(
-            f"test = {test}", "the test set is a fraction of the patients", "Give a number between 0 and 1"
+            f"test = {test}",
+            "the test set is a fraction of the patients",
+            "Give a number between 0 and 1",
+            code="invalid-fraction",
         )
     drawn = _draw(by_class, test, np.random.default_rng([*entropy, 0]), "test")
     return _carved(cohort, _split_of(cohort, name, drawn), val, entropy)
@@ -164,8 +170,9 @@ def _carved(cohort: Cohort, split: Split, val: float, entropy: tuple[int, ...]) 
     if not 0 <= val < 1:
         raise ConfigError(
             f"val = {val}",
-            "the validation set is a fraction of the patients to train on",
+            "the validation set is a fraction of the training patients",
             "Give a number from 0 to below 1",
+            code="invalid-fraction",
         )
     if val == 0:
         return split
@@ -177,7 +184,7 @@ def _carved(cohort: Cohort, split: Split, val: float, entropy: tuple[int, ...]) 
 
 
 def _patients_by_class(cohort: Cohort, slides: Iterable[str] | None = None) -> dict[str, list[str]]:
-    """Sorted patients of each class, in class order; of the given slides, or of all that have a label."""
+    """Return sorted patients of each class, in class order; of the given slides, or of all labelled ones."""
     classes = cohort.class_counts
     rarity = {label: (count, -place) for place, (label, count) in enumerate(classes.items())}
     rows = cohort.rows if slides is None else [cohort[slide] for slide in slides]
@@ -192,22 +199,24 @@ def _patients_by_class(cohort: Cohort, slides: Iterable[str] | None = None) -> d
 
 
 def _draw(by_class: dict[str, list[str]], fraction: float, generator: np.random.Generator, side: str) -> set[str]:
-    """Patients for one side: the nearest whole number to the fraction of all, spread over the classes by their size."""
+    """Draw patients for one set: the nearest whole number to the fraction of all, distributed over classes by size."""
     patients = sum(map(len, by_class.values()))
     total = math.floor(fraction * patients + 0.5)
     if not 0 < total < patients:
-        nobody = "none there" if total == 0 else "none to train on"
+        nobody = "an empty set" if total == 0 else "no training patients"
         raise CohortError(
             f"{fraction:g} of {patients} patients for {side} leaves {nobody}",
-            "both sides need patients",
+            "both sets need patients",
             "Choose another fraction",
+            code="empty-split",
         )
     single = [label for label, members in by_class.items() if len(members) < 2]
     if single:
         raise CohortError(
             f"only one patient of the classes {listing(single)} for {side} and training",
-            "both sides need a patient of every class",
+            "both sets need a patient of every class",
             "Add patients, merge the class with another, or leave it out",
+            code="too-few-patients",
         )
     quotas = {label: math.floor(fraction * len(members)) for label, members in by_class.items()}
     by_remainder = sorted(by_class, key=lambda label: quotas[label] - fraction * len(by_class[label]))
@@ -234,12 +243,15 @@ def _check_classes(by_class: dict[str, list[str]], whole: str) -> None:
             f"{whole} has {f'one class only ({next(iter(by_class))})' if by_class else 'no labelled slide'}",
             "a classifier needs two",
             "Add slides of another class, or correct the labels",
+            code="one-class",
         )
 
 
 def _check_count(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ConfigError(f"{name} = {value}", f"at least {least} is needed", f"Give a larger {name}")
+        raise ConfigError(
+            f"{name} = {value}", f"at least {least} is needed", f"Give a larger {name}", code="value-too-small"
+        )
 
 
 def _checked_seed(seed: int) -> int:
@@ -253,7 +265,7 @@ def _checked_seed(seed: int) -> int:
 def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:
     """Read the splits of a folder in the order of their numbers, named `fold<k>`; checked against the cohort.
 
-    `splits_<k>.csv` counts; where there is only `splits_<k>_bool.csv`, that does.
+    `splits_<k>.csv` takes precedence over `splits_<k>_bool.csv`.
     """
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("splits_*.csv"), reverse=True):  # ".csv" sorts below "_bool.csv", and so wins
@@ -263,7 +275,8 @@ def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:
         raise CohortError(
             f"{folder.name}: no splits in this folder",
             "splits are files named splits_0.csv, splits_1.csv and so on",
-            "Give the folder that holds them",
+            "Give the folder that contains them",
+            code="no-split-files",
         )
     splits = [_read_split(files[k], k) for k in sorted(files)]
     for k, split in zip(sorted(files), splits, strict=True):
@@ -284,29 +297,35 @@ def _read_split(path: Path, k: int) -> Split:
 
 def _true(cell: str, path: Path) -> bool:
     if cell.casefold() not in ("true", "false"):
-        raise CohortError(f"{path.name}: {cell!r} is neither True nor False", how="Correct the file")
+        raise CohortError(
+            f"{path.name}: {cell!r} is neither True nor False", how="Correct the file", code="invalid-split-file"
+        )
     return cell.casefold() == "true"
 
 
 def check_split(split: Split, cohort: Cohort, source: str) -> None:
-    """Refuse unknown or unlabelled slides, a slide that occurs twice, a patient on two sides."""
+    """Raise CohortError for unknown, unlabelled or repeated slides, and for patients in several sets."""
     everything = [*split.train, *split.val, *split.test]
     unknown = [slide for slide in everything if slide not in cohort]
     if unknown:
         raise CohortError(
-            f"{source}: slides that the cohort does not have: {listing(unknown)}",
+            f"{source}: slides that are not in the cohort: {listing(unknown)}",
             "the split was made for another cohort",
             "Give the splits of this cohort, or correct the names",
+            code="unknown-slides",
         )
     twice = [slide for slide, count in Counter(everything).items() if count > 1]
     if twice:
-        raise CohortError(f"{source}: slides that occur twice: {listing(twice)}", how="Keep each slide once")
+        raise CohortError(
+            f"{source}: slides that occur twice: {listing(twice)}", how="Keep each slide once", code="repeated-slides"
+        )
     bare = [slide for slide in everything if cohort[slide].label is None]
     if bare:
         raise CohortError(
             f"{source}: slides without a label: {listing(bare)}",
-            "they can be neither trained on nor scored",
+            "they can be neither trained on nor evaluated",
             "Label them",
+            code="unlabelled-slides",
         )
     sides: dict[str, set[str]] = defaultdict(set)
     for side in SIDES:
@@ -315,7 +334,8 @@ def check_split(split: Split, cohort: Cohort, source: str) -> None:
     torn = [f"{patient} ({', '.join(sorted(found))})" for patient, found in sides.items() if len(found) > 1]
     if torn:
         raise CohortError(
-            f"{source}: patients on more than one side: {listing(torn)}",
-            "slides of one patient resemble each other, and scores on the test set would be too good",
+            f"{source}: patients in more than one set: {listing(torn)}",
+            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
             "Split by patient",
+            code="patient-in-several-splits",
         )

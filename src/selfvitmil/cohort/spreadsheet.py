@@ -1,8 +1,8 @@
-"""Tables as people and other tools write them: CSV in its dialects and .xlsx, read into plain text cells.
+"""Read tables written by people and other tools, CSV in its dialects and .xlsx, into text cells.
 
-A CSV file may be separated by commas, semicolons or tabs, begin with a byte order mark, end its lines in any way and
-have blank lines; cells lose the spaces around them. Of an .xlsx file the first sheet is read. Columns are found by what
-they mean: `slide_id`, `FILENAME` and `wsi` are all the slide. Every row knows its line, for messages.
+A CSV file may be separated by commas, semicolons or tabs, begin with a byte order mark, have any line endings and blank
+lines; cells are stripped. Of an .xlsx file the first sheet is read. Columns are recognized by their meaning:
+`slide_id`, `FILENAME` and `wsi` all name the slide. Every row keeps its line number for messages.
 """
 
 from __future__ import annotations
@@ -34,63 +34,65 @@ ROLES = {
     "mpp": ("mpp", "slide_mpp", "spacing_at_level_0"),
     "annotation": ("annotation", "annotation_path", "annotations"),
 }
-"""Names that a column of each meaning may have; where a table has several of them, the first here is taken."""
+"""Accepted column names for each meaning; if a table has several of them, the first here is used."""
 
 _NOTHING = frozenset(("", "na", "n/a", "#n/a", "nan", "<na>"))  # how R, pandas and Excel write a missing value
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of text cells under a header."""
+    """A table of text cells with a header."""
 
     name: str
-    """Of the file."""
+    """File name."""
     folder: Path
-    """Where the file lies, free of links: relative paths in the table start here."""
+    """Folder of the file, with links resolved: relative paths in the table start here."""
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     where: tuple[str, ...]
-    """The place of each row, for messages: `line 7`."""
+    """Position of each row, for messages: `line 7`."""
     warnings: tuple[str, ...] = ()
 
     def find(self, role: str) -> int | None:
-        """Index of the column that has this meaning."""
+        """Return the index of the column with this meaning, or None."""
         folded = [_fold(column) for column in self.columns]
         return next((folded.index(name) for name in ROLES[role] if name in folded), None)
 
     def named(self, column: str) -> int:
-        """Index of the column of this name, in any case."""
+        """Return the index of the column with this name, ignoring case."""
         folded = [_fold(name) for name in self.columns]
         if _fold(column) not in folded:
             raise CohortError(
-                f"{self.name}: has no column {column!r}",
+                f"{self.name}: no column {column!r}",
                 f"its columns are {listing(filter(None, self.columns))}",
                 _did_you_mean(column, self.columns) or "Name one of them",
+                code="missing-column",
             )
         return folded.index(_fold(column))
 
     def others(self) -> tuple[str, ...]:
-        """Columns whose meaning is not known; those without a name (a row number, mostly) do not count."""
+        """Return columns with unknown meaning; unnamed ones (mostly row numbers) do not count."""
         known = {name for names in ROLES.values() for name in names}
         return tuple(column for column in self.columns if column and _fold(column) not in known)
 
     def cells(self, index: int | None) -> list[str]:
-        """One column, a missing value as an empty text; all empty where there is no such column."""
+        """Return one column with missing values as empty strings; all empty if there is no such column."""
         if index is None:
             return [""] * len(self.rows)
         values = [row[index] for row in self.rows]
         for where, value in zip(self.where, values, strict=True):
-            if _has_break(value):  # two stray quotes make one value of the rows between them
+            if _has_break(value):  # two stray quotes merge the rows between them
                 raise CohortError(
                     f"{self.name}: the {self.columns[index]} that ends on {where} has a line break",
-                    "it may have swallowed the rows before",
+                    "unbalanced quotes may have merged rows",
                     "Remove the line break, or the quotes around it",
+                    code="line-break-in-cell",
                 )
         return ["" if value.casefold() in _NOTHING else value for value in values]
 
 
 def check_columns(sheet: Sheet, expected: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """Refuse columns beyond `expected` (in any case), naming the nearest, and a table that lacks a required one."""
+    """Raise CohortError for columns beyond `expected` (ignoring case), suggesting the nearest, and for missing ones."""
     folded = [_fold(column) for column in sheet.columns]
     for column in sheet.columns:
         if column and _fold(column) not in expected:
@@ -99,13 +101,15 @@ def check_columns(sheet: Sheet, expected: tuple[str, ...], required: tuple[str, 
                 f"{sheet.name}: unknown column {column!r}",
                 f"the columns are {', '.join(expected)}",
                 f"Did you mean {role!r}?" if role else _did_you_mean(column, expected) or "Rename or remove it",
+                code="unknown-column",
             )
     for column in required:
         if column not in folded:
             raise CohortError(
-                f"{sheet.name}: has no column {column!r}",
+                f"{sheet.name}: no column {column!r}",
                 f"its columns are {listing(filter(None, sheet.columns))}",
                 f"The first line must name the columns: {', '.join(expected)}",
+                code="missing-column",
             )
 
 
@@ -123,7 +127,7 @@ def _did_you_mean(word: str, choices: tuple[str, ...]) -> str:
 
 
 def whole_number(text: str) -> str:
-    """`1.0` as `1`: spreadsheets make floats of numbers in a column with gaps. All else stays."""
+    """Return `1` for `1.0`: spreadsheets turn numbers in a column with gaps into floats. Other text is unchanged."""
     match = re.fullmatch(r"([+-]?\d+)\.0*", text)
     return match[1] if match else text
 
@@ -132,13 +136,13 @@ _SPLIT_WORDS = {"training": "train", "valid": "val", "validation": "val", "testi
 
 
 def split_name(text: str) -> str | None:
-    """A split in lower case, `training`, `validation` and `testing` in their short forms; None when empty."""
+    """Return a split in lower case, with `training`, `validation` and `testing` shortened; None if empty."""
     word = text.casefold()
     return _SPLIT_WORDS.get(word, word) or None
 
 
 def parse_mpp(text: str, sheet: Sheet, where: str) -> float | None:
-    """Microns per pixel; a comma may stand for the point, as in spreadsheets of half of Europe."""
+    """Parse microns per pixel; a decimal comma is accepted."""
     if not text:
         return None
     try:
@@ -149,7 +153,8 @@ def parse_mpp(text: str, sheet: Sheet, where: str) -> float | None:
         raise CohortError(
             f"{sheet.name}: {where}: mpp {text!r}",
             problem,
-            "Correct it, or leave it empty to use what the slide itself says",
+            "Correct it, or leave it empty to use the value in the slide file",
+            code="invalid-mpp",
         )
     return mpp
 
@@ -169,12 +174,15 @@ def read_sheet(path: Path) -> Sheet:
         numbered = _read_csv(path)
     else:
         raise CohortError(
-            f"{path.name}: not a table that can be read",
+            f"{path.name}: not a readable table",
             "tables end in .csv, .tsv, .txt or .xlsx",
             "Save it as CSV (UTF-8)",
+            code="unknown-table-format",
         )
     if not numbered:
-        raise CohortError(f"{path.name}: the table is empty", "a header and rows are needed", "Give another table")
+        raise CohortError(
+            f"{path.name}: the table is empty", "a header and rows are needed", "Give another table", code="empty-table"
+        )
     (_, header), *body = numbered
     rows = [_fitted(path.name, f"{unit} {number}", cells, len(header)) for number, cells in body]
     sheet = Sheet(
@@ -188,7 +196,10 @@ def read_sheet(path: Path) -> Sheet:
     repeated = sorted({name for name in header if name and [_fold(n) for n in header].count(_fold(name)) > 1})
     if repeated:
         raise CohortError(
-            f"{path.name}: columns that occur twice: {listing(repeated)}", "which one is meant?", "Rename or remove one"
+            f"{path.name}: duplicate columns: {listing(repeated)}",
+            "the right one is ambiguous",
+            "Rename or remove one",
+            code="duplicate-columns",
         )
     return sheet
 
@@ -197,8 +208,9 @@ def _fitted(name: str, where: str, cells: list[str], width: int) -> tuple[str, .
     if any(cells[width:]):
         raise CohortError(
             f"{name}: {where} has {len(cells)} cells under {width} columns",
-            "it cannot be told which value belongs to which column",
-            'Put a value that holds the separator into quotes: "a, b"',
+            "the column of each value is ambiguous",
+            'Quote values that contain the separator: "a, b"',
+            code="too-many-cells",
         )
     return (*cells[:width], *[""] * (width - len(cells)))
 
@@ -207,11 +219,13 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CohortError(f"{path.name}: cannot be read", f"{error.strerror or error}", "Check the path") from None
+        raise CohortError(
+            f"{path.name}: cannot be read", f"{error.strerror or error}", "Check the path", code="unreadable-table"
+        ) from None
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, with or without a byte order mark."""
+    """Read a UTF-8 file, with or without a byte order mark."""
     content = _read_bytes(path)
     try:
         text = content.decode("utf-8-sig")
@@ -219,20 +233,23 @@ def read_text(path: Path) -> str:
         line = content[: error.start].count(b"\n") + 1
         raise CohortError(
             f"{path.name}: line {line} is not UTF-8 text",
-            "letters beyond a to z would be read wrongly",
+            "non-ASCII letters would be read wrongly",
             "Save it again as CSV UTF-8 (in Excel: Save as, CSV UTF-8)",
+            code="not-utf8",
         ) from None
     if "\0" in text:
-        raise CohortError(f"{path.name}: is not a text file", "it holds zero bytes", "Save it again as CSV UTF-8")
+        raise CohortError(
+            f"{path.name}: not a text file", "it contains null bytes", "Save it again as CSV UTF-8", code="not-text"
+        )
     return text
 
 
 def split_lines(text: str, name: str, separator: str) -> list[tuple[int, list[str]]]:
-    """Rows of a CSV text with their line numbers, cells stripped, rows without any content left out."""
+    """Return the rows of a CSV text with their line numbers, cells stripped, empty rows removed."""
     try:
         rows = _parsed(text, separator, strict=True)
     except csv.Error:
-        # Spaces after a closing quote are no harm, but a quote that never closes swallows all rows that follow.
+        # Spaces after a closing quote are harmless, but a quote that never closes swallows all rows that follow.
         try:
             rows = _parsed(text, separator, strict=False)
             broken = next((f" before line {line + 1}" for line, cells in rows if any(map(_has_break, cells))), None)
@@ -240,9 +257,10 @@ def split_lines(text: str, name: str, separator: str) -> list[tuple[int, list[st
             rows, broken = [], ""
         if broken is not None:
             raise CohortError(
-                f"{name}: a quote does not close{broken}",
-                "the rows that follow it cannot be told apart",
+                f"{name}: unclosed quote{broken}",
+                "the rows after it cannot be separated",
                 'Close it, or write a quote inside a value twice: ""',
+                code="unclosed-quote",
             ) from None
     return [(number, cells) for number, cells in rows if any(cells)]
 
@@ -273,14 +291,15 @@ def _read_xlsx(path: Path) -> tuple[list[tuple[int, list[str]]], tuple[str, ...]
     from openpyxl.utils.exceptions import InvalidFileException
 
     content = io.BytesIO(_read_bytes(path))
-    # expat, below all of it, ends XML whose entities grow without bound; it then raises ParseError.
+    # expat aborts on XML entities that expand without bound, with a ParseError.
     broken = (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, ParseError)
 
     def refused(error: Exception) -> CohortError:
         return CohortError(
             f"{path.name}: cannot be read as .xlsx ({error})",
-            "it is damaged or of another format",
+            "it is damaged or in another format",
             "Save it again, as .xlsx or CSV UTF-8",
+            code="unreadable-table",
         )
 
     try:
@@ -302,5 +321,5 @@ def _read_xlsx(path: Path) -> tuple[list[tuple[int, list[str]]], tuple[str, ...]
         raise refused(error) from None
     finally:
         book.close()
-    ignored = f"{path.name}: only the first sheet is read; not {listing(others)}." if others else ""
+    ignored = f"{path.name}: only the first sheet is read; ignored: {listing(others)}." if others else ""
     return [(number, cells) for number, cells in rows if any(cells)], (ignored,) if ignored else ()

@@ -1,7 +1,7 @@
-"""The cohort itself: its rows, the rules they obey, `cohort.csv` and the merging of two cohorts.
+"""The cohort: its rows, their consistency rules, `cohort.csv` and merging of two cohorts.
 
 Rules, checked by `make_cohort` for every source and again before writing: slide names are unique (also on file systems
-that ignore case) and can be file names, a patient lies in one split only, no two labels differ in case alone.
+that ignore case) and valid file names, a patient is in one split only, no two labels differ only in case.
 Paths are absolute in memory and relative to the table in the file, so that a study can be moved with its slides.
 """
 
@@ -29,24 +29,24 @@ _MAX_NAME_BYTES = 200  # a file name has 255 at most; `<slide>_patches.h5` and i
 
 @dataclass(frozen=True)
 class SlideRow:
-    """One slide: what is known of it before it is opened."""
+    """One slide: what is known before it is opened."""
 
     slide: str
-    """Its name, unique in the cohort; names all its artefacts."""
+    """Its name, unique in the cohort; all its artefacts are named after it."""
     path: Path
-    """The file; absolute. It need not exist: a missing one fails later, alone, at its stage."""
+    """The file; absolute. It need not exist: a missing one fails later, alone, in its stage."""
     label: str | None = None
-    """Truth of the slide; None when not known."""
+    """Label of the slide; None if unknown."""
     patient: str = ""
-    """Its owner; a slide without one is its own patient."""
+    """Patient; a slide without one is its own patient."""
     split: str | None = None
-    """Usually train, val or test; other words name further sets."""
+    """Usually train, val or test; other values name further sets."""
     mpp: float | None = None
-    """Microns per level-0 pixel that overrides what the file says."""
+    """Microns per level-0 pixel; overrides the value in the file."""
     annotation: Path | None = None
-    """Outlines of its lesions; absolute."""
+    """Annotation file of its lesions; absolute."""
     patient_stated: bool = False
-    """Whether a table names the patient, be it by the slide's own name; else the slide only counts as its own."""
+    """Whether a table states the patient (even as the slide's own name); otherwise the slide is its own patient."""
 
     def __post_init__(self) -> None:
         if not self.patient:
@@ -55,15 +55,15 @@ class SlideRow:
             object.__setattr__(self, "patient_stated", True)
 
     def found_as(self, slide: str, path: Path) -> SlideRow:
-        """The row with the name and the file under which its slide was found."""
+        """Return the row with the name and file under which its slide was found."""
         return replace(self, slide=slide, path=path, patient=self.patient if self.patient_stated else "")
 
     @property
     def lesions_complete(self) -> bool:
-        """Whether all lesions of the slide are outlined, so that lesion scores may count it (its label is good anyway).
+        """Whether all lesions of the slide are annotated, so that it can be used in lesion metrics.
 
-        False for one slide of Camelyon16's test set alone. It is known by its name among annotated test slides, because
-        the columns of `cohort.csv` have no place for such a remark.
+        False only for one slide of Camelyon16's test set. It is identified by its name among annotated test slides,
+        because `cohort.csv` has no column for such a remark.
         """
         annotated_tumour = self.annotation is not None and self.label == "tumor" and self.split == "test"
         return not (annotated_tumour and self.slide.casefold() == "test_114")
@@ -75,7 +75,7 @@ class Cohort:
 
     rows: tuple[SlideRow, ...]
     warnings: tuple[str, ...] = ()
-    """What the reader of the table should know; one sentence each."""
+    """Remarks for the user; one sentence each."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -88,13 +88,14 @@ class Cohort:
         return slide in self._by_name
 
     def __getitem__(self, slide: str) -> SlideRow:
-        """The row of that name; CohortError, naming the nearest, when there is none."""
+        """Return the row of that name; CohortError, suggesting the nearest, if there is none."""
         if slide not in self._by_name:
             nearest = difflib.get_close_matches(slide, self._by_name, n=1)
             raise CohortError(
-                f"{slide}: no slide of the cohort has this name",
+                f"{slide}: no such slide in the cohort",
                 f"the nearest is {nearest[0]}" if nearest else "",
                 "See the column slide of cohort.csv",
+                code="unknown-slide",
             )
         return self._by_name[slide]
 
@@ -116,7 +117,7 @@ class Cohort:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The labels in class order; the place of a label here is its number as a class."""
+        """The labels in class order; the index of a label here is its class number."""
         return tuple(self.class_counts)
 
     @property
@@ -129,7 +130,7 @@ class Cohort:
 
     @property
     def patient_warning(self) -> str:
-        """What to know of slides whose patient no table states; empty when all are stated, or there is one slide."""
+        """Warning about slides without a stated patient; empty if all are stated, or there is one slide."""
         unstated = [row.slide for row in self.rows if not row.patient_stated]
         if not unstated or len(self.rows) == 1:
             return ""
@@ -138,36 +139,38 @@ class Cohort:
         else:
             which = f"{len(unstated)} slides have no patient and count each as its own: {listing(unstated)}"
         return (
-            f"{which}. Slides of one patient may stand in training and test set, and metrics and confidence intervals "
-            "may be too good. Fill the column patient of cohort.csv (with the slide's name where that is right)."
+            f"{which}. Slides of one patient may be in both training and test set (data leakage), and metrics and "
+            "confidence intervals may be too optimistic. Fill the column patient of cohort.csv (with the slide's own "
+            "name where that is right)."
         )
 
     def select(self, split: str | None = None, *, labelled: bool = False) -> Cohort:
-        """The rows of one split, or all; with `labelled` only those that have a label. May be empty."""
+        """Return the rows of one split, or all; with `labelled` only those with a label. May be empty."""
         rows = (row for row in self.rows if split is None or row.split == split)
         return Cohort(tuple(row for row in rows if row.label is not None or not labelled))
 
     @property
     def common_problems(self) -> list[CohortError]:
-        """What stops a study though the table does not contradict itself: no labels, one class, files not there."""
+        """Problems that prevent training although the table is consistent: no labels, one class, missing files."""
         problems: list[CohortError] = []
         if not self.classes:
             how = "Fill the column label, or give --labels"
-            problems.append(CohortError("no slide has a label", "there is nothing to learn from", how))
+            why = "a classifier cannot be trained without labels"
+            problems.append(CohortError("no slide has a label", why, how, code="no-labels"))
         elif len(self.classes) == 1:
             what, how = f"all labels are {self.classes[0]}", "Add slides of another class, or correct the labels"
-            problems.append(CohortError(what, "a classifier needs two classes", how))
+            problems.append(CohortError(what, "a classifier needs two classes", how, code="one-class"))
         return [*problems, *self.missing_problems]
 
     @property
     def missing_problems(self) -> list[CohortError]:
-        """An error on the files that are not there, if any."""
+        """An error listing the missing files, if any."""
         gone = self.missing_files()
         what = f"files of {len(gone)} slides, or their annotations, do not exist: {listing(row.slide for row in gone)}"
-        return [CohortError(what, how="Correct the paths, or add the files")] if gone else []
+        return [CohortError(what, how="Correct the paths, or add the files", code="missing-files")] if gone else []
 
     def missing_files(self) -> tuple[SlideRow, ...]:
-        """Rows whose slide or annotation is not there. Asks the file system once per file."""
+        """Return rows whose slide or annotation does not exist. Checks the file system once per file."""
         return tuple(
             row for row in self.rows if not all(os.path.exists(file) for file in (row.path, row.annotation) if file)
         )
@@ -182,14 +185,14 @@ def _class_order(label: str) -> tuple[int, float, str]:
 
 
 def listing(items: Iterable[str], limit: int = 10) -> str:
-    """Items for an error's text: the first few, and how many more there are."""
+    """Format items for a message: the first few, and the number of the others."""
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
 
 def name_key(name: str) -> str:
-    """Names with equal keys would be one file on some file systems (macOS ignores case and how accents are encoded)."""
+    """Return a key that is equal for names that are the same file on some file systems (macOS ignores case)."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -204,15 +207,18 @@ def make_cohort(
     warnings: Iterable[str] = (),
     problems: list[CohortError] | None = None,
 ) -> Cohort:
-    """Check the rows against each other and make a cohort of them; one CohortError lists all that is wrong.
+    """Check the rows against each other and return a cohort; one CohortError lists all problems.
 
-    `source` and `where` (one entry a row: `line 7`, or a path within the folder) tell in errors which rows are meant.
-    With `problems` errors are added to that list, for one who finds more, and not raised.
+    `source` and `where` (one entry per row: `line 7`, or a path within the folder) identify rows in errors. With
+    `problems`, errors are appended to that list instead of raised.
     """
     where = where if where is not None else [row.slide for row in rows]
     if not rows:
         raise CohortError(
-            f"{source}: there is no slide in it", "a study needs at least one", "Give a table with rows or a folder"
+            f"{source}: no slides",
+            "a study needs at least one",
+            "Give a table with rows or a folder with slides",
+            code="no-slides",
         )
     checks = (_check_names, _check_unique, _check_patients, _check_labels)
     found = [error for check in checks if (error := check(rows, source, where)) is not None]
@@ -224,25 +230,25 @@ def make_cohort(
 
 
 def general_warnings(rows: Sequence[SlideRow]) -> tuple[str, ...]:
-    """Warnings that any cohort with these rows has, whatever it was read from."""
+    """Return the warnings that any cohort with these rows has, independent of its source."""
     missing = [row.slide for row in rows if row.label is None]
     if not missing:
         return ()
     if len(missing) == len(rows):
-        return (f"None of the {len(rows)} slides has a label; a classifier cannot be trained without.",)
-    return (f"{len(missing)} of {len(rows)} slides have no label and take no part in training: {listing(missing)}.",)
+        return (f"None of the {len(rows)} slides has a label; a classifier cannot be trained without labels.",)
+    return (f"{len(missing)} of {len(rows)} slides have no label and are not used for training: {listing(missing)}.",)
 
 
 def specific_warnings(cohort: Cohort) -> tuple[str, ...]:
-    """The cohort's warnings that come from its source."""
+    """Return the cohort's warnings that come from its source."""
     general = general_warnings(cohort.rows)
     return tuple(warning for warning in cohort.warnings if warning not in general)
 
 
 def check_slide_name(name: str) -> None:
-    """ValueError where a slide's name, as a file tells it, cannot be a file name: other files are named after it."""
+    """Raise ValueError if a slide name read from a file is not a valid file name: other files are named after it."""
     if problem := _name_problem(name):
-        raise ValueError(f"it is of the slide {name!r}, which is no name of a slide: {problem}")
+        raise ValueError(f"invalid slide name {name!r}: {problem}")
 
 
 def _name_problem(name: str) -> str:
@@ -262,7 +268,7 @@ def _name_problem(name: str) -> str:
 
 
 def _has_control(text: str) -> bool:
-    """Whether it has line breaks and the like, or bytes that are not UTF-8 (Python hands those over as surrogates)."""
+    """Return whether it has line breaks or other control characters, or bytes that are not UTF-8 (surrogates)."""
     return not text.isprintable() and any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
@@ -274,9 +280,10 @@ def _check_names(rows: Sequence[SlideRow], source: str, where: Sequence[str]) ->
     ]
     if problems:
         return CohortError(
-            f"{source}: slide names that cannot be used: {listing(problems)}",
-            "a slide's artefacts are files of its name",
-            "Give other names in the column slide of a cohort.csv; the files themselves may stay as they are",
+            f"{source}: invalid slide names: {listing(problems)}",
+            "artefacts are named after their slide",
+            "Use other names in the column slide of a cohort.csv; the files themselves need not be renamed",
+            code="invalid-slide-names",
         )
     return None
 
@@ -288,9 +295,10 @@ def _check_unique(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -
     repeated = [" = ".join(group) for group in places.values() if len(group) > 1]
     if repeated:
         return CohortError(
-            f"{source}: slides of the same name: {listing(repeated)}",
-            "names are file names, and some file systems ignore case",
-            "Give a cohort.csv whose column slide has a name of its own for each",
+            f"{source}: slides with the same name: {listing(repeated)}",
+            "names are used as file names, and some file systems ignore case",
+            "Give a cohort.csv whose column slide has a unique name for each",
+            code="repeated-slides",
         )
     return None
 
@@ -309,8 +317,9 @@ def _check_patients(rows: Sequence[SlideRow], source: str, where: Sequence[str])
         ]
         return CohortError(
             f"{source}: patients with slides in more than one split: {listing(places)}",
-            "slides of one patient resemble each other, and scores on the test set would be too good",
+            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
             "Put all slides of a patient into the same split",
+            code="patient-in-several-splits",
         )
     return None
 
@@ -324,9 +333,10 @@ def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -
     if doubtful:
         places = [f"{place} ({row.label})" for place, row in zip(where, rows, strict=True) if row.label in doubtful]
         return CohortError(
-            f"{source}: labels that differ in case alone: {listing(places)}",
+            f"{source}: labels that differ only in case: {listing(places)}",
             "they would count as different classes",
-            "Write each class in one way",
+            "Use one spelling per class",
+            code="label-spellings",
         )
     return None
 
@@ -335,7 +345,7 @@ def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -
 
 
 def write_cohort(path: Path, cohort: Cohort) -> None:
-    """Write `cohort.csv`, atomically; `read_cohort` reads it back to the same rows."""
+    """Write `cohort.csv` atomically; `read_cohort` reads the same rows back."""
     make_cohort(cohort.rows, path.name)
     folder = Path(os.path.realpath(path.parent))
     rows = (
@@ -346,13 +356,13 @@ def write_cohort(path: Path, cohort: Cohort) -> None:
 
 
 def _stated(row: SlideRow) -> dict[str, Any]:
-    """The fields as a table holds them: None where nothing is said, as of a patient that no table states."""
+    """Return the fields as a table stores them: None for unknown values, such as a patient that is not stated."""
     values = {name: getattr(row, name) for name in COLUMNS}
     return values if row.patient_stated else values | {"patient": None}
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root, without `..`; links stay, except where a `..` would leave one the wrong way."""
+    """Return the absolute path without `..`; links are kept, except where `..` would resolve wrongly."""
     if ".." in path.parts:
         return Path(os.path.realpath(path.parent), path.name) if path.name != ".." else Path(os.path.realpath(path))
     return Path(os.path.abspath(path))
@@ -362,15 +372,16 @@ def _relative(path: Path, folder: Path) -> str:
     relative = os.path.relpath(absolute(path), folder)
     if _has_control(relative):
         raise CohortError(
-            f"{path.name!r}: its path has characters that a table cannot hold",
+            f"{path.name!r}: its path contains characters that a table cannot store",
             "they are line breaks, control characters or bytes that are not UTF-8",
             "Rename the file or its folder",
+            code="invalid-path",
         )
     return f"./{relative}" if relative != relative.lstrip() else relative
 
 
 def resolve_path(value: str, folder: Path) -> Path:
-    """The absolute path that `value` means in a table in `folder`, which must be free of links."""
+    """Return the absolute path of `value` in a table in `folder`, which must not contain links."""
     while value.startswith("../"):
         folder, value = folder.parent, value[3:].lstrip("/")
     return folder / value
@@ -381,23 +392,23 @@ def resolve_path(value: str, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What merging did, as slide names."""
+    """Result of merging, as slide names."""
 
     added: tuple[str, ...]
     """Slides that the old cohort did not have."""
     filled: tuple[str, ...]
-    """Old slides of which the new cohort knows more."""
+    """Old slides with fields filled from the new cohort."""
     moved: tuple[str, ...]
-    """Old slides whose file is gone from its old place and is at a new one."""
+    """Old slides whose file has moved."""
     only_old: tuple[str, ...]
-    """Old slides that the new cohort does not name; they stay."""
+    """Old slides that are not in the new cohort; they are kept."""
 
 
 def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
-    """Add to the cohort of a study: old rows stay, their empty fields are filled, new slides follow at the end.
+    """Add to the cohort of a study: old rows are kept, their empty fields are filled, new slides are appended.
 
-    Fields that contradict each other are a CohortError that lists them all. A path may change only when the old file
-    is gone and the new one exists.
+    Conflicting fields raise one CohortError that lists them all. A path may change only if the old file is gone and the
+    new one exists.
     """
     newer = {row.slide: row for row in new.rows}
     rows: list[SlideRow] = []
@@ -422,8 +433,9 @@ def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
     if conflicts:
         raise CohortError(
             f"cohort.csv and the new table contradict each other: {listing(conflicts)}",
-            "it cannot be told which is right",
-            "Correct one of the two; to forget a row, delete it from cohort.csv",
+            "the right value is ambiguous",
+            "Correct one of the two; to drop a row, delete it from cohort.csv",
+            code="conflicting-values",
         )
     added = tuple(row for row in new.rows if row.slide not in old)
     merged = make_cohort([*rows, *added], "the merged cohort", warnings=specific_warnings(new))
@@ -432,7 +444,7 @@ def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
 
 
 def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
-    """`row` with its empty fields filled from `addition`, and the fields in which both say something different."""
+    """Return `row` with its empty fields filled from `addition`, and the fields with conflicting values."""
     changes: dict[str, Any] = {}
     conflicts: list[str] = []
     ours = _stated(row)

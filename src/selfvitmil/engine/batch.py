@@ -1,7 +1,7 @@
 """Workers as jobs of Slurm, PBS or LSF, through dask-jobqueue: one job, one core, one slide at a time.
 
-The jobs find the key of the run as files in a folder at home, which all nodes of a cluster see and only we can read.
-dask-jobqueue never submits a job again that was refused; we do, since a busy batch system refuses now and then.
+The jobs read the TLS key of the run from a private folder in the home directory, which all nodes of a cluster share.
+dask-jobqueue does not resubmit a rejected job; we do, since a busy batch system rejects jobs occasionally.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ _BATCH = {  # kind: dask-jobqueue's class, the command that submits
 }
 
 _AGAIN_S = 60.0
-"""After how long a refused job is submitted once more."""
+"""Delay before a rejected job is resubmitted."""
 _PATIENCE_S = 600.0
-"""How long all jobs may be refused, with no worker left, once the batch system has taken some. Before, it is at once:
-then the settings are wrong."""
+"""How long all jobs may be rejected, with no worker left, once the batch system has accepted some. If it accepted none,
+the error is raised at once: then the settings are wrong."""
 
 
 @dataclass
 class Answers:
-    """What the batch system says to our jobs."""
+    """Responses of the batch system to our jobs."""
 
     accepted: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    """By the job's name: why, until it is accepted."""
+    """Job name -> reason, until the job is accepted."""
 
 
 @contextmanager
 def batch_workers(batch: ClusterSettings) -> Iterator[Workers]:
-    """Jobs, submitted when asked for and cancelled on leaving."""
+    """Yield workers whose jobs are submitted on demand and cancelled at the end."""
     from distributed import Client
 
     submit = _BATCH[batch.kind][1]
     if shutil.which(submit) is None:
         raise EngineError(
-            f"{batch.kind}: the command {submit} is not found",
-            "no job can be started from here",
-            f"Run this on a machine of the cluster that has {submit}, or leave engine.batch.kind out to work here",
+            f"{batch.kind}: command {submit} not found",
+            "no job can be submitted from here",
+            f"Run this on a machine of the cluster that has {submit}, or leave out engine.batch.kind to work here",
+            code="batch-command-not-found",
         )
     answers = Answers()
     with ExitStack() as stack:
@@ -86,13 +87,16 @@ class _BatchWorkers(Workers):
         refused = list(self._answers.refused.values())
         if len(refused) >= self._number and seconds >= (_PATIENCE_S if self._answers.accepted else 0):
             raise EngineError(
-                f"{self._batch.kind} refuses the job", refused[0], "Correct the settings under engine.batch"
+                f"{self._batch.kind} rejects the job",
+                refused[0],
+                "Correct the settings under engine.batch",
+                code="job-rejected",
             )
 
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A folder that only we can read, where the jobs find the run's key; at home, which all nodes of a cluster see."""
+    """Yield a private folder for the run's key; in the home directory, which all nodes of a cluster share."""
     cache = Path.home() / ".cache" / "selfvitmil"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -100,15 +104,16 @@ def _shared_folder() -> Iterator[Path]:
     except OSError as error:
         raise EngineError(
             "~/.cache/selfvitmil cannot be written",
-            f"{error.strerror}, and the jobs need a place to find the key of this run",
-            "Make room in your home folder",
+            f"{error.strerror}, and the jobs read the key of this run from there",
+            "Free space in your home directory, or correct its permissions",
+            code="cache-not-writable",
         ) from None
     with folder:
         yield Path(folder.name)
 
 
 def _key_files(folder: Path) -> Any:
-    """A key and certificate made for this run, as files in `folder` that only we can read."""
+    """Write a key and certificate for this run as private files in `folder`."""
     from distributed.security import Security
 
     made = Security.temporary()
@@ -128,7 +133,8 @@ def _key_files(folder: Path) -> Any:
 
 
 def _recording_job(job_class: Any, answers: Answers) -> Any:
-    """A job that notes why the batch system refused it, which dask-jobqueue only logs, and is then tried again."""
+    """Return a job class that records why the batch system rejected a job, which dask-jobqueue only logs, and resubmits
+    it."""
     from distributed.core import Status
 
     class RecordingJob(job_class):
@@ -138,14 +144,14 @@ def _recording_job(job_class: Any, answers: Answers) -> Any:
             except Exception as error:
                 complaint = str(error).rpartition("stderr:")[2].split()
                 answers.refused[self.name] = " ".join(complaint) or type(error).__name__
-                self.status = Status.failed  # or the cluster cannot be closed
+                self.status = Status.failed  # otherwise the cluster cannot be closed
                 asyncio.get_running_loop().call_later(_AGAIN_S, self.make_way)
                 raise
             answers.accepted += 1
             answers.refused.pop(self.name, None)
 
         def make_way(self) -> None:
-            """Have dask find that a job of this name is missing: it then submits a new one."""
+            """Remove the job from dask's list, so that dask submits a new one."""
             cluster = self._cluster()
             if cluster is not None and cluster.workers.get(self.name) is self:
                 del cluster.workers[self.name]
@@ -154,7 +160,7 @@ def _recording_job(job_class: Any, answers: Answers) -> Any:
 
 
 def _batch_cluster(batch: ClusterSettings, folder: Path, answers: Answers) -> Any:
-    """The dask-jobqueue cluster, with no job yet."""
+    """Return the dask-jobqueue cluster, without jobs yet."""
     try:
         import dask_jobqueue
     except ImportError:
@@ -162,19 +168,24 @@ def _batch_cluster(batch: ClusterSettings, folder: Path, answers: Answers) -> An
             f"engine.batch.kind = {batch.kind!r} needs the package dask-jobqueue",
             "it is not installed",
             "Install it with: pip install 'selfvitmil[cluster]'",
+            code="missing-package",
         ) from None
     cluster_class = getattr(dask_jobqueue, _BATCH[batch.kind][0])
     job_class = _recording_job(cluster_class.job_cls, answers)
     try:
         return cluster_class(job_cls=job_class, **_options(batch, folder))
-    except ValueError as error:  # an amount of memory that is none, say
-        raise ConfigError(f"engine.batch: {first_line(error)}", how="Correct the settings under engine.batch") from None
+    except ValueError as error:  # such as an invalid amount of memory
+        raise ConfigError(
+            f"engine.batch: {first_line(error)}",
+            how="Correct the settings under engine.batch",
+            code="invalid-batch-settings",
+        ) from None
 
 
 def _options(batch: ClusterSettings, folder: Path) -> dict[str, Any]:
     walltime = batch.walltime
     if batch.kind == "lsf" and walltime.count(":") == 2:
-        walltime = walltime.rpartition(":")[0]  # LSF knows hours and minutes only
+        walltime = walltime.rpartition(":")[0]  # LSF accepts hours and minutes only
     environment = {**ONE_THREAD, "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]"}
     secure = {"security": _key_files(folder), "protocol": "tls://"}
     no_dashboard = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -188,7 +199,7 @@ def _options(batch: ClusterSettings, folder: Path) -> dict[str, Any]:
         "job_name": "selfvitmil",
         "job_extra_directives": list(batch.directives),
         "job_script_prologue": [*(f"export {name}={value}" for name, value in environment.items()), *batch.prologue],
-        # The batch system keeps the memory limit; dask's own would pause a worker for ever.
+        # The batch system enforces the memory limit; dask's own would pause a worker for ever.
         "worker_extra_args": ["--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"],
         "log_directory": str(folder),
         "silence_logs": "critical",

@@ -1,4 +1,4 @@
-"""Engine: what the stages call. It opens workers when there is something to do and closes them at the end."""
+"""Engine: the interface for the stages. It starts workers on demand and stops them at the end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Item = TypeVar("Item")
 
 
 class Engine:
-    """Workers for one command, started at the first map that has something to do and shared by all its stages.
+    """Workers for one command, started at the first map with work to do and shared by all its stages.
 
     with Engine(settings.engine) as engine:
         for outcome in engine.map(tile_slide, jobs, stage="tile", unit="tiles", count=len): ...
 
-    Leaving the block stops the workers. Ctrl-C and SIGTERM arrive as KeyboardInterrupt in the calling thread; slides in
-    work are then asked to stop, which lets them remove their temporary files, and their processes are killed a second
-    later. One stuck in native code may leave a `.part` file, which `remove_leftovers` clears in the next run.
+    Leaving the block stops the workers. Ctrl-C and SIGTERM raise KeyboardInterrupt in the calling thread; slides being
+    processed are then asked to stop, so that they can remove their temporary files, and their processes are killed a
+    second later. A slide stuck in native code may leave a `.part` file, which the next run removes.
     """
 
     def __init__(self, settings: EngineSettings):
@@ -59,7 +59,8 @@ class Engine:
 
     @property
     def num_local(self) -> int:
-        """Processes of this machine that work at once; 1 where all is done in this one, or elsewhere."""
+        """Number of processes of this machine that work at the same time; 1 if the work is done in this one or
+        elsewhere."""
         settings = self._settings
         elsewhere = settings.cluster is not None or settings.batch.kind != "none"
         return 1 if elsewhere or settings.workers == 0 else settings.workers or num_cores()
@@ -74,12 +75,12 @@ class Engine:
         unit: str = "slides",
         count: Callable[[T], int] | None = None,
     ) -> Iterator[Outcome[T]]:
-        """Apply `function` to every item; yield each outcome as it comes, every name exactly once.
+        """Apply `function` to every item; yield each outcome as it completes, every name exactly once.
 
-        `function` is defined at the top of a module (or is a `functools.partial` of such a one) and, like the items and
-        its results, can be pickled. It may be called twice for a slide whose worker died, so it writes whole files or
-        none. `stage` stands in failures and in the progress line, as does what the `items_are`. `count` tells from a
-        value how many of `unit` it stands for (tiles, say); the progress then shows their rate, else that of the items.
+        `function` is defined at the top of a module (or is a `functools.partial` of such a one); it, the items and its
+        results must be picklable. It may be called twice for a slide whose worker died, so its writes must be atomic.
+        `stage` and `items_are` are shown in failures and progress. `count` returns how many of `unit` (tiles, say) a
+        value represents, for the rate shown in the progress.
         """
         if not items:
             return
@@ -113,7 +114,7 @@ class Engine:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM (a batch system's polite request) is taken as Ctrl-C is."""
+    """Treat SIGTERM (sent by batch systems) like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -133,7 +134,7 @@ _DASK = {
     "distributed.worker.http.routes": [],
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.active-memory-manager.start": False,
-    "distributed.scheduler.worker-ttl": None,  # a slide that holds the interpreter for minutes is not dead
+    "distributed.scheduler.worker-ttl": None,  # a slide may block the interpreter for minutes
     "distributed.worker.profile.enabled": False,
     "distributed.diagnostics.nvml": False,
 }
@@ -141,12 +142,12 @@ _DASK = {
 
 @contextmanager
 def _open_workers(settings: EngineSettings) -> Iterator[Workers]:
-    """Workers in the place that the settings name; stopped and tidied up on leaving."""
+    """Start workers as configured; stop them and clean up afterwards."""
     import dask.config
     import distributed  # noqa: F401  (its loggers must exist to be silenced)
 
-    # dask gives up a worker, nanny and all, that is away this long after a death, be it for another death. A local
-    # nanny always brings it back; a batch job may be gone, and is then replaced.
+    # dask drops a worker with its nanny if it stays away this long after a death. A local nanny always restarts it; a
+    # batch job may be gone, and is then replaced.
     patience = "2 minutes" if settings.batch.kind != "none" else "1000 days"
     with ExitStack() as stack:
         folder = tempfile.TemporaryDirectory(prefix="selfvitmil-", ignore_cleanup_errors=True)
@@ -163,7 +164,7 @@ def _open_workers(settings: EngineSettings) -> Iterator[Workers]:
 
 @contextmanager
 def _quiet_dask() -> Iterator[None]:
-    """Keep dask's log to itself: a dead worker is reported once, by us, with its slide."""
+    """Silence dask's log: a dead worker is reported once, by us, with its slide."""
     names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] in ("distributed", "tornado")]
     levels = {name: logging.getLogger(name).level for name in {*names, "distributed", "tornado", "asyncio"}}
     for name in levels:

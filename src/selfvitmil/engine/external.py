@@ -1,4 +1,4 @@
-"""The workers of a dask scheduler that somebody else has started: we are its guest and change nothing there."""
+"""Workers of a dask scheduler that is already running. They are only used, never started or stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONNECT_S = 8
 
 
 def check_address(settings: EngineSettings) -> None:
-    """Raise where the scheduler's address, or what it asks for, cannot be meant."""
+    """Raise ConfigError if the scheduler's address or its TLS files are invalid."""
     address = settings.cluster
     if address is None:
         return
@@ -23,25 +23,33 @@ def check_address(settings: EngineSettings) -> None:
         if missing:
             raise ConfigError(
                 f"engine.{', engine.'.join(missing)} missing",
-                f"the scheduler at {address} and we must prove to each other who we are",
-                "Give the files that its administrator made for you",
+                f"the scheduler at {address} requires mutual TLS authentication",
+                "Give the certificate files provided by its administrator",
+                code="tls-files-missing",
             )
         for name, path in files.items():
             if path is not None and not path.is_file():
-                raise ConfigError(f"{path.name}: no such file", f"engine.{name} names it", "Correct the path")
+                raise ConfigError(
+                    f"{path.name}: no such file", f"set in engine.{name}", "Correct the path", code="tls-file-not-found"
+                )
     elif not address.startswith("tcp://"):
-        raise ConfigError(f"engine.cluster = {address!r} is no address of a scheduler", how="Write tls://host:port")
+        raise ConfigError(
+            f"engine.cluster = {address!r} is not a scheduler address",
+            how="Use tls://host:port",
+            code="invalid-scheduler-address",
+        )
     elif not settings.insecure:
         raise ConfigError(
             f"engine.cluster = {address!r} is not encrypted",
-            "whoever reaches such a port can run any code as you",
-            "Use a scheduler with TLS (tls://host:port), or pass --insecure in a network where all are trusted",
+            "anyone who can reach that port can run code as you",
+            "Use a scheduler with TLS (tls://host:port), or pass --insecure in a trusted network",
+            code="insecure-scheduler",
         )
 
 
 @contextmanager
 def external_workers(settings: EngineSettings) -> Iterator[Workers]:
-    """Those at `settings.cluster`; they stay when we leave."""
+    """Yield the workers at `settings.cluster`; they keep running afterwards."""
     from distributed import Client
     from distributed.security import Security
 
@@ -60,7 +68,8 @@ def external_workers(settings: EngineSettings) -> Iterator[Workers]:
         raise EngineError(
             f"the scheduler at {address} cannot be reached",
             first_line(error),
-            "Check that it runs, that its port is open from here and that the certificates are its own",
+            "Check that it is running, that its port is reachable and that the certificates match",
+            code="scheduler-unreachable",
         ) from None
     try:
         yield Workers(client)

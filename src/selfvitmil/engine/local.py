@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _PATIENCE_S = 60.0
-"""How long the machine may take to bring a worker (back) to life."""
+"""Timeout for starting or restarting a worker."""
 _REAPED_S = 5.0
-"""The scheduler sees the connection break a little before the process is reaped; how long that may be."""
+"""The scheduler sees the connection break slightly before the process is reaped; timeout for that."""
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def local_workers(most: int) -> Iterator[Workers]:
-    """Up to `most` processes, started when asked for."""
+    """Yield up to `most` processes, started on demand."""
     from distributed import Client, LocalCluster
     from distributed.security import Security
 
@@ -42,6 +42,7 @@ def local_workers(most: int) -> Iterator[Workers]:
             "workers cannot be started while a worker imports this script",
             "each would start more of them",
             'Put `if __name__ == "__main__":` around the use of Engine',
+            code="unguarded-script",
         )
     exits = _WorkerExits()
     security = Security.temporary()
@@ -56,7 +57,7 @@ def local_workers(most: int) -> Iterator[Workers]:
                 dashboard_address="127.0.0.1:0",
                 worker_dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": False, "allowed_failures": ALLOWED_FAILURES},
-                memory_limit=0,  # dask would pause a worker near its limit, for ever if the memory is a library's
+                memory_limit=0,  # dask would pause a worker near its limit, possibly for ever
                 env=ONE_THREAD,
                 silence_logs=logging.CRITICAL,
             )
@@ -68,14 +69,14 @@ def local_workers(most: int) -> Iterator[Workers]:
 
 
 async def _close_nannies(nannies: list[Any]) -> None:
-    # dask's own way of closing waits 4 s for a slide in work before it kills
+    # dask's own shutdown waits 4 s for a running slide before it kills the worker
     await asyncio.gather(*(nanny.close(timeout=1) for nanny in nannies), return_exceptions=True)
 
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Threads and processes started inside never see Ctrl-C, which a terminal sends to all; we stop them ourselves."""
-    resource_tracker.ensure_running()  # or multiprocessing does so later, and unblocks SIGINT on the way
+    """Block Ctrl-C for threads and processes started inside, which a terminal sends to all; we stop them ourselves."""
+    resource_tracker.ensure_running()  # otherwise multiprocessing starts it later and unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -83,12 +84,12 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ---------------------------------------------------------------------------------------------------- exits
+# ---------------------------------------------------------------------------------------------------- exit codes
 
 
 @dataclass
 class _WorkerExits:
-    """How worker processes ended, as their nannies saw it."""
+    """How worker processes ended, as recorded by their nannies."""
 
     exit_codes: dict[str, int] = field(default_factory=dict)  # by address
     failed_starts: int = 0
@@ -120,10 +121,11 @@ class _LocalWorkers(Workers):
         failed_starts = not self._met and self._exits.failed_starts >= self._number
         if failed_starts or seconds > _PATIENCE_S:
             raise EngineError(
-                "the worker processes do not come to life",
-                "they died while starting" if failed_starts else f"none came within {_PATIENCE_S:.0f} s",
-                "See whether memory, disk or the number of processes is at its limit (`--workers 0` starts none). "
+                "the worker processes failed to start",
+                "they died while starting" if failed_starts else f"none started within {_PATIENCE_S:.0f} s",
+                "Check whether memory, disk or the number of processes is at its limit (`--workers 0` starts none). "
                 'A script of your own needs `if __name__ == "__main__":` around its use of Engine',
+                code="workers-not-started",
             )
 
     def exit_code(self, address: str) -> int | None:
@@ -134,7 +136,7 @@ class _LocalWorkers(Workers):
 
 
 def _recording_nanny(exits: _WorkerExits) -> Any:
-    """A Nanny that notes how its process ended, and leaves the environment of ours as it was."""
+    """Return a Nanny class that records how its process ended and restores our environment variables."""
     from distributed import Nanny
 
     before = {name: os.environ.get(name) for name in (*ONE_THREAD, "PYTHONHASHSEED", "MALLOC_TRIM_THRESHOLD_")}
@@ -144,12 +146,12 @@ def _recording_nanny(exits: _WorkerExits) -> Any:
         def __init__(self, *arguments: Any, **options: Any):
             super().__init__(*arguments, **options)
             self.pre_spawn_env = {**self.pre_spawn_env, **ONE_THREAD}
-            # dask has freed memory given back at once; arrays of some megabytes then cost more to get than to fill
+            # dask returns freed memory at once; allocating arrays of some megabytes then costs more than filling them
             self.pre_spawn_env.pop("MALLOC_TRIM_THRESHOLD_", None)
 
         async def instantiate(self) -> Any:
-            # numpy reads OMP_NUM_THREADS and its like when it is loaded, so dask sets them here for the child to
-            # inherit; left behind, they would slow down whatever this process computes later.
+            # numpy reads OMP_NUM_THREADS and similar variables at import, so dask sets them here for the child to
+            # inherit; left in place, they would slow down later computations of this process.
             nonlocal starting
             starting += 1
             start = asyncio.ensure_future(super().instantiate())

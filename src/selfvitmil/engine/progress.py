@@ -1,4 +1,4 @@
-"""How far a map is: one moving line on a terminal, plain lines at a calm pace everywhere else; on standard error."""
+"""Progress of a map on standard error: a progress bar in a terminal, plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LINE_EVERY_SHARE = 0.05
 
 
 class Progress:
-    """Counts outcomes and shows them as plain lines, at a pace that suits the log of a job that runs for a day."""
+    """Count outcomes and print plain lines, at intervals suitable for the log of a long job."""
 
     def __init__(self, stage: str, unit: str, total: int, items_are: str = "slides"):
         self._stage = stage
@@ -31,7 +31,7 @@ class Progress:
             self._show()
 
     def advance(self, failed: bool, amount: int) -> None:
-        """One more item is done, which stands for `amount` of the unit."""
+        """Record one more finished item, which represents `amount` of the unit."""
         self._done += 1
         self._failed += failed
         self._amount += amount
@@ -39,7 +39,7 @@ class Progress:
             self._show()
 
     def waiting(self, why: str, seconds: float) -> None:
-        """There has been no worker for so long."""
+        """Report that there has been no worker for `seconds`."""
         if seconds >= 5 and time.monotonic() - self._told_waiting >= 60:
             self._told_waiting = time.monotonic()
             print(f"{self._stage}: {why}", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ class Progress:
 
 
 class Bar(Progress):
-    """The same on one moving line of a terminal."""
+    """The same as a progress bar in a terminal."""
 
     def __init__(self, stage: str, unit: str, total: int, items_are: str = "slides"):
         from rich import progress as rich
@@ -77,7 +77,7 @@ class Bar(Progress):
             rich.TimeElapsedColumn(),
             rich.TimeRemainingColumn(),
             console=Console(stderr=True),
-            redirect_stdout=sys.stdout.isatty(),  # what is piped into a file stays there
+            redirect_stdout=sys.stdout.isatty(),  # do not redirect output piped into a file
         )
         self._task = self._rich.add_task(stage, total=total, counts="starting")
 
@@ -100,7 +100,7 @@ class Bar(Progress):
 
 
 def show_progress(stage: str, unit: str, total: int, items_are: str = "slides") -> Progress:
-    """The kind that suits where standard error goes, to be used in a `with` statement."""
+    """Return the kind that suits standard error, for use in a `with` statement."""
     return (Bar if sys.stderr.isatty() else Progress)(stage, unit, total, items_are)
 
 

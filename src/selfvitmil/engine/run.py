@@ -1,4 +1,4 @@
-"""One map over workers: which slide goes to which worker next, and what becomes of one whose worker died."""
+"""One map over workers: assign slides to workers and handle dead workers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TASK_S = 0.2
-"""How long a task should last at least: its worker waits about 10 ms for the next."""
+"""Minimum duration of a task: its worker waits about 10 ms for the next."""
 _TASK_S_PER_WORKER = 0.02
-"""The same for the scheduler, which a task costs about 5 ms: 50 of them a second, however many workers it serves."""
+"""Minimum duration per worker, for the scheduler: a task costs it about 5 ms, so it handles 50 per second at most."""
 _MOST_SLIDES = 16
-"""Slides in one task, where they are that quick."""
+"""Maximum number of slides in one task."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Slides given to a worker together: one, or a few where they are quick."""
+    """Slides sent to a worker together: one, or a few if they are quick."""
 
     names: list[str]
     address: str
@@ -53,9 +53,9 @@ class Run(Generic[T]):
         self._stage = stage
         self._retries = retries
         self._waiting = deque(items)
-        self._singles: deque[str] = deque()  # were in a task of several whose worker died
-        self._suspects: deque[str] = deque()  # their worker died on them, perhaps not by their fault
-        self._suspected: set[str] = set()  # all that ever were in the line above
+        self._singles: deque[str] = deque()  # from a task of several slides whose worker died
+        self._suspects: deque[str] = deque()  # their worker died, perhaps for another reason
+        self._suspected: set[str] = set()  # all names that were ever in `_suspects`
         self._running: dict[str, _Task] = {}  # by key of the future
         self._finished: queue.SimpleQueue[tuple[str, Result]] = queue.SimpleQueue()
         self._recent_s: deque[float] = deque(maxlen=32)
@@ -80,14 +80,14 @@ class Run(Generic[T]):
                 yield from self._lost(task)
 
     def stop(self) -> None:
-        """Forget what is left; ask the slides in work to stop and wait a moment for them to do so."""
+        """Drop the remaining slides; interrupt those being processed and wait briefly for them."""
         tasks, self._running = self._running, {}
         for line in (self._waiting, self._singles, self._suspects):
             line.clear()
         if tasks:
             self._workers.interrupt({task.address: task.future for task in tasks.values()})
 
-    # ------------------------------------------------------------------------------------- giving
+    # ------------------------------------------------------------------------------------- assigning
 
     def _hand_out(self, alive: set[str]) -> Iterator[Outcome[T]]:
         for address in [address for address in alive if address not in self._workers.busy]:
@@ -96,7 +96,7 @@ class Run(Generic[T]):
                 for name in names:
                     try:
                         jobs.append((name, self._pickled(name)))
-                    except Exception as error:  # pickling runs the item's own code, which may raise anything
+                    except Exception as error:  # pickling runs code of the item, which may raise anything
                         yield Outcome(name, None, Failure.of(name, self._stage, error), 0.0)
             if jobs:
                 future = self._workers.submit(address, jobs, self._stage, self._retries, self._finished.put)
@@ -108,47 +108,48 @@ class Run(Generic[T]):
         return cloudpickle.dumps((self._function, self._items[name]))
 
     def _next(self, num_workers: int) -> list[str]:
-        """Names for the next task; none when there is nothing to give at the moment."""
+        """Return the names for the next task; empty if there is nothing to assign at the moment."""
         if self._singles:
             return [self._singles.popleft()]
         if self._waiting:
             return [self._waiting.popleft() for _ in range(self._num_together(num_workers))]
-        # On this machine a suspect runs with no other slide beside it: if memory fails again, it is the slide's own.
+        # On this machine a suspect runs alone: if memory runs out again, the slide is the cause.
         if self._suspects and not (self._workers.local and self._running):
             return [self._suspects.popleft()]
         return []
 
     def _num_together(self, num_workers: int) -> int:
-        """How many of those in line the next task gets, judged by the slowest of late."""
+        """Return how many waiting slides the next task gets, based on the slowest recent one."""
         slowest = max(self._recent_s, default=float("inf"))
         quick = int(max(_TASK_S, _TASK_S_PER_WORKER * num_workers) / max(slowest, 1e-4))
-        # At the end of the line tasks shrink to one slide, so that no worker is left with more than its share.
+        # Near the end tasks shrink to one slide, so that no worker is left with more than its share.
         return max(1, min(_MOST_SLIDES, quick, len(self._waiting) // (4 * num_workers)))
 
-    # ------------------------------------------------------------------------------------- taking
+    # ------------------------------------------------------------------------------------- collecting
 
     def _settle(self, key: str, result: Result) -> Iterator[Outcome[T]]:
         task = self._running.get(key)
         if task is None:
-            return  # given up before
+            return  # dropped before
         if isinstance(result, list):
             del self._running[key]
-            self._singles.extend(task.names[len(result) :])  # stopped there, by someone else who shares the workers
+            self._singles.extend(task.names[len(result) :])  # interrupted by another client of the same workers
             for pickled in result:
                 outcome: Outcome[T] = pickle.loads(pickled)
                 self._recent_s.append(outcome.seconds)
                 yield outcome
         elif is_loss(result):
             yield from self._lost(task)
-        else:  # what concerns one slide never comes this way
+        else:  # errors of a slide are never reported this way
             raise EngineError(
-                "the cluster's workers cannot do our work",
+                "the cluster's workers cannot run selfvitmil",
                 first_line(result),
                 f"Install selfvitmil {__version__} in the environment of the scheduler and of the workers",
+                code="worker-environment",
             )
 
     def _lost(self, task: _Task) -> Iterator[Outcome[T]]:
-        """The worker died on its slide, or left: the slide has failed, or gets a second chance."""
+        """Handle a worker that died or left: its slide has failed, or is retried."""
         del self._running[str(task.future.key)]
         task.future.cancel()
         exit_code = self._workers.exit_code(task.address)
@@ -166,22 +167,27 @@ class Run(Generic[T]):
 
 
 _AMBIGUOUS_EXIT_CODES = (None, 0, 255, -signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes that do not tell whether the slide was to blame (255: reaped by someone else)."""
+"""Exit codes that do not show whether the slide was the cause (255: reaped by another process)."""
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 
 
 def _worker_died(name: str, exit_code: int | None) -> EngineError:
-    what = f"{name}: its worker process died while on this slide"
-    memory = "Close other programs, use a machine with more memory or give the jobs more of it"
+    what = f"{name}: its worker process died while processing this slide"
+    memory = "Close other programs, use a machine with more memory or request more memory for the jobs"
     if exit_code in (None, 255):
-        return EngineError(what, "twice, and left no word; out of memory, or at the time limit of its job?", memory)
+        why = "twice, without an exit code; possibly out of memory, or at the time limit of its job"
+        return EngineError(what, why, memory, code="worker-died")
     sign = {-member.value: member.name for member in signal.Signals}.get(exit_code, f"status {exit_code}")
     if sign in ("SIGKILL", "SIGTERM"):
-        return EngineError(what, f"twice, the second time with no slide beside it ({sign}); out of memory?", memory)
+        why = f"twice, the second time with no other slide running ({sign}); possibly out of memory"
+        return EngineError(what, why, memory, code="worker-killed")
     if sign in _CRASHES:
         return EngineError(
             what,
             f"it crashed in native code ({sign})",
-            "Open the slide in another viewer to see whether it is damaged, and copy or scan it again if so",
+            "Open the slide in another viewer to check whether it is damaged; if so, copy or scan it again",
+            code="worker-crashed",
         )
-    return EngineError(what, f"it ended with {sign}", "Please report this, with the slide's format")
+    return EngineError(
+        what, f"it ended with {sign}", "Please report this, with the slide's format", code="worker-exited"
+    )

@@ -1,4 +1,4 @@
-"""What happens to one slide, in this process or in a worker: tries, failures, and the interrupt from outside."""
+"""Process one slide, in this process or in a worker: retries, failures, and interruption from outside."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What became of one slide: `failure` is None where it worked, and then `value` is what the function returned."""
+    """Result for one slide: `failure` is None on success, and then `value` is what the function returned."""
 
     name: str
     value: T | None
     failure: Failure | None
     seconds: float
-    """Time spent on it by whoever did it, further tries included."""
+    """Processing time, including retries."""
 
 
-# ---------------------------------------------------------------------------------------------------- tries
+# ---------------------------------------------------------------------------------------------------- retries
 
 _FIRST_PAUSE_S = 1.0
 
@@ -50,15 +50,15 @@ TRANSIENT_ERRNOS = {
     errno.ENOTCONN,
     errno.ECONNREFUSED,
 }
-"""What network drives answer when they hiccup; ConnectionError and TimeoutError count as well."""
+"""Errors of network drives that may go away; ConnectionError and TimeoutError count as well."""
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether trying again can help: it, or what it came of, is a hiccup of a drive or has `.transient = True`.
+    """Return whether a retry can help: the error or one of its causes is a drive failure or has `.transient = True`.
 
-    What it came of is its cause, or else what was being handled when it was raised, `from None` or not: our errors hide
-    a library's from the reader, not from us. An error of ours that stands for itself (a damaged file, no tissue) is as
-    true the second time, and so are a missing file, a full disk and lacking rights.
+    Causes are `__cause__` and `__context__`, also with `from None`, which hides them only from the traceback. Our own
+    errors without such a cause (a damaged file, no tissue) would occur again, and so would a missing file, a full disk
+    and missing permissions.
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
@@ -72,7 +72,7 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def attempt(function: Callable[[Item], T], name: str, item: Item, stage: str, retries: int) -> Outcome[T]:
-    """Do one slide, with further tries where they can help."""
+    """Process one slide, with retries where they can help."""
     began = time.perf_counter()
     tries = 0
     while True:
@@ -86,7 +86,7 @@ def attempt(function: Callable[[Item], T], name: str, item: Item, stage: str, re
 
 
 def _failure(name: str, stage: str, error: BaseException, tries: int) -> Failure:
-    if error.__traceback__ is not None:  # the line above that calls `function` says nothing about the slide
+    if error.__traceback__ is not None:  # drop our own frame
         error = error.with_traceback(error.__traceback__.tb_next)
     failure = Failure.of(name, stage, error)
     return replace(failure, reason=f"{failure.reason} (tried {tries} times)") if tries > 1 else failure
@@ -96,7 +96,7 @@ def _failure(name: str, stage: str, error: BaseException, tries: int) -> Failure
 
 
 class _Stopped(BaseException):
-    """Raised inside a slide's work from outside, when the run is interrupted; `except Exception` lets it through."""
+    """Raised inside the work on a slide when the run is interrupted; not caught by `except Exception`."""
 
 
 _in_work: set[int] = set()
@@ -104,12 +104,12 @@ _in_work_lock = threading.Lock()
 
 
 def do_slides(version: str, jobs: list[tuple[str, bytes]], stage: str, retries: int) -> list[bytes]:
-    """What a worker process runs: a few slides in turn. Outcomes go back pickled, so that no value can upset dask.
+    """Run a few slides in a worker process. Outcomes are returned pickled, so that dask does not inspect the values.
 
-    There are fewer outcomes than jobs when `stop_slides` came in between.
+    There are fewer outcomes than jobs if `stop_slides` interrupted them.
     """
     if version != __version__:
-        raise EngineError(f"selfvitmil {__version__} there, {version} here")
+        raise EngineError(f"selfvitmil {__version__} on the worker, {version} here", code="version-mismatch")
     outcomes: list[bytes] = []
     thread = threading.get_ident()
     with suppress(_Stopped):
@@ -117,7 +117,7 @@ def do_slides(version: str, jobs: list[tuple[str, bytes]], stage: str, retries: 
             _in_work.add(thread)
         for name, payload in jobs:
             outcomes.append(_do_slide(name, payload, stage, retries))
-        with _in_work_lock:  # or `_Stopped` could arrive after `suppress`
+        with _in_work_lock:  # otherwise `_Stopped` could arrive after `suppress`
             _in_work.discard(thread)
     _in_work.discard(thread)
     return outcomes
@@ -132,7 +132,7 @@ def _do_slide(name: str, payload: bytes, stage: str, retries: int) -> bytes:
 
 
 def stop_slides() -> None:
-    """Run in a worker: let its slide end with an exception, so that its `finally` clauses tidy up."""
+    """Run in a worker: interrupt its slides with an exception, so that their `finally` clauses clean up."""
     with _in_work_lock:
         for thread in _in_work:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))

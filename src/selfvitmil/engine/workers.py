@@ -1,7 +1,7 @@
-"""A connection to workers and what is known of each: the same for all three kinds, which differ in small methods.
+"""A connection to workers and the state of each: the common part of all three kinds.
 
-The kinds (`local.py`, `external.py`, `batch.py`) each give a context manager that starts or finds the workers, yields a
-`Workers` and tidies up. `run.py` talks to them through `Workers` alone.
+The kinds (`local.py`, `external.py`, `batch.py`) each provide a context manager that starts or finds the workers,
+yields a `Workers` and cleans up. `run.py` uses only `Workers`.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ ONE_THREAD = {
     "NUMEXPR_NUM_THREADS": "1",
     "VECLIB_MAXIMUM_THREADS": "1",
 }
-"""There is one worker per core already."""
+"""One thread per worker: there is already one worker per core."""
 
 ALLOWED_FAILURES = 0
-"""dask's allowed-failures for our schedulers: a task is given back the first time its worker dies; we decide."""
+"""dask's allowed-failures for our schedulers: a task is returned the first time its worker dies, and we decide."""
 
 POLL_S = 0.5
-"""How often the scheduler is asked which workers there are."""
+"""Interval at which the scheduler is asked for its workers."""
 
 _RESULT_S = 30.0
-"""How long a finished task's result may take to arrive; its worker may have died in between."""
+"""Timeout for the result of a finished task; its worker may have died in between."""
 _TIDY_S = 1.0
-"""How long interrupted slides have for their `finally` clauses."""
+"""Time for the `finally` clauses of interrupted slides."""
 
 Result = list[bytes] | BaseException
-"""Of a task: what `do_slides` returned, or why it did not."""
+"""Result of a task: what `do_slides` returned, or the exception."""
 
 
 class Workers:
-    """A connection to workers, and what is known of each: who is there, who is busy, how one died."""
+    """A connection to workers: which are alive, which are busy, how one died."""
 
     local = False
     waiting_message = "waiting for workers of the cluster"
-    """What the user is told while there is none."""
+    """Message for the user while there is no worker."""
 
     def __init__(self, client: Client):
         self.busy: dict[str, Future] = {}  # by address
@@ -60,25 +60,26 @@ class Workers:
         self._asked = float("-inf")
 
     def ask_for(self, number: int) -> None:
-        """Have workers for this many slides, within what the settings allow."""
+        """Request workers for this many slides, within the limits of the settings."""
 
     def check_timeout(self, seconds: float) -> None:
-        """Raise where workers that are away for so long will not come."""
+        """Raise EngineError if there has been no worker for too long."""
 
     def exit_code(self, address: str) -> int | None:
-        """How the process ended, as in subprocess; None where nobody can tell."""
+        """Return the exit code of the process, as in subprocess; None if unknown."""
         return None
 
     def alive(self) -> set[str]:
-        """Addresses of the workers, at most a moment old."""
+        """Return the addresses of the workers, at most `POLL_S` old."""
         if time.monotonic() - self._asked >= POLL_S or not self._alive:
             try:
                 self._alive = set(self._client.nthreads())  # pyright: ignore[reportArgumentType]
             except (OSError, TimeoutError):
                 raise EngineError(
-                    "the connection to the cluster's scheduler broke",
-                    "nobody hands out the slides any more",
-                    "Run the same command again when it is back; what is finished is kept",
+                    "the connection to the cluster's scheduler was lost",
+                    "no more slides can be assigned",
+                    "Run the same command again when it is back; finished slides are kept",
+                    code="scheduler-lost",
                 ) from None
             self._asked = time.monotonic()
         return self._alive
@@ -91,21 +92,22 @@ class Workers:
         retries: int,
         put: Callable[[tuple[str, Result]], None],
     ) -> Future:
-        """Have the worker at `address`, and no other, do these; `put` gets the future's key and the result.
+        """Run these jobs on the worker at `address` only; `put` gets the future's key and the result.
 
-        It does so in another thread.
+        It is called in another thread.
         """
         future = self._client.submit(do_slides, __version__, jobs, stage, retries, workers=[address], pure=False)
         self.busy[address] = future
 
         def done(future: Future) -> None:
             result: Result = concurrent.futures.CancelledError()
-            if future.status in ("finished", "error"):  # else there is nothing to wait for, least of all when closing
+            if future.status in ("finished", "error"):  # otherwise there is nothing to wait for
                 try:
                     result = future.result(timeout=_RESULT_S)
-                except BaseException as error:  # a cancellation is no Exception
+                except BaseException as error:  # a cancellation is not an Exception
                     result = error
-            # A dead worker counts as busy until `forget`, or it would be given the next slide, and that one its death.
+            # A dead worker counts as busy until `forget`: otherwise it would get the next slide, which would then be
+            # blamed.
             dead = is_loss(result) and future.status != "cancelled"
             if not dead and self.busy.get(address) is future:
                 del self.busy[address]
@@ -115,14 +117,14 @@ class Workers:
         return future
 
     def forget(self, address: str) -> None:
-        """It is gone."""
+        """Remove a dead worker."""
         self._alive.discard(address)
         self.busy.pop(address, None)
 
     def interrupt(self, tasks: dict[str, Future]) -> None:
-        """Let what these workers do end, and wait a moment for it; given by address."""
+        """Interrupt these tasks, given by worker address, and wait briefly for them."""
         futures = list(tasks.values())
-        # In a thread, as the answer of a worker that holds its interpreter in native code may never come.
+        # In a thread, because a worker blocked in native code may never answer.
         ask = functools.partial(self._client.run, stop_slides, workers=list(tasks), on_error="ignore")
         threading.Thread(target=_ignoring_errors, args=(ask,), daemon=True).start()
         until = time.monotonic() + _TIDY_S
@@ -132,7 +134,7 @@ class Workers:
 
 
 def is_loss(result: Result) -> bool:
-    """Whether dask tells of a worker that is gone, or of its result."""
+    """Return whether dask reports that a worker or its result is lost."""
     from distributed import KilledWorker
 
     return isinstance(result, KilledWorker | TimeoutError | asyncio.CancelledError | concurrent.futures.CancelledError)
@@ -144,5 +146,5 @@ def _ignoring_errors(function: Callable[[], object]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's exception says, short enough for ours."""
+    """Return the first line of another library's exception."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

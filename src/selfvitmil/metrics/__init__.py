@@ -1,10 +1,10 @@
-"""How good are scores, decisions, probabilities, detections? Pure functions of arrays, free of torch.
+"""Metrics for scores, decisions, probabilities and detections. Pure functions of arrays, without torch.
 
-`ranking`: AUC with DeLong and bootstrap intervals, paired test, several classes. `curves`: ROC, precision-recall, their
-bands. `decisions`: what a threshold decides, and Youden's. `calibration`: Brier, reliability, Platt and temperature
-scaling. `detection`: the Camelyon16 challenge's FROC, points from scored tiles. `intervals`: what these share.
+`ranking`: AUC with DeLong and bootstrap intervals, paired test, multiclass. `curves`: ROC, precision-recall and their
+bands. `decisions`: metrics at a threshold, and Youden's threshold. `calibration`: Brier score, reliability, Platt and
+temperature scaling. `detection`: FROC of the Camelyon16 challenge, non-maximum suppression. `intervals`: shared parts.
 
-Labels are whole numbers from 0; scores rank, higher is more positive; what cannot be computed is a `MetricError`.
+Labels are integers from 0; scores rank, higher is more positive; `MetricError` is raised if a metric is undefined.
 """
 
 from selfvitmil.metrics.calibration import (

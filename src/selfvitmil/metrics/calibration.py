@@ -1,8 +1,8 @@
-"""Do probabilities mean what they say? Brier score, reliability, calibration error; Platt and temperature scaling.
+"""Calibration of probabilities: Brier score, reliability, expected calibration error; Platt and temperature scaling.
 
-Both fits work on logits and take Platt's softened targets: a class with n samples aims at (n + 1) / (n + C) instead of
-1. So they end at finite numbers where a small validation set is separated perfectly, as it often is. Both keep the
-order of scores; a validation set whose logits do not rise with the labels is refused rather than turned round.
+Both fits use logits and Platt's smoothed targets: a class with n samples has the target (n + 1) / (n + C) instead of 1.
+So they stay finite if a small validation set is separated perfectly, as it often is. Both keep the order of scores; a
+validation set whose logits do not increase with the labels raises an error instead of inverting them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from selfvitmil.metrics.intervals import (
 
 @dataclass(frozen=True)
 class Reliability:
-    """One row per bin that holds samples: mean probability, share of positives with Wilson limits, number."""
+    """One row per non-empty bin: mean probability, fraction of positives with Wilson limits, number of samples."""
 
     probability: Floats
     share: Floats
@@ -39,7 +39,7 @@ class Reliability:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error: the mean gap between probability and share, weighted by the samples."""
+        """Expected calibration error: the mean gap between probability and fraction, weighted by samples."""
         return float((np.abs(self.probability - self.share) * self.count).sum() / self.count.sum())
 
 
@@ -66,9 +66,10 @@ class Temperature:
 
 
 def brier(labels: ArrayLike, probabilities: ArrayLike) -> float:
-    """Mean squared error of (N,) probabilities of class 1, or of (N, C) summed over the classes (0 to 2).
+    """Return the mean squared error of (N,) probabilities of class 1, or of (N, C) summed over classes (0 to 2).
 
-    Brier 1950: rows of (N, C) are distributions over the classes. Others, such as one sigmoid per class, are refused.
+    Brier 1950: rows of (N, C) are distributions over the classes. Others, such as one sigmoid per class, raise an
+    error.
     """
     if np.ndim(probabilities) == 2:
         num_classes = np.shape(probabilities)[1]
@@ -80,7 +81,8 @@ def brier(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 
 def top_class(labels: ArrayLike, probabilities_NC: ArrayLike) -> tuple[Labels, Floats]:
-    """Whether the likeliest class is right (0, 1) and its probability: what `reliability` takes for several classes."""
+    """Return whether the most probable class is correct (0, 1) and its probability: multiclass input of
+    `reliability`."""
     num_classes = np.shape(probabilities_NC)[-1]
     label = check_labels(labels, num_classes)
     given = _check_distributions(probabilities_NC, len(label), num_classes)
@@ -93,11 +95,11 @@ def reliability(
     num_bins: int = 10,
     level: float = 0.95,
 ) -> Reliability:
-    """Stated against observed share of positives in bins of equal width."""
+    """Return predicted against observed fractions of positives in bins of equal width."""
     label = check_labels(labels)
     given = check_probabilities(probabilities, len(label))
     if num_bins < 1:
-        raise MetricError(f"{num_bins} bins", "at least 1 is needed", "10 is usual")
+        raise MetricError(f"{num_bins} bins", "at least 1 is needed", "10 is usual", code="invalid-bins")
     index = np.minimum((given * num_bins).astype(np.int64), num_bins - 1)
     count = np.bincount(index, minlength=num_bins)
     used = count > 0
@@ -109,19 +111,20 @@ def reliability(
 
 
 def to_logits(probabilities: ArrayLike, clip: float = 1e-6) -> Floats:
-    """Logits of (N,) probabilities, those nearer to 0 or 1 than `clip` taken as that near: 1 has no finite logit."""
+    """Return the logits of (N,) probabilities, clipped to [clip, 1 - clip]: 1 has no finite logit."""
     given = np.asarray(probabilities, dtype=np.float64)
     return logit_of(np.clip(check_probabilities(given, len(given)), clip, 1 - clip))
 
 
 def fit_platt(labels: ArrayLike, logits: ArrayLike) -> Platt:
-    """Slope and intercept of the smallest cross-entropy against softened targets (Platt 1999), by Newton's method."""
+    """Fit slope and intercept by minimizing the cross-entropy to smoothed targets (Platt 1999), with Newton's
+    method."""
     label, given = _check(labels, logits)
     target = _soft_targets(label, 2)[:, 1]
     mean, spread = given.mean(), given.std()
     if spread == 0:
         raise _no_order(f"all {len(given)} logits are {given[0]:.4g}")
-    # In standard units one start and one tolerance serve logits of any size.
+    # In standard units one start and one tolerance suit logits of any scale.
     columns = np.stack([(given - mean) / spread, np.ones_like(given)], axis=1)
 
     def loss(parameters: Floats) -> float:
@@ -147,9 +150,10 @@ def fit_platt(labels: ArrayLike, logits: ArrayLike) -> Platt:
 
 
 def fit_temperature(labels: ArrayLike, logits: ArrayLike) -> Temperature:
-    """The temperature of the smallest cross-entropy against softened targets, for (N,) or (N, C) logits.
+    """Fit the temperature that minimizes the cross-entropy to smoothed targets, for (N,) or (N, C) logits (Guo et al.
+    2017).
 
-    In 1 / temperature the loss is convex, so its one minimum is where the slope changes sign.
+    The loss is convex in 1 / temperature, so its minimum is where the slope changes sign.
     """
     label, given = _check(labels, logits)
     columns = np.stack([np.zeros_like(given), given], axis=1) if given.ndim == 1 else given
@@ -173,8 +177,9 @@ def _check_distributions(probabilities_NC: ArrayLike, count: int, num_classes: i
     if not np.allclose(total, 1.0, atol=1e-3):
         raise MetricError(
             f"probabilities of {num_classes} classes that sum to {total.min():.3g} up to {total.max():.3g}",
-            "one probability for each class, summing to 1, is needed",
+            "one probability per class is needed, summing to 1",
             "Divide each row by its sum first",
+            code="not-a-distribution",
         )
     return given
 
@@ -188,7 +193,7 @@ def _check(labels: ArrayLike, logits: ArrayLike) -> tuple[Labels, Floats]:
 
 
 def _soft_targets(label: Labels, num_classes: int) -> Floats:
-    """Instead of 1 and 0: the posterior mean of each class after as many samples of it as there are."""
+    """Return smoothed targets: the posterior mean of each class given its number of samples."""
     count = np.bincount(label, minlength=num_classes)[label][:, None]
     return (count * np.eye(num_classes)[label] + 1) / (count + num_classes)
 
@@ -196,6 +201,7 @@ def _soft_targets(label: Labels, num_classes: int) -> Floats:
 def _no_order(what: str) -> MetricError:
     return MetricError(
         f"calibration: {what}",
-        "logits that do not rise with the labels cannot become probabilities without turning their order round",
-        "Leave the scores uncalibrated and say so, or take more validation slides",
+        "logits that do not increase with the labels cannot be calibrated without inverting their order",
+        "Leave the scores uncalibrated and report it, or use more validation slides",
+        code="cannot-calibrate",
     )

@@ -1,12 +1,12 @@
-"""ROC and precision-recall curves: their points, the average precision, bootstrap bands to draw around them.
+"""ROC and precision-recall curves, average precision, and bootstrap bands.
 
-A point stands for a rule "positive when score >= threshold", one for each distinct score, from strict to lax. Samples
-with equal scores enter together, so a curve never depends on the order of the samples.
+A point is the rule "positive if score >= threshold", one for each distinct score, from high to low. Samples with
+equal scores enter together, so a curve does not depend on the order of the samples.
 
-With `folds` (whose model scored a sample) samples are ranked within folds, and the curve is the vertical mean of the
-folds' curves: of their sensitivities at every false positive rate, weighted by the folds' pairs, so that the area below
-it is `auc` within folds; of their precisions at every recall, weighted by the folds' positives, so that the area is the
-mean precision over all positives. Such a curve has no thresholds (NaN). Folds of one class take no part.
+With `folds` (which model scored a sample) samples are ranked within folds, and the curve is the vertical mean of the
+folds' curves: of their sensitivities at every false positive rate, weighted by the folds' pairs, so that its area is
+`auc` within folds; of their precisions at every recall, weighted by the folds' positives, so that the area is the mean
+precision over all positives. Such a curve has no thresholds (NaN). Folds with one class are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from selfvitmil.metrics.intervals import (
 
 @dataclass(frozen=True)
 class RocCurve:
-    """From (0, 0), where the threshold is infinite, to (1, 1)."""
+    """ROC curve from (0, 0), where the threshold is infinite, to (1, 1)."""
 
     false_positive_rate: Floats
     sensitivity: Floats
@@ -40,7 +40,7 @@ class RocCurve:
 
 @dataclass(frozen=True)
 class PrCurve:
-    """Recall rises; there is no point at recall 0, where precision is undefined. Draw it as steps."""
+    """Precision-recall curve by increasing recall, without a point at recall 0, where precision is undefined."""
 
     recall: Floats
     precision: Floats
@@ -75,13 +75,14 @@ def _mean_roc(label: Labels, score: Floats, fold: Labels) -> RocCurve:
     weights = pairs_of_folds(label, fold)
     curves = [roc_curve(label[fold == k], score[fold == k]) for k in np.flatnonzero(weights)]
     rates = np.unique(np.concatenate([curve.false_positive_rate for curve in curves]))
-    # At a rate where a curve rises it has two values: where it comes from and where it goes.
+    # Where a curve rises vertically it has two values: the lowest and the highest.
     ends = np.average([_ends(curve, rates) for curve in curves], axis=0, weights=weights[weights > 0])
     return RocCurve(np.repeat(rates, 2), ends.ravel(), np.full(2 * len(rates), np.nan))
 
 
 def _ends(curve: RocCurve, rates: Floats) -> Floats:
-    """(G, 2): lowest and highest sensitivity at each rate; between two points of the curve both are on their line."""
+    """Return (G, 2): lowest and highest sensitivity at each rate; between two points both are on the connecting
+    line."""
     x, y = curve.false_positive_rate, curve.sensitivity
     first, last = np.searchsorted(x, rates, "left"), np.searchsorted(x, rates, "right") - 1
     hit = last >= first
@@ -109,7 +110,7 @@ def _mean_pr(label: Labels, score: Floats, fold: Labels) -> PrCurve:
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
-    """Area under the precision-recall steps: each gain in recall times the precision reached there."""
+    """Return the area under the precision-recall steps: each gain in recall times the precision reached there."""
     curve = pr_curve(labels, scores, folds=folds)
     return float((np.diff(curve.recall, prepend=0.0) * curve.precision).sum())
 
@@ -125,7 +126,7 @@ def curve_bands(
     resamples: int = 1000,
     seed: int = 0,
 ) -> CurveBands:
-    """Bands for both curves; at a grid point a curve has its best value that costs no more than that point.
+    """Return bootstrap bands for both curves; at a grid point a curve has its best value that costs no more.
 
     The bands are pointwise: a whole curve leaves them somewhere more often than `1 - level`.
     """
@@ -148,7 +149,7 @@ def curve_bands(
 
 @dataclass(frozen=True)
 class _Order:
-    """The samples of a fold from the highest score down."""
+    """The samples of a fold by decreasing score."""
 
     place: NDArray[np.int64]
     ties: NDArray[np.int64]
@@ -161,7 +162,7 @@ class _Order:
         return cls(place, first_of_ties(score[place]), (label[place] == 1).astype(np.float64))
 
     def counts(self, weights_RN: Floats) -> Floats:
-        """(R, 2, T): true and false positives at each distinct score of each resample."""
+        """Return (R, 2, T): true and false positives at each distinct score of each resample."""
         weights = weights_RN[:, self.place]
         trues = np.cumsum(np.add.reduceat(weights * self.positive, self.ties, axis=1), axis=1)
         falses = np.cumsum(np.add.reduceat(weights * (1 - self.positive), self.ties, axis=1), axis=1)
@@ -169,7 +170,7 @@ class _Order:
 
 
 def _mean_on_grid(counts: Sequence[Floats], grid: Floats) -> Floats:
-    """(2, G): the curves of the folds of one resample, averaged as `roc_curve` and `pr_curve` do."""
+    """Return (2, G): the curves of the folds of one resample, averaged as `roc_curve` and `pr_curve` do."""
     both = [(true, false) for true, false in counts if true[-1] and false[-1]]
     if not both:
         return np.full((2, len(grid)), np.nan)
@@ -183,7 +184,8 @@ def _mean_on_grid(counts: Sequence[Floats], grid: Floats) -> Floats:
 
 
 def _on_grid(true: Floats, false: Floats, grid: Floats) -> Floats:
-    """(2, G): the sensitivity that no more than this false positive rate buys, the precision at this recall or more."""
+    """Return (2, G): the best sensitivity at no more than this false positive rate, the precision at this recall or
+    more."""
     sensitivity = np.concatenate([[0.0], true / true[-1]])
     allowed = np.searchsorted(false / false[-1], grid + 1e-12, "right")
     reached = np.searchsorted(true / true[-1], np.maximum(grid, 0.5 / true[-1]) - 1e-12, "left")
@@ -191,7 +193,7 @@ def _on_grid(true: Floats, false: Floats, grid: Floats) -> Floats:
 
 
 def _counts(label: Labels, score: Floats) -> tuple[Floats, Floats, Floats]:
-    """True and false positives at each distinct score taken as threshold, from the highest down."""
+    """Return true and false positives at each distinct score as threshold, from the highest down."""
     order = np.argsort(-score, kind="stable")
     last_of_ties = np.append(first_of_ties(score[order])[1:], len(score)) - 1
     true = np.cumsum(label[order] == 1)[last_of_ties].astype(np.float64)

@@ -1,12 +1,12 @@
-"""What a threshold decides: confusion, accuracy and its relatives with intervals, and the threshold itself.
+"""Metrics at a threshold: confusion matrix, accuracy, sensitivity and others with intervals; Youden's threshold.
 
-A sample is called positive when score >= threshold. A ratio whose denominator is zero (the precision where nothing is
-called positive) is NaN with an interval from 0 to 1: nothing is known about it.
+A sample is predicted positive if score >= threshold. A ratio with a zero denominator (such as precision without
+positive predictions) is NaN with an interval from 0 to 1.
 
-Proportions have Wilson intervals. Balanced accuracy is a mean of independent proportions, whose Wilson limits add as
-squares. F1 = 2 J / (1 + J) is a rising function of J = TP / (TP + FP + FN), a proportion of the samples that are or
-are called positive, so J's Wilson limits go through the same function.
-All of them take samples as independent: where patients have several slides, score patients.
+Proportions have Wilson intervals (Wilson 1927). Balanced accuracy is a mean of independent proportions, whose Wilson
+limits are combined as a root of squares (Newcombe 1998). F1 = 2 J / (1 + J) is an increasing function of J = TP / (TP +
+FP + FN), a proportion, so J's Wilson limits are transformed by the same function. All of them treat samples as
+independent: if patients have several slides, evaluate per patient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from selfvitmil.metrics.intervals import (
 
 @dataclass(frozen=True)
 class Decisions:
-    """Counts and what follows from them for positives (class 1, or one class against the rest)."""
+    """Counts and metrics of the positive class (class 1, or one class against the rest)."""
 
     true_negatives: int
     false_positives: int
@@ -46,7 +46,7 @@ class Decisions:
 
     @property
     def confusion(self) -> NDArray[np.int64]:
-        """Counts as [true class, called class]."""
+        """Counts as [true class, predicted class]."""
         return np.array(
             [[self.true_negatives, self.false_positives], [self.false_negatives, self.true_positives]], dtype=np.int64
         )
@@ -54,7 +54,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class MulticlassDecisions:
-    """Counts as [true class, called class]; balanced accuracy is the mean sensitivity, macro F1 the mean F1."""
+    """Counts as [true class, predicted class]; balanced accuracy is the mean sensitivity, macro F1 the mean F1."""
 
     confusion: NDArray[np.int64]
     accuracy: Interval
@@ -64,18 +64,24 @@ class MulticlassDecisions:
 
 
 def decide(labels: ArrayLike, scores: ArrayLike, threshold: float, level: float = 0.95) -> Decisions:
-    """All metrics of the rule score >= threshold. Compares in float64, as `youden_threshold` does."""
+    """Return all metrics of the rule score >= threshold. Compares in float64, as `youden_threshold` does."""
     label = check_labels(labels)
     called = (check_scores(scores, len(label), infinite=True) >= threshold).astype(np.int64)
     if np.isnan(threshold):
-        raise MetricError("the threshold is NaN", "nothing can be compared with it", "Choose one on validation slides")
+        raise MetricError(
+            "the threshold is NaN",
+            "scores cannot be compared with it",
+            "Choose a threshold on validation slides",
+            code="nan-threshold",
+        )
     return _from_confusion(confusion_matrix(label, called, 2), level)
 
 
 def decide_multiclass(
     labels: ArrayLike, called: ArrayLike, num_classes: int, level: float = 0.95
 ) -> MulticlassDecisions:
-    """The same for `called` classes (usually the largest probability); a class that never occurs makes means NaN."""
+    """Return the metrics for predicted classes (usually the most probable); a class that never occurs makes means
+    NaN."""
     confusion = confusion_matrix(labels, called, num_classes)
     total = int(confusion.sum())
     per_class = tuple(_from_confusion(_one_vs_rest(confusion, k), level) for k in range(num_classes))
@@ -89,20 +95,23 @@ def decide_multiclass(
 
 
 def confusion_matrix(labels: ArrayLike, called: ArrayLike, num_classes: int) -> NDArray[np.int64]:
-    """Counts as [true class, called class]."""
+    """Return counts as [true class, predicted class]."""
     label, call = check_labels(labels, num_classes), check_labels(called, num_classes)
     if len(label) != len(call):
         raise MetricError(
-            f"{len(label)} labels and {len(call)} decisions", "one is needed for each", "Pass them in one order"
+            f"{len(label)} labels and {len(call)} decisions",
+            "their numbers must be equal",
+            "Pass them in the same order",
+            code="length-mismatch",
         )
     return np.bincount(label * num_classes + call, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
 def youden_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
-    """The threshold with the largest sensitivity + specificity, halfway between the two scores that it parts.
+    """Return the threshold that maximizes sensitivity + specificity (Youden 1950), midway between two scores.
 
-    Of equally good ones the highest (fewest false positives) is taken, as argmax along a ROC curve does. Where no
-    threshold beats calling everything negative, that is what is returned: the next number above all scores.
+    Ties are resolved to the highest threshold (fewest false positives), as argmax along a ROC curve does. If no
+    threshold is better than predicting everything negative, the next number above all scores is returned.
     """
     label = check_labels(labels)
     score = check_scores(scores, len(label))
@@ -112,14 +121,14 @@ def youden_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
     distinct = score[order][starts]
     true = np.cumsum(np.add.reduceat(label[order], starts))
     false = np.cumsum(np.add.reduceat(1 - label[order], starts))
-    # Youden's index times both class sizes is a whole number: ties are real ties.
+    # Youden's index times both class sizes is an integer, so ties are exact.
     index = true * int(false[-1]) - false * int(true[-1])
     best = int(np.argmax(index))
     if index[best] <= 0:
         return float(np.nextafter(distinct[0], np.inf))
     upper, lower = float(distinct[best]), float(distinct[best + 1])
     middle = lower + (upper - lower) / 2
-    # Between neighbouring floats there is no middle; the rule is >=, so the upper one parts them too.
+    # Between adjacent floats there is no midpoint; the rule is >=, so the upper one separates them too.
     return middle if lower < middle <= upper else upper
 
 

@@ -1,21 +1,22 @@
-"""Lesion detection: FROC as the Camelyon16 challenge computes it, and scored tiles thinned out to points.
+"""Lesion detection: FROC as in the Camelyon16 challenge (Ehteshami Bejnordi et al., JAMA 2017), and point suppression.
 
 A *case* is one slide: a mask at pyramid level `level` (255, or True, is tumour) or None for a normal slide, and rows
-(probability, x_l0, y_l0) of points in level-0 pixels. Everything follows the challenge's program, also where another
-rule would seem better:
+(probability, x_l0, y_l0) of points in level-0 pixels. Everything follows the official evaluation code, also where
+another rule would seem better:
 
-* Tumours grow by 37.5 um, so two within 75 um are one lesion; holes are filled, so tissue that an annotation excludes
-  inside a tumour counts as tumour. Pixels that touch at a corner belong together.
-* A lesion whose ellipse of equal second moments has a major axis below 275 um (200 um grown by 75) is isolated tumour
-  cells (ITC): not in the denominator, and points in it are neither hits nor false positives.
-* A lesion's score is its best point, kept in float32, or 0 when there is none; other points, and all of a normal
-  slide, are false positives in float64. A lesion's float32 is compared with a float64 threshold in float32.
-* Thresholds are the distinct scores without the smallest, which is meant to be the 0 of a missed lesion. When every
+* Tumour regions are dilated by 37.5 um, so two within 75 um are one lesion; holes are filled, so tissue that an
+annotation
+  excludes inside a tumour counts as tumour. Pixels that touch at a corner are connected.
+* A lesion whose ellipse of equal second moments has a major axis below 275 um (200 um plus 75 of dilation) is isolated
+  tumour cells (ITC): not in the denominator, and points in it are neither hits nor false positives.
+* A lesion's score is its best point, stored in float32, or 0 if there is none; other points, and all of a normal slide,
+  are false positives in float64. A lesion's float32 is compared with a float64 threshold in float32.
+* Thresholds are the distinct scores without the smallest, which is meant to be the 0 of a missed lesion. If every
   lesion is hit (and there are no ITC) a real point is lost.
 * False positives are averaged over all slides. The curve ends in (0, 0); the score is the mean of the interpolated
-  sensitivities at 1/4, 1/2, 1, 2, 4 and 8, and beyond the curve's last point its last sensitivity holds.
+  sensitivities at 1/4, 1/2, 1, 2, 4 and 8; beyond the curve's last point its last sensitivity is used.
 
-The ellipse is scikit-image's: moments of the pixels' centres, without the 1/12 that a pixel's own extent would add.
+The ellipse is that of scikit-image: moments of the pixel centres, without the 1/12 for the extent of a pixel.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from selfvitmil.errors import MetricError
 from selfvitmil.metrics.intervals import Floats, check_scores
 
 GAP_UM = 75.0
-"""Tumours nearer than this, about five cells, are one lesion."""
+"""Tumour regions closer than this, about five cells, are one lesion."""
 ITC_UM = 275.0
-"""Major axis, growth included, below which a lesion is isolated tumour cells."""
+"""Major axis, including dilation, below which a lesion is isolated tumour cells."""
 FPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """False positives per slide at which the sensitivities are averaged."""
 
@@ -52,13 +53,13 @@ class CaseDetections:
 
     @property
     def num_lesions(self) -> int:
-        """Lesions to find: isolated tumour cells do not count."""
+        """Number of lesions to detect, without isolated tumour cells."""
         return len(self.lesion_scores) - len(self.itc_labels)
 
 
 @dataclass(frozen=True)
 class Froc:
-    """The curve from lax to strict, the sensitivities at `FPS`, their mean, and what happened on each slide."""
+    """The curve from low to high thresholds, the sensitivities at `FPS`, their mean, and the detections per slide."""
 
     fps_per_slide: Floats
     sensitivity: Floats
@@ -69,12 +70,17 @@ class Froc:
 
 
 def froc(cases: Sequence[Case], level: int = 5, mpp_l0: float = 0.243) -> Froc:
-    """Free-response ROC over all slides; the challenge takes level 5 and 0.243 um for every slide."""
+    """Return the free-response ROC over all slides; the challenge uses level 5 and 0.243 um for every slide."""
     if not len(cases):
-        raise MetricError("FROC of no slide", "there is nothing to score", "Pass one case per slide")
+        raise MetricError(
+            "FROC without slides", "there is nothing to evaluate", "Pass one case per slide", code="no-cases"
+        )
     if not (mpp_l0 > 0 and level >= 0):
         raise MetricError(
-            f"FROC at level {level} with {mpp_l0} um/px", "sizes in microns need both", "The challenge has 5 and 0.243"
+            f"FROC at level {level} with {mpp_l0} um/px",
+            "level must not be negative and um/px must be positive",
+            "The challenge uses 5 and 0.243",
+            code="invalid-froc-level",
         )
     detections: list[CaseDetections] = []
     warnings: list[str] = []
@@ -95,11 +101,12 @@ def froc(cases: Sequence[Case], level: int = 5, mpp_l0: float = 0.243) -> Froc:
 
 
 def evaluation_mask(tumour: NDArray[np.bool_], level: int = 5, mpp_l0: float = 0.243) -> NDArray[np.int32]:
-    """Lesions of a tumour mask at `level`, numbered from 1 in the order of their first pixels, row by row."""
+    """Return the lesions of a tumour mask at `level`, numbered from 1 in the order of their first pixels, row by
+    row."""
     reach = GAP_UM / (mpp_l0 * 2**level * 2)
     margin = int(np.ceil(reach)) + 1
     near = tumour.copy()
-    # Growing is local: distances are needed only around each piece of tumour, not over the whole slide.
+    # Dilation is local: distances are needed only around each tumour region, not over the whole slide.
     for rows, columns in ndimage.find_objects(_connected(tumour, corners=True)):
         box = _widen(rows, margin), _widen(columns, margin)
         distance: Any = ndimage.distance_transform_edt(~tumour[box])
@@ -108,7 +115,7 @@ def evaluation_mask(tumour: NDArray[np.bool_], level: int = 5, mpp_l0: float = 0
 
 
 def major_axes(labels: NDArray[np.int32]) -> Floats:
-    """For each label from 1 the major axis, in pixels, of the ellipse with the same second moments."""
+    """Return, for each label from 1, the major axis in pixels of the ellipse with the same second moments."""
     y, x = np.nonzero(labels)
     label = labels[y, x] - 1
     count = np.bincount(label)
@@ -121,19 +128,20 @@ def major_axes(labels: NDArray[np.int32]) -> Floats:
 def suppress_points(
     scores: ArrayLike, xy_um: ArrayLike, radius_um: float, min_score: float = -np.inf
 ) -> NDArray[np.int64]:
-    """Greedy non-maximum suppression: indices of the points that stay, best first.
+    """Greedy non-maximum suppression: return the indices of the points that are kept, best first.
 
-    Again and again the best point left is kept and all within `radius_um` of it are dropped, until none scores at least
-    `min_score`. Of equal scores the upper, then the left one goes first, whatever the order of the points. `xy_um` are
-    positions (N, 2) in microns: level-0 pixels times the slide's mpp.
+    Repeatedly, the best remaining point is kept and all others within `radius_um` of it are removed, until none scores
+    at least `min_score`. Ties are resolved from top to bottom, then left to right, whatever the order of the points.
+    `xy_um` are positions (N, 2) in microns: level-0 pixels times the slide's mpp.
     """
     position = np.asarray(xy_um, dtype=np.float64).reshape(-1, 2)
     score = check_scores(scores, len(position))
     if not (radius_um >= 0 and np.isfinite(position).all()):
         raise MetricError(
-            f"points to be thinned out within {radius_um} um",
+            f"non-maximum suppression within {radius_um} um",
             "the radius must not be negative and the positions must be finite",
             "Pass level-0 positions times the slide's mpp, and a radius in microns",
+            code="invalid-radius",
         )
     order = np.lexsort((position[:, 0], position[:, 1], -score))
     tree = KDTree(position)
@@ -152,8 +160,9 @@ def _check_points(points: ArrayLike, number: int) -> Floats:
     if rows.ndim != 2 or rows.shape[1] != 3 or not np.isfinite(rows).all() or (rows[:, 0] < 0).any():
         raise MetricError(
             f"case {number}: points of shape {rows.shape}",
-            "a row is (probability, x_l0, y_l0), all finite, and no probability is negative (a missed lesion has 0)",
+            "a row is (probability, x_l0, y_l0), all finite, no probability negative (a missed lesion has 0)",
             "Pass rows of three numbers, or an empty list for a slide without points",
+            code="invalid-froc-points",
         )
     return rows
 
@@ -162,16 +171,20 @@ def _check_mask(mask: ArrayLike, number: int) -> NDArray[np.bool_]:
     given = np.asarray(mask)
     if given.ndim != 2 or not given.size:
         raise MetricError(
-            f"case {number}: mask of shape {given.shape}", "a mask is an array [y, x]", "Pass None for a normal slide"
+            f"case {number}: mask of shape {given.shape}",
+            "a mask is an array [y, x]",
+            "Pass None for a normal slide",
+            code="invalid-froc-mask",
         )
     if given.dtype == np.bool_:
         return given
     tumour = given == 255
     if not (tumour | (given == 0)).all():
         raise MetricError(
-            f"case {number}: the mask holds {given[~tumour & (given != 0)][0]}",
-            "the challenge's program knows 255 for tumour and 0 for all else; ASAP writes 1 or 2",
+            f"case {number}: the mask contains {given[~tumour & (given != 0)][0]}",
+            "the official code uses 255 for tumour and 0 for the rest; ASAP writes 1 or 2",
             "Pass a boolean mask, or multiply it by 255",
+            code="invalid-froc-mask",
         )
     return tumour
 
@@ -181,17 +194,18 @@ def _normal(rows: Floats) -> CaseDetections:
 
 
 def _detect(tumour: NDArray[np.bool_], rows: Floats, level: int, mpp_l0: float, number: int) -> CaseDetections:
-    """Which lesion each point of a tumour slide hits."""
+    """Return which lesion each point of a tumour slide hits."""
     height, width = tumour.shape
     x, y = np.floor(rows[:, 1] / 2**level).astype(np.int64), np.floor(rows[:, 2] / 2**level).astype(np.int64)
     outside = (x < 0) | (x >= width) | (y < 0) | (y >= height)
     if outside.any():
         first = rows[outside][0]
         raise MetricError(
-            f"case {number}: {int(outside.sum())} of {len(rows)} points lie outside the mask, one at "
+            f"case {number}: {int(outside.sum())} of {len(rows)} points are outside the mask, one at "
             f"x_l0 = {first[1]:g}, y_l0 = {first[2]:g}",
             f"the mask of {width} x {height} pixels at level {level} is of another slide or another level",
             "Pass points in level-0 pixels and the mask of the same slide",
+            code="points-outside-mask",
         )
     labels = evaluation_mask(tumour, level, mpp_l0)
     itc = np.flatnonzero(major_axes(labels) < ITC_UM / (mpp_l0 * 2**level)) + 1
@@ -203,7 +217,7 @@ def _detect(tumour: NDArray[np.bool_], rows: Floats, level: int, mpp_l0: float, 
 
 
 def _connected(mask: NDArray[np.bool_], corners: bool) -> NDArray[np.int32]:
-    """Pieces numbered from 1 in the order of their first pixels; pixels join at edges, and at corners if asked."""
+    """Label connected components from 1 in the order of their first pixels, by edges, and by corners if requested."""
     found: Any = ndimage.label(mask, ndimage.generate_binary_structure(2, 2 if corners else 1))
     return found[0]
 
@@ -213,7 +227,7 @@ def _widen(span: slice, margin: int) -> slice:
 
 
 def _fill_holes(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """`mask` with all that it encloses: background that is not joined to the border by edges of pixels."""
+    """Return `mask` with enclosed background filled: background not edge-connected to the border."""
     background = _connected(~mask, corners=False)
     outside = np.zeros(int(background.max()) + 1, dtype=bool)
     for edge in (background[0], background[-1], background[:, 0], background[:, -1]):
@@ -223,13 +237,14 @@ def _fill_holes(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _curve(cases: Sequence[CaseDetections]) -> tuple[Floats, Floats]:
-    """(false positives per slide, sensitivity) at every threshold, from lax to strict."""
+    """Return (false positives per slide, sensitivity) at every threshold, from low to high."""
     num_lesions = sum(case.num_lesions for case in cases)
     if num_lesions == 0:
         raise MetricError(
             f"FROC of {len(cases)} slides",
             "none of them has a lesion of 0.2 mm or more, so sensitivity is undefined",
             "Add tumour slides with their annotation",
+            code="no-lesions",
         )
     false = np.sort(np.concatenate([case.false_positives for case in cases]))
     true = np.sort(np.concatenate([case.lesion_scores for case in cases]))

@@ -1,23 +1,23 @@
-"""How well scores rank: the area under the ROC curve with intervals, a paired test, one class against the rest.
+"""Ranking metrics: the area under the ROC curve (AUC) with intervals, a paired test, one class against the rest.
 
-The AUC is counted, not integrated: the share of pairs (positive, negative) in which the positive scores higher, ties
-counting half. Its variance is DeLong's; with groups (several slides of one patient) it is Obuchowski's (1997) form for
-clusters, which is the same number when every group has one member.
+The AUC is counted exactly: the fraction of (positive, negative) pairs in which the positive scores higher, ties
+counting half. Its variance is that of DeLong et al. (1988); with groups (several slides per patient) it is Obuchowski's
+(1997) extension to clusters, which is identical if every group has one member.
 
 The interval is DeLong's on the logit scale. Simulated with normal scores, 49 positives and 80 negatives and a true AUC
-of 0.95, plain DeLong covers the truth in 90 % of studies, percentiles of the bootstrap in 91 %, the logit scale in
-94 %; with 10 and 16 samples it is 79, 86 and 96 %. Where DeLong's variance is zero (perfect ranking, all scores equal)
-or undefined (one positive), an interval without width would claim certainty from a handful of slides; Newcombe's score
-interval (2006, method 5) stands in and `method` says so.
+of 0.95, plain DeLong covers the true value in 90 % of studies, bootstrap percentiles in 91 %, the logit scale in 94 %;
+with 10 and 16 samples it is 79, 86 and 96 %. If DeLong's variance is zero (perfect ranking, all scores equal) or
+undefined (one positive), an interval without width would claim certainty from a few slides; Newcombe's score interval
+(2006, method 5) is used instead and `method` says so.
 
 Folds: scores of different models have different offsets, so a positive of one fold and a negative of another must not
-be compared. With `folds` the AUC is the share of pairs won among the pairs within a fold: the mean of the folds' AUCs,
-weighted by their pairs. Its variance comes from the placements within folds, each taken as a deviation from the common
-AUC; samples of one group (a patient whose slides are in the test sets of several splits) add up before they are
-squared, so that test sets may overlap. A fold with one class has no pairs and takes no part. Simulated with 5 folds of
-10 positives and 16 negatives, offsets of two standard deviations and a true AUC of 0.9, all scores in one ranking are
-0.15 too low and their interval covers the truth in 7 % of studies; within folds there is no bias and 97 % are covered.
-With 4 positives and 4 negatives a fold it is 98 %: where folds are small the interval is rather too wide.
+be compared. With `folds` the AUC is the fraction of pairs won among the pairs within a fold: the mean of the folds'
+AUCs, weighted by their pairs. Its variance comes from the placements within folds, as deviations from the common AUC;
+samples of one group (a patient whose slides are in the test sets of several splits) are summed before they are squared,
+so test sets may overlap. A fold with one class has no pairs and is skipped. Simulated with 5 folds of 10 positives and
+16 negatives, offsets of two standard deviations and a true AUC of 0.9, ranking all scores together is biased by -0.15
+and its interval covers the true value in 7 % of studies; within folds there is no bias and 97 % are covered. With 4
+positives and 4 negatives per fold it is 98 %: with small folds the interval is conservative.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from selfvitmil.metrics.intervals import (
 )
 
 AGREE = 1 / 3
-"""DeLong and bootstrap agree when their limits differ by at most this share of the interval's width."""
+"""DeLong and bootstrap agree if their limits differ by at most this fraction of the interval's width."""
 
 
 @dataclass(frozen=True)
 class AucInterval(Interval):
-    """The AUC; `low` and `high` are DeLong's, `bootstrap` the other opinion, `statement` whether the two agree."""
+    """The AUC; `low` and `high` are DeLong's, `bootstrap` the alternative, `statement` says whether the two agree."""
 
     bootstrap: Interval = field(kw_only=True)
     agree: bool = field(kw_only=True)
@@ -75,16 +75,16 @@ class PairedAuc:
 
 @dataclass(frozen=True)
 class MulticlassAuc:
-    """Each class against the rest, and their mean with a bootstrap interval."""
+    """AUC of each class against the rest, and their mean with a bootstrap interval."""
 
     macro: Interval
     per_class: tuple[AucInterval, ...]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
-    """Area under the ROC curve of `scores` for labels 0 and 1; infinite scores may be ranked, NaN may not.
+    """Return the area under the ROC curve for labels 0 and 1; infinite scores are allowed, NaN is not.
 
-    With `folds` (one per sample: whose model scored it) only pairs within a fold are compared.
+    With `folds` (which model scored each sample) only pairs within a fold are compared.
     """
     label, score = check_binary(labels, scores)
     return _auc(label, score, check_folds(folds, label))
@@ -100,7 +100,7 @@ def auc_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> AucInterval:
-    """AUC with DeLong's and the bootstrap's interval; `groups` (patients) stay together in both, `folds` as in `auc`.
+    """Return the AUC with DeLong and bootstrap intervals; `groups` (patients) are kept together, `folds` as in `auc`.
 
     With folds the limits are conditional on the models: samples are random, the models that scored them are not.
     """
@@ -132,8 +132,8 @@ def paired_auc_test(
     resamples: int = 2000,
     seed: int = 0,
 ) -> PairedAuc:
-    """Do two scores of the same samples rank equally well? Two-sided; `groups` (patients) stay together, `folds` as in
-    `auc`."""
+    """Test whether two scores of the same samples have equal AUC. Two-sided; `groups` (patients) are kept together,
+    `folds` as in `auc`."""
     label, a = check_binary(labels, scores_a)
     b = check_scores(scores_b, len(label), infinite=True)
     fold = check_folds(folds, label)
@@ -158,9 +158,9 @@ def multiclass_auc(
     resamples: int = 2000,
     seed: int = 0,
 ) -> MulticlassAuc:
-    """AUC of each class's column against the rest, and the plain mean over classes; every class must occur.
+    """Return the AUC of each class against the rest, and the mean over classes; every class must occur.
 
-    `folds` as in `auc`; of a class only the folds count in which it occurs.
+    `folds` as in `auc`; for each class only the folds in which it occurs count.
     """
     num_classes = np.shape(scores_NC)[1] if np.ndim(scores_NC) == 2 else 0
     if num_classes < 2:
@@ -168,6 +168,7 @@ def multiclass_auc(
             f"scores of shape {np.shape(scores_NC)}",
             "one column per class, at least two, is needed",
             "For labels 0 and 1 with one score use auc_interval",
+            code="invalid-scores",
         )
     label = check_labels(labels, num_classes)
     scores = check_scores(scores_NC, len(label), num_classes, infinite=True)
@@ -176,7 +177,8 @@ def multiclass_auc(
         raise MetricError(
             f"no sample of class {', '.join(map(str, absent))} among {len(label)}",
             "its AUC, and so the mean over classes, is undefined",
-            "Take a split that holds every class, or drop the class",
+            "Use a split that contains every class, or drop the class",
+            code="missing-class",
         )
     group, fold = check_groups(groups, len(label)), check_groups(folds, len(label)) if folds is not None else None
     one_vs_rest = [(label == k).astype(np.int64) for k in range(num_classes)]
@@ -190,7 +192,7 @@ def multiclass_auc(
 
 
 def _half_wins(winners: Floats, losers: Floats) -> NDArray[np.int64]:
-    """For each winner twice the number of losers below it plus the number level with it: whole numbers, so exact."""
+    """Return, for each winner, twice the number of losers below it plus the number of ties: integers, so exact."""
     ordered = np.sort(losers)
     return np.searchsorted(ordered, winners, "left") + np.searchsorted(ordered, winners, "right")
 
@@ -205,9 +207,9 @@ def _auc(label: Labels, score: Floats, fold: Labels) -> float:
 
 
 def _placements(label: Labels, score: Floats, fold: Labels) -> Floats:
-    """For a positive the share of its fold's negatives below it, for a negative that of positives above it; ties half.
+    """Return, for a positive, the fraction of its fold's negatives below it; for a negative, of positives above it.
 
-    NaN in a fold of one class.
+    Ties count half; NaN in a fold with one class.
     """
     placement = np.full(len(label), np.nan)
     for k in np.flatnonzero(pairs_of_folds(label, fold)):
@@ -219,7 +221,7 @@ def _placements(label: Labels, score: Floats, fold: Labels) -> Floats:
 
 
 def _variance(label: Labels, placement: Floats, value: float, group: Labels, fold: Labels) -> float:
-    """Variance of the mean placement, with groups drawn independently; NaN when one group alone holds a class.
+    """Return the variance of the mean placement, with groups drawn independently; NaN if only one group has a class.
 
     `placement` may be a difference of placements: then this is the variance of the difference of two AUCs.
     """
@@ -228,7 +230,7 @@ def _variance(label: Labels, placement: Floats, value: float, group: Labels, fol
     label, placement, fold = label[used], placement[used], fold[used]
     group = check_groups(group[used], len(label))
     num_positive, num_negative = int((label == 1).sum()), int((label == 0).sum())
-    # A fold counts by its share of all pairs, a sample of it by its share of the fold's class; 1 where there is one.
+    # A fold counts by its fraction of all pairs, a sample by its fraction of the fold's class; 1 with a single fold.
     share = (pairs / pairs.sum())[fold]
     of_class = np.where(label == 1, np.bincount(fold, label == 1)[fold], np.bincount(fold, label == 0)[fold])
     weight = share * (np.where(label == 1, num_positive, num_negative) / of_class)
@@ -245,7 +247,7 @@ def _variance(label: Labels, placement: Floats, value: float, group: Labels, fol
 
 
 def _groups_with(label: Labels, group: Labels) -> tuple[int, int]:
-    """How many groups hold a positive, and how many a negative."""
+    """Return how many groups have a positive, and how many a negative."""
     return len(np.unique(group[label == 1])), len(np.unique(group[label == 0]))
 
 
@@ -253,7 +255,7 @@ def _limits(label: Labels, score: Floats, group: Labels, fold: Labels, level: fl
     value = _auc(label, score, fold)
     variance = _variance(label, _placements(label, score, fold), value, group, fold)
     z = normal_quantile(level)
-    # Written so that NaN takes this way too. A perfect ranking has no variance, so below the value is inside (0, 1).
+    # Written so that NaN takes this branch too. A perfect ranking has no variance, so below the value is inside (0, 1).
     if not variance > 0:
         sizes = _sizes(label, group, fold)
         low, high = _newcombe_low(value, sizes, z), 1 - _newcombe_low(1 - value, sizes, z)
@@ -270,7 +272,7 @@ def _within(fold: Labels) -> str:
 
 @dataclass(frozen=True)
 class _Size:
-    """A fold: its share of all pairs, and how many groups hold a positive and a negative."""
+    """A fold: its fraction of all pairs, and how many groups have a positive and a negative."""
 
     share: float
     num_positive: int
@@ -278,8 +280,8 @@ class _Size:
 
 
 def _sizes(label: Labels, group: Labels, fold: Labels) -> list[_Size]:
-    """Of the folds that have pairs. Where groups are in several folds, of the smallest fold alone, as if the others
-    added nothing: nothing is known then of how much they do."""
+    """Return the sizes of the folds that have pairs. If groups are in several folds, only that of the smallest fold, as
+    if the others added nothing: how much they add is unknown."""
     pairs = pairs_of_folds(label, fold)
     used = [int(k) for k in np.flatnonzero(pairs)]
     sizes = [_Size(float(pairs[k] / pairs.sum()), *_groups_with(label[fold == k], group[fold == k])) for k in used]
@@ -291,10 +293,10 @@ def _sizes(label: Labels, group: Labels, fold: Labels) -> list[_Size]:
 
 
 def _newcombe_low(value: float, sizes: Sequence[_Size], z: float) -> float:
-    """The lowest AUC that lies no more than z standard errors, taken at that AUC, below `value`.
+    """Return the lowest AUC that is no more than z standard errors, evaluated at that AUC, below `value`.
 
-    The standard error is Hanley and McNeil's with both class sizes replaced by their mean, as Newcombe proposes. It is
-    symmetric under AUC -> 1 - AUC, so one function serves both limits.
+    The standard error is that of Hanley and McNeil (1982) with both class sizes replaced by their mean, as Newcombe
+    (2006) proposes. It is symmetric under AUC -> 1 - AUC, so one function gives both limits.
     """
     if value == 0:
         return 0.0
@@ -307,14 +309,14 @@ def _newcombe_low(value: float, sizes: Sequence[_Size], z: float) -> float:
     def excess(guess: float) -> float:
         return (value - guess) ** 2 - sum(size.share**2 * squared_reach(guess, size) for size in sizes)
 
-    # At value 1 the end itself is a root without meaning: stay just below.
+    # At value 1 the end itself is a spurious root: stay just below.
     return float(brentq(excess, 0.0, min(value, 1 - 1e-12)))  # pyright: ignore[reportArgumentType]
 
 
 def _difference(
     label: Labels, a: Floats, b: Floats, group: Labels, fold: Labels, level: float
 ) -> tuple[Interval, float]:
-    """AUC of a minus AUC of b with its interval and the two-sided p-value."""
+    """Return AUC of a minus AUC of b with its interval and the two-sided p-value."""
     value_a, value_b = _auc(label, a, fold), _auc(label, b, fold)
     value = value_a - value_b
     z = normal_quantile(level)
@@ -325,7 +327,7 @@ def _difference(
         low, high, method = max(-1.0, value - reach), min(1.0, value + reach), f"DeLong{_within(fold)}, paired"
         error = np.sqrt(variance)
     else:
-        # No variance, but two handfuls of slides do not prove anything: add the single limits as squares.
+        # No variance, but a few slides prove nothing: combine the single limits as a root of squares.
         low_a, high_a, _ = _limits(label, a, group, fold, level)
         low_b, high_b, _ = _limits(label, b, group, fold, level)
         down, up = np.hypot(value_a - low_a, high_b - value_b), np.hypot(high_a - value_a, value_b - low_b)
@@ -336,7 +338,8 @@ def _difference(
 
 
 def resampled_auc(label: Labels, score: Floats, fold: Labels | None = None) -> Callable[[Floats], Floats]:
-    """A function from how often each sample was drawn, (R, N), to the AUCs of these resamples (NaN without a pair)."""
+    """Return a function from how often each sample was drawn, (R, N), to the AUCs of these resamples (NaN without
+    pairs)."""
     fold = np.zeros(len(label), dtype=np.int64) if fold is None else fold
     order = np.lexsort((score, fold))
     folds = first_of_ties(fold[order])

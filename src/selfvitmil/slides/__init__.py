@@ -1,11 +1,11 @@
-"""Opening slides and reading tiles at an exact resolution.
+"""Open slides and read tiles at an exact resolution.
 
     with open_slide("a.svs") as slide:
         tile = slide.read_tile(x_l0=8192, y_l0=4096, size_px=224, mpp=0.5)      # uint8 (224, 224, 3)
 
-Two readers stand behind it: `jpegtiff` decodes JPEG-compressed TIFF and SVS directly and fast, `openslide` reads
-everything else; `auto` chooses per file. They share geometry and resampling and agree on the pixels. Importing this
-package loads neither OpenSlide nor any decoder; opening a slide does.
+There are two readers: `jpegtiff` decodes JPEG-compressed TIFF and SVS directly and fast, `openslide` reads everything
+else; `auto` chooses per file. They share geometry and resampling and agree on the pixels. Importing this package loads
+neither OpenSlide nor any decoder; opening a slide does.
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ def open_slide(
 ) -> Slide:
     """Open a slide; `reader` is `auto`, `openslide` or `jpegtiff`.
 
-    `mpp` replaces the microns per pixel that the file says, `otherwise_mpp` serves where it does not say them.
+    `mpp` replaces the microns per pixel in the file, `otherwise_mpp` is used if the file has none.
 
-    Raises SlideError at once when the file is no slide. One that does not say its microns per pixel opens, and raises
-    MissingMppError when they are first needed.
+    Raises SlideError if the file is not a slide. A slide without microns per pixel opens, and raises MissingMppError
+    when the value is first needed.
     """
     if reader not in READERS:
-        raise ConfigError(f"reader {reader!r} is not known", how=f"Choose one of {', '.join(READERS)}")
+        raise ConfigError(
+            f"unknown reader {reader!r}", how=f"Choose one of {', '.join(READERS)}", code="unknown-reader"
+        )
     for given in (mpp, otherwise_mpp):
         if given is not None and (problem := slide_mpp_problem(given)):
-            raise ConfigError(f"mpp {given:g} was given", problem, "Give the scanner's microns per pixel")
+            raise ConfigError(
+                f"mpp {given:g} was given", problem, "Give the scanner's microns per pixel", code="invalid-mpp"
+            )
     path = Path(os.path.abspath(path))
     _check_file(path)
 
-    from selfvitmil.slides import jpegtiff, openslide  # heavy, and not needed to find slides in a folder
+    from selfvitmil.slides import jpegtiff, openslide  # heavy, and not needed to list slides
     from selfvitmil.slides.mpp import find_mpp, objective_power
 
     probe = openslide.probe(path)
@@ -54,16 +58,26 @@ def open_slide(
         try:
             layout = jpegtiff.open_layout(path, probe.vendor)
             if layout.sizes[: len(probe.sizes)] != probe.sizes:
-                raise jpegtiff.UnsupportedLayout("its pages are other levels than OpenSlide sees")
+                raise jpegtiff.UnsupportedLayout("its levels differ from those that OpenSlide reports")
         except jpegtiff.UnsupportedLayout as error:
             layout, reason = None, str(error)
         except jpegtiff.TruncatedFile as error:
-            raise SlideError(f"{path.name}: the file is cut short", str(error), DAMAGED) from None
+            raise SlideError(
+                f"{path.name}: the file is truncated", str(error), DAMAGED, code="truncated-slide"
+            ) from None
         except OSError as error:
-            raise SlideError(f"{path.name}: the file cannot be read", without_path(str(error), path), DAMAGED) from None
+            raise SlideError(
+                f"{path.name}: the file cannot be read",
+                without_path(str(error), path),
+                DAMAGED,
+                code="unreadable-slide",
+            ) from None
     if layout is None and reader == "jpegtiff":
         raise SlideError(
-            f"{path.name}: the reader jpegtiff cannot read this slide", reason, "Leave --slide.reader at auto"
+            f"{path.name}: the reader jpegtiff cannot read this slide",
+            reason,
+            "Leave --slide.reader at auto",
+            code="reader-unsuitable",
         )
     compression = jpegtiff.tiff_compression(path) if layout is None else "jpeg"
     info = SlideInfo(
@@ -80,12 +94,14 @@ def open_slide(
 
 
 def _check_file(path: Path) -> None:
-    where = "Check the path, and that the drive is there"
+    where = "Check the path, and that the drive is mounted"
     try:
         if path.is_dir():
-            raise SlideError(f"{path.name}: this is a folder", "a slide is a file", "Name the slide's file itself")
+            raise SlideError(
+                f"{path.name}: a folder, not a file", "a slide is a file", "Give the slide file", code="is-a-folder"
+            )
         if path.stat().st_size == 0:
-            raise SlideError(f"{path.name}: the file is empty", "not even a header came with it", DAMAGED)
+            raise SlideError(f"{path.name}: the file is empty", "it has no header", DAMAGED, code="empty-file")
         with path.open("rb"):
             pass
     except FileNotFoundError:
@@ -94,25 +110,28 @@ def _check_file(path: Path) -> None:
         ) from None
     except OSError as error:
         raise SlideError(
-            f"{path.name}: the file cannot be read", without_path(error.strerror or "", path), where
+            f"{path.name}: the file cannot be read",
+            without_path(error.strerror or "", path),
+            where,
+            code="unreadable-slide",
         ) from None
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a slide's content, of all its files where it has several; see `file_fingerprint`."""
+    """Return the identity of a slide's content, over all its files if it has several; see `file_fingerprint`."""
     prints = [file_fingerprint(file) for file in _files_of(path)]
     return prints[0] if len(prints) == 1 else hash_of(*prints)
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files that hold a slide's pixels: several for MIRAX, DICOM and Hamamatsu's VMS and VMU."""
+    """Return the files that contain a slide's pixels: several for MIRAX, DICOM and Hamamatsu's VMS and VMU."""
     suffix = path.suffix.lower()
     if suffix == ".mrxs" and path.with_suffix("").is_dir():
         return [path, *sorted(file for file in path.with_suffix("").iterdir() if file.is_file())]
     if suffix == ".dcm":
         return sorted(file for file in path.parent.iterdir() if file.suffix.lower() == ".dcm")
     if suffix in (".vms", ".vmu"):
-        # Lines such as ImageFile(1,0)=b.jpg, MapFile=m.jpg; not MacroImage=, which is never looked at.
+        # Lines such as ImageFile(1,0)=b.jpg, MapFile=m.jpg; not MacroImage=, which is never read.
         text = path.read_bytes().decode("utf-8", errors="surrogateescape")
         named = re.findall(r"^(?:ImageFile|MapFile|OptimisationFile)[^=\n]*=([^\r\n]+)", text, re.MULTILINE)
         beside = [path.parent / name.strip() for name in named]
@@ -121,20 +140,22 @@ def _files_of(path: Path) -> list[Path]:
 
 
 class SlideCache:
-    """Open slides, at most `max_open` of them: a further one closes the one that was used longest ago.
+    """LRU cache of at most `max_open` open slides.
 
-    A slide that was closed this way still works for whoever holds it: its next read opens it again.
+    A slide that the cache closed still works for its holder: the next read opens it again.
     """
 
     def __init__(self, max_open: int = 32):
         if max_open < 1:
-            raise ConfigError(f"a cache of {max_open} slides was asked for", "it could hold none", "Allow at least one")
+            raise ConfigError(
+                f"cache of {max_open} slides", "max_open must be at least 1", "Use 1 or more", code="invalid-cache-size"
+            )
         self.max_open = max_open
         self._slides: OrderedDict[tuple[str, str, float | None], Slide] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, path: str | Path, *, reader: str = "auto", mpp: float | None = None) -> Slide:
-        """The slide, opened if it is not open yet."""
+        """Return the slide, opened if necessary."""
         key = (os.path.abspath(path), reader, mpp)
         with self._lock:
             slide = self._slides.get(key)

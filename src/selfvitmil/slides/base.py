@@ -1,11 +1,11 @@
-"""What a slide is to the rest of the package, whichever reader serves it.
+"""Common interface and geometry of all slide readers.
 
-A slide is one pyramidal file. Asked for a square by its level-0 corner, its size in output pixels and the wanted
-microns per pixel, it gives pixels of exactly that resolution: the area mean of the nearest finer level, interpolated
-where there is none (see `resample`). What lies outside the slide, or was never scanned, is white. Label, macro and
-thumbnail pictures that a scanner stored beside the slide are never looked at: they carry names.
+A slide is one pyramidal file. `read_tile` takes a level-0 corner, a size in output pixels and the target microns per
+pixel, and returns pixels at exactly that resolution: the area mean of the nearest finer level, interpolated where there
+is none (see `resample`). Areas outside the slide or not scanned are white. Label, macro and thumbnail images stored by
+the scanner are never read: they may show patient names.
 
-A reader only says how to get the pixels of a rectangle of one level; all geometry is here, so that readers agree.
+A reader only provides the pixels of a rectangle of one level; all geometry is here, so that readers agree.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from selfvitmil.slides.resample import Grid, Pixels, resample
 from selfvitmil.store.redact import without_folders
 
 Box = tuple[int, int, int, int]
-"""(x0, y0, x1, y1), half open, in pixels of a level (or of a shrunk level)."""
+"""(x0, y0, x1, y1), half open, in pixels of a level (or of a downscaled level)."""
 
 LEVEL_TOLERANCE = 0.005
-"""A level that is coarser than wanted by up to this share still serves: it is the one that was meant."""
-DAMAGED = "Copy the file again from where it came from, or leave the slide out"
+"""A level may be coarser than requested by up to this fraction: it is then the intended level."""
+DAMAGED = "Copy the file again from its source, or leave the slide out"
 MAX_SOURCE_PX = 2048 * 2048
-"""Source pixels worked on at a time (as float32: 50 MB); larger rectangles are done in parts."""
+"""Source pixels processed at a time (as float32: 50 MB); larger rectangles are processed in parts."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution of the pyramid."""
+    """One resolution level of the pyramid."""
 
     size: tuple[int, int]
     """(width, height) in its own pixels."""
@@ -52,7 +52,7 @@ class Level:
 
 @dataclass(frozen=True)
 class SlideInfo:
-    """All that is known from opening a slide; small, so it travels to the workers."""
+    """Metadata of an opened slide; small, so that it can be sent to workers."""
 
     levels: tuple[Level, ...]
     mpp: Mpp
@@ -63,10 +63,10 @@ class SlideInfo:
 
 
 class Slide(ABC):
-    """One open slide. Use it in a `with` block, or call `close`.
+    """An open slide. Use it in a `with` block, or call `close`.
 
-    Pickles as its path and metadata: the file is opened again where it is first read. Reading from several threads is
-    fine; after `close` the next read opens it again.
+    Pickles as path and metadata: the file is opened again at the first read. Reading from several threads is safe;
+    after `close` the next read opens the file again.
     """
 
     reader: ClassVar[str]
@@ -80,32 +80,33 @@ class Slide(ABC):
         self._owner = os.getpid()
         self._opening = threading.Lock()
 
-    # ------------------------------------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------------------------------------ metadata
 
     @property
     def name(self) -> str:
-        """The file's name with its suffix, as errors show it. Studies name slides by their cohort's column `slide`."""
+        """The file name with its suffix, used in errors. Studies name slides by the column `slide` of the cohort."""
         return self.path.name
 
     @property
     def mpp(self) -> float:
-        """Microns per level-0 pixel; raises MissingMppError when neither the file nor the caller said it."""
+        """Microns per level-0 pixel; raises MissingMppError if neither the file nor the caller gave a value."""
         if self.info.mpp.value is None:
             raise MissingMppError(
-                f"{self.name}: the file has no usable value of microns per pixel ({self.info.mpp.problem})",
-                "so a tile size in microns has no meaning",
+                f"{self.name}: no usable microns-per-pixel value in the file ({self.info.mpp.problem})",
+                "tile size in microns is undefined without it",
                 "If the scanner's value is known, pass --slide.mpp 0.25, or fill the column mpp of cohort.csv",
+                code="no-mpp",
             )
         return self.info.mpp.value
 
     @property
     def mpp_source(self) -> str:
-        """Who says so: `override`, `given`, `openslide.mpp-x`, `tiff resolution tag` ...; empty when nobody does."""
+        """Source of the value: `override`, `given`, `openslide.mpp-x`, `tiff resolution tag` ...; empty without one."""
         return self.info.mpp.source
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know about this slide, in sentences."""
+        """Warnings about this slide for the user."""
         return self.info.warnings + self.info.mpp.warnings
 
     @property
@@ -120,40 +121,48 @@ class Slide(ABC):
 
     @property
     def vendor(self) -> str:
-        """The format as OpenSlide calls it: `aperio`, `generic-tiff`, `mirax` ..."""
+        """Format name of OpenSlide: `aperio`, `generic-tiff`, `mirax` ..."""
         return self.info.vendor
 
     @property
     def objective_power(self) -> float | None:
-        """Nominal magnification, when stated. For people to read; arithmetic uses mpp."""
+        """Nominal magnification, if stated. For display only; calculations use mpp."""
         return self.info.objective_power
 
     @property
     def compression(self) -> str:
-        """How level 0 is compressed, where that can be told: `jpeg`, `jpeg 2000` ... or `unknown`."""
+        """Compression of level 0, if known: `jpeg`, `jpeg 2000` ... or `unknown`."""
         return self.info.compression
 
     # ------------------------------------------------------------------------------------------------ pixels
 
     def read_tile(self, x_l0: float, y_l0: float, size_px: int, mpp: float) -> Pixels:
-        """The square with its top left corner at (x_l0, y_l0): (size_px, size_px, 3) at exactly `mpp`."""
+        """Read the square with its top left corner at (x_l0, y_l0): uint8 (size_px, size_px, 3) at exactly `mpp`."""
         return self.read_region(x_l0, y_l0, (size_px, size_px), mpp)
 
     def read_region(self, x_l0: float, y_l0: float, size_px: tuple[int, int], mpp: float) -> Pixels:
-        """The rectangle of (width, height) with that corner: (height, width, 3) at exactly `mpp`, in bounded memory."""
+        """Read the (width, height) rectangle at that corner: uint8 (height, width, 3) at exactly `mpp`, in bounded
+        memory."""
         width, height = size_px
         if width < 1 or height < 1 or not 0 < mpp < math.inf:
             size = f"{width} px" if width == height else f"{width} x {height} px"
             raise ConfigError(
-                f"a tile of {size} at {mpp:g} microns per pixel was asked for", "no such tile exists", "Ask for more"
+                f"invalid tile of {size} at {mpp:g} microns per pixel",
+                "size and microns per pixel must be positive",
+                "Correct them",
+                code="invalid-tile-size",
             )
         return self._read(x_l0, y_l0, width, height, mpp)
 
     def thumbnail(self, mpp: float) -> Pixels:
-        """The whole slide at exactly `mpp`: (height, width, 3) as `geometry.size_at_mpp` says, in bounded memory."""
+        """Read the whole slide at exactly `mpp`: (height, width, 3) as given by `geometry.size_at_mpp`, in bounded
+        memory."""
         if not 0 < mpp < math.inf:
             raise ConfigError(
-                f"a thumbnail at {mpp:g} microns per pixel was asked for", "there is none", "Ask for more"
+                f"invalid thumbnail at {mpp:g} microns per pixel",
+                "microns per pixel must be positive",
+                "Correct it",
+                code="invalid-tile-size",
             )
         width, height = geometry.size_at_mpp(self.size_l0, self.mpp, mpp)
         return self._read(0, 0, width, height, mpp)
@@ -182,19 +191,19 @@ class Slide(ABC):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Open the file. The handle frees itself when nobody refers to it any more."""
+        """Open the file. The handle closes itself when it is no longer referenced."""
 
     def _shrink(self, index: int, grid: Grid) -> int:
-        """By how much the reader itself may shrink the pixels of a level for this grid."""
+        """Return the factor by which the reader itself may downscale a level for this grid."""
         del index, grid
         return 1
 
     @abstractmethod
     def _pixels(self, index: int, shrink: int, box: Box, dtype: type[np.generic]) -> NDArray[Any]:
-        """The pixels of a rectangle of a level that is shrunk so, white outside; an array of its own."""
+        """Return the pixels of a rectangle of a downscaled level as a new array, white outside."""
 
     def _use(self) -> Any:
-        """The open handle. Callers keep it in a local name while they read, so that `close` elsewhere does no harm."""
+        """Return the open handle. Callers keep a reference while reading, so that a concurrent `close` is harmless."""
         handle = self._handle
         if handle is None or self._owner != os.getpid():
             with self._opening:
@@ -205,16 +214,17 @@ class Slide(ABC):
         return handle
 
     def _unreadable(self, index: int, box: Box, reason: str) -> SlideError:
-        """For a rectangle of a level that does not read."""
+        """Return the error for a rectangle of a level that cannot be read."""
         x0, y0, x1, y1 = (round(edge * self.levels[index].downsample) for edge in box)
         return SlideError(
-            f"{self.name}: cannot be read from ({x0}, {y0}) to ({x1}, {y1}), in level-0 pixels",
+            f"{self.name}: unreadable from ({x0}, {y0}) to ({x1}, {y1}), in level-0 pixels",
             without_path(reason, self.path),
             DAMAGED,
+            code="unreadable-region",
         )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._handle = None
 
     def __enter__(self) -> Self:
@@ -236,11 +246,11 @@ class Slide(ABC):
 
 @cache
 def keep_freed_memory() -> None:
-    """Once per process: have freed arrays of some megabytes kept for the next ones.
+    """Make the C library keep freed arrays of some megabytes for reuse; called once per process.
 
-    The C library (glibc) hands such arrays back to the system when they are freed and takes fresh, zeroed pages for the
-    next tile: 700 page faults for a resampled 224 px tile, 1.1 ms instead of 0.22 ms. Left alone it learns not to, but
-    not where MALLOC_TRIM_THRESHOLD_ is set, as dask does for its workers. Other C libraries are left alone.
+    glibc returns such arrays to the system when they are freed and takes fresh, zeroed pages for the next tile: 700
+    page faults for a resampled 224 px tile, 1.1 ms instead of 0.22 ms. By default it adapts, but not if
+    MALLOC_TRIM_THRESHOLD_ is set, as dask does for its workers. Other C libraries are not changed.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt
@@ -254,17 +264,17 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of mallopt's options in g
 
 
 def level_for(levels: tuple[Level, ...], downsample: float) -> int:
-    """Index of the coarsest level that is not coarser than `downsample`; 0 when all are."""
+    """Return the index of the coarsest level that is not coarser than `downsample`; 0 if all are coarser."""
     fitting = [k for k, level in enumerate(levels) if level.downsample <= downsample * (1 + LEVEL_TOLERANCE)]
     return max(fitting, key=lambda k: levels[k].downsample, default=0)
 
 
 def levels_of(sizes: tuple[tuple[int, int], ...]) -> tuple[Level, ...]:
-    """Levels from their sizes.
+    """Return levels with their downsample factors, from their sizes.
 
-    Scanners shrink by whole factors, mostly powers of two, and round the edges: 4443 x 3567 becomes 2221 x 1783. Taking
-    the ratio of the sizes, 2.0005, for the downsample would misplace the far end of a wide slide by several pixels and
-    blur every tile. So a factor is taken as whole when both edges agree with it to a pixel.
+    Scanners downscale by whole factors, mostly powers of two, and round the edges: 4443 x 3567 becomes 2221 x 1783.
+    Using the ratio of the sizes, 2.0005, as downsample would misplace the far end of a wide slide by several pixels and
+    blur every tile. So a factor is taken as whole if both edges agree with it to within a pixel.
     """
     width, height = sizes[0]
     levels: list[Level] = []
@@ -277,7 +287,7 @@ def levels_of(sizes: tuple[tuple[int, int], ...]) -> tuple[Level, ...]:
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """So many bytes from there, fewer at the end of the file. A network drive may bring them in parts."""
+    """Read `count` bytes at `offset`, fewer at the end of the file. A network drive may deliver them in parts."""
     data = os.pread(descriptor, count, offset)
     while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
         data += more
@@ -285,6 +295,6 @@ def read_at(descriptor: int, count: int, offset: int) -> bytes:
 
 
 def without_path(message: str, path: Path) -> str:
-    """A library's message as part of a sentence of ours; folders are nobody's business."""
+    """Format a library's message for our errors, without folder names."""
     text = without_folders(message.strip().rstrip("."), [path.parent])
-    return text[:1].lower() + text[1:] if text else "the reason is not known"
+    return text[:1].lower() + text[1:] if text else "unknown reason"

@@ -1,4 +1,4 @@
-"""Can this slide be worked with? Opens it, reads some of it, and says what is known to make trouble later."""
+"""Check whether a slide can be processed: open it, read samples of it, and report known problems."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from selfvitmil.slides import fingerprint, open_slide
 NUM_REGIONS = 16
 REGION_PX = 224
 LARGE_L0 = 20_000
-"""Slides wider than this without a pyramid are slow to look at as a whole."""
+"""Slides wider than this without a pyramid are slow to read as a whole."""
 
 
 @dataclass(frozen=True)
 class CheckJob:
-    """All that a worker needs to check one slide."""
+    """Input of one worker call: the slide to check."""
 
     slide: str
     path: Path
     reader: str
     mpp: float | None
-    """Over what the file says."""
+    """Overrides the value in the file."""
     annotation: Path | None = None
     otherwise_mpp: float | None = None
-    """Where the file does not say it."""
+    """Used if the file has no value."""
     tile_mpp: float | None = None
-    """Microns per pixel of the tiles that will be cut."""
+    """Microns per pixel of the tiles to be cut."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SlideCheck:
 
 
 def check_slide(job: CheckJob) -> SlideCheck:
-    """Open the slide, read regions spread over all of it, look at its annotation. Raises SelfVitMilError on trouble."""
+    """Open the slide, read regions spread over it, and read its annotation. Raises SelfVitMilError on failure."""
     with open_slide(job.path, reader=job.reader, mpp=job.mpp, otherwise_mpp=job.otherwise_mpp) as slide:
         mpp = slide.mpp
         width, height = slide.size_l0

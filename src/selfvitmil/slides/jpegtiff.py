@@ -1,16 +1,16 @@
-"""The fast path: JPEG-compressed tiled TIFF (SVS among them), decoded straight from the file.
+"""Fast reader for JPEG-compressed tiled TIFF, including SVS: tiles are decoded directly from the file.
 
-tifffile reads the layout once; after that a read is `pread` of the JPEG tiles that are needed, libjpeg-turbo, and a
-copy into place. Only files are taken that surely mean the same here as in OpenSlide: formats that it calls `aperio` or
-`generic-tiff`, with the levels that it sees, 8-bit RGB or YCbCr JPEG in tiles. All else is left to OpenSlide. At a
-level's own resolution the pixels equal OpenSlide's bit for bit.
+tifffile reads the layout once; after that a read is `pread` of the needed JPEG tiles, libjpeg-turbo, and a copy into
+place. Only files with the same meaning here and in OpenSlide are accepted: formats that it calls `aperio` or
+`generic-tiff`, with the levels that it reports, 8-bit RGB or YCbCr JPEG in tiles. OpenSlide reads all others. At a
+level's own resolution the pixels equal OpenSlide's exactly.
 
-A stored tile is not a whole JPEG file: its tables may lie apart (tag JPEGTables), and whether it holds RGB or YCbCr is
-said by the TIFF, not by the JPEG. Many Aperio files hold RGB with no mark of it, and a JPEG decoder left alone takes
-that for YCbCr. So every tile gets a head that tells: an Adobe marker for RGB, a JFIF marker for YCbCr.
+A stored tile is not a complete JPEG file: its tables may be stored separately (tag JPEGTables), and the TIFF, not the
+JPEG, says whether it is RGB or YCbCr. Many Aperio files contain RGB without a marker, which a JPEG decoder would take
+for YCbCr. So every tile gets a header that says which: an Adobe marker for RGB, a JFIF marker for YCbCr.
 
-JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in less time; `_shrink` tells when that is as good. Decoded tiles
-are kept for a while, because neighbouring tiles of a slide share them; all slides of a process share that memory.
+JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in less time; `_shrink` decides when that is as good. Decoded tiles
+are cached, because neighbouring tiles of a slide share them; the cache is shared by all slides of a process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from selfvitmil.slides.base import DAMAGED, Box, Slide, read_at, without_path
 from selfvitmil.slides.resample import Grid, Pixels, reduce_whole
 
 CACHE_BYTES = 64 << 20
-"""Decoded tiles kept, by all slides of a process together."""
+"""Size of the cache of decoded tiles, shared by all slides of a process."""
 
-# What tifffile has to say about a damaged file, it would print; ours is said once, as an error.
+# tifffile would print messages about damaged files; they are raised as errors instead.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 JPEG, RGB, YCBCR, CONTIGUOUS, REDUCED_IMAGE = 7, 2, 6, 1, 1
@@ -48,11 +48,11 @@ ADOBE_RGB_MARKER = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00"
 
 
 class UnsupportedLayout(Exception):
-    """A slide that this reader leaves to OpenSlide; says why."""
+    """A layout that this reader does not support and OpenSlide reads instead; the message says why."""
 
 
 class TruncatedFile(Exception):
-    """A slide of which a part is missing; says how much."""
+    """A truncated slide file; the message says how much is missing."""
 
 
 # ---------------------------------------------------------------------------------------------------- layout
@@ -60,7 +60,7 @@ class TruncatedFile(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TiledLevel:
-    """Where the JPEG tiles of one level lie in the file, row by row."""
+    """Positions of the JPEG tiles of one level in the file, row by row."""
 
     size: tuple[int, int]
     tile_size: tuple[int, int]
@@ -69,21 +69,21 @@ class TiledLevel:
     offsets: NDArray[np.int64]
     counts: NDArray[np.int64]
     head: bytes
-    """What comes before the bytes of each tile to make them a JPEG file."""
+    """Bytes to put before each tile to make it a JPEG file."""
     subsampling: str
-    """Of the colour channels: `444` is none, `420` half of both edges."""
+    """Chroma subsampling: `444` is none, `420` half of both edges."""
 
 
 @dataclass(eq=False)
 class Layout:
-    """An open file. Closes itself when nobody reads from it any more."""
+    """An open file. Closes itself when it is no longer referenced."""
 
     levels: tuple[TiledLevel, ...]
     descriptor: int
     identity: tuple[int, ...]
-    """Tells this file from others, and from itself after a change."""
+    """Distinguishes this file from others, and from itself after a change."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Tells the tiles of this opening from all others in the cache."""
+    """Distinguishes the cached tiles of this opening from all others."""
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -97,7 +97,7 @@ class Layout:
 def open_layout(path: Path, vendor: str) -> Layout:
     """Open a file of a format that OpenSlide calls `vendor`; raises UnsupportedLayout, TruncatedFile, OSError."""
     if vendor not in ("aperio", "generic-tiff"):
-        raise UnsupportedLayout(f"{vendor} files have rules of their own")
+        raise UnsupportedLayout(f"{vendor} files are not supported")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         levels = _read_levels(path, vendor, descriptor)
@@ -105,7 +105,7 @@ def open_layout(path: Path, vendor: str) -> Layout:
         os.close(descriptor)
         if isinstance(error, UnsupportedLayout | TruncatedFile | OSError) or not isinstance(error, Exception):
             raise
-        # A malformed TIFF makes tifffile stumble in any way; OpenSlide may know better.
+        # A malformed TIFF can make tifffile fail in any way; OpenSlide may still read it.
         raise UnsupportedLayout(f"its layout is unusual ({type(error).__name__}: {error})") from error
     status = os.fstat(descriptor)
     return Layout(levels, descriptor, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
@@ -116,13 +116,13 @@ def _read_levels(path: Path, vendor: str, descriptor: int) -> tuple[TiledLevel, 
         levels = tuple(_tiled_level(page, descriptor) for page in _level_pages(tiff, vendor))
     _check_length(levels, os.fstat(descriptor).st_size)
     if vendor == "aperio" and len(levels) > 1 and any((level.counts == 0).any() for level in levels):
-        # A known fault of some scanners; where a tile is missing, OpenSlide draws the smaller levels from the larger.
-        raise UnsupportedLayout("tiles are missing, and OpenSlide makes up what lies there in its smaller levels")
+        # A known fault of some scanners; OpenSlide fills missing tiles of smaller levels from larger ones.
+        raise UnsupportedLayout("tiles are missing, which OpenSlide fills in from larger levels")
     return levels
 
 
 def _level_pages(tiff: tifffile.TiffFile, vendor: str) -> list[Any]:
-    """The pages that are levels, largest first, found as OpenSlide finds them."""
+    """Return the pages that are levels, largest first, with OpenSlide's rules."""
     pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage) and page.is_tiled]
     if vendor == "generic-tiff":
         pages = [page for page in pages if page.index == 0 or page.subfiletype & REDUCED_IMAGE]
@@ -133,13 +133,13 @@ def _level_pages(tiff: tifffile.TiffFile, vendor: str) -> list[Any]:
 
 
 def _sub_pages(first: tifffile.TiffPage) -> list[Any]:
-    """Smaller levels that hang below the first page, as OME-TIFF has them; OpenSlide sees the first page alone."""
+    """Return smaller levels in SubIFDs of the first page, as in OME-TIFF; OpenSlide sees the first page only."""
     pages: list[Any] = list(first.pages or ()) if first.subifds else []
     for page in pages:
         ratio = first.imagewidth / page.imagewidth
         is_level = page.subfiletype & REDUCED_IMAGE and abs(first.imagelength / ratio - page.imagelength) < 2
         if not is_level or ratio <= 1:
-            raise UnsupportedLayout("what hangs below its first page is no pyramid")
+            raise UnsupportedLayout("the SubIFDs of its first page are not a pyramid")
     return sorted(pages, key=lambda page: -page.imagewidth)
 
 
@@ -156,12 +156,12 @@ def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
         and page.tilelength % 8 == 0
     )
     if not is_plain:
-        raise UnsupportedLayout("not all of its levels are 8-bit colour JPEG in tiles")
+        raise UnsupportedLayout("not all levels are 8-bit colour JPEG in tiles")
     num_across, num_down = -(-page.imagewidth // page.tilewidth), -(-page.imagelength // page.tilelength)
     offsets = np.asarray(page.dataoffsets, np.int64)
     counts = np.asarray(page.databytecounts, np.int64)
     if not len(offsets) == len(counts) == num_across * num_down:
-        raise UnsupportedLayout("it does not say where all of its tiles are")
+        raise UnsupportedLayout("positions of tiles are missing")
     marker = ADOBE_RGB_MARKER if page.photometric == RGB else JFIF_MARKER
     head = SOI + marker + _tables(page.jpegtables or b"")
     stored = np.flatnonzero(counts)
@@ -174,13 +174,13 @@ def _tiled_level(page: tifffile.TiffPage, descriptor: int) -> TiledLevel:
 
 
 def _tables(stream: bytes) -> bytes:
-    """The quantization and Huffman tables of the tag JPEGTables, without what else may stand there."""
+    """Return only the quantization and Huffman tables of the tag JPEGTables."""
     kept = [stream[start:stop] for code, start, stop in _segments(stream) if code in (0xDB, 0xC4)]
     return b"".join(kept)
 
 
 def _check_tile(head: bytes, tile: bytes, tile_size: tuple[int, int]) -> str:
-    """Look at one tile's markers; returns its subsampling."""
+    """Check the markers of one tile; return its chroma subsampling."""
     codes = [code for code, start, _ in _segments(tile) if start >= _after_marks(tile)]
     if any(0xE0 <= code <= 0xEF for code in codes):
         raise UnsupportedLayout("its JPEG tiles have markers in unusual places")
@@ -191,7 +191,7 @@ def _check_tile(head: bytes, tile: bytes, tile_size: tuple[int, int]) -> str:
 
 
 def _segments(stream: bytes) -> list[tuple[int, int, int]]:
-    """(code, start, stop) of the marker segments of a JPEG stream, up to the first scan."""
+    """Return (code, start, stop) of the marker segments of a JPEG stream, up to the first scan."""
     segments: list[tuple[int, int, int]] = []
     place = 2
     while place + 4 <= len(stream) and stream[place] == 0xFF and stream[place + 1] not in (0xD9, 0xDA):
@@ -202,7 +202,7 @@ def _segments(stream: bytes) -> list[tuple[int, int, int]]:
 
 
 def _after_marks(tile: bytes) -> int:
-    """Where a tile's own head ends: after its SOI and the application markers and comments that follow at once."""
+    """Return where a tile's own header ends: after SOI and the application markers and comments that follow it."""
     place = 2
     while tile[place : place + 1] == b"\xff" and (
         b"\xe0" <= tile[place + 1 : place + 2] <= b"\xef" or tile[place + 1 : place + 2] == b"\xfe"
@@ -215,15 +215,15 @@ def _check_length(levels: Sequence[TiledLevel], length: int) -> None:
     missing = sum(int(((level.offsets + level.counts > length) & (level.counts > 0)).sum()) for level in levels)
     if missing:
         total = sum(len(level.counts) for level in levels)
-        raise TruncatedFile(f"{missing} of its {total} JPEG tiles lie beyond its end")
+        raise TruncatedFile(f"{missing} of its {total} JPEG tiles are beyond its end")
 
 
 def tiff_compression(path: Path) -> str:
-    """How the first page of a TIFF file is compressed; `unknown` for other files."""
+    """Return the compression of the first page of a TIFF file; `unknown` for other files."""
     try:
         with tifffile.TiffFile(path) as tiff:
             code = tifffile.COMPRESSION(tiff.pages.first.compression)
-    except Exception:  # not a TIFF, or one that tifffile does not understand; OpenSlide reads it all the same
+    except Exception:  # not a TIFF, or one that tifffile cannot parse; OpenSlide reads it anyway
         return "unknown"
     return "jpeg 2000" if code in JPEG_2000 else code.name.lower()
 
@@ -232,14 +232,14 @@ def tiff_compression(path: Path) -> str:
 
 
 class TileCache:
-    """Decoded tiles, the least recently used ones forgotten first. Safe to use from several threads."""
+    """LRU cache of decoded tiles. Thread-safe."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all tiles."""
         self._tiles: OrderedDict[tuple[int, int, int, int], Pixels] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
@@ -261,7 +261,7 @@ class TileCache:
 
 
 _cache = TileCache(CACHE_BYTES)
-# Another thread may hold the lock while a process forks; and a child has no use for its parent's tiles.
+# Another thread may hold the lock during a fork, and a child does not need its parent's tiles.
 os.register_at_fork(after_in_child=_cache.clear)
 
 
@@ -278,33 +278,36 @@ class JpegTiffSlide(Slide):
             layout = open_layout(self.path, self.vendor)
         except (UnsupportedLayout, TruncatedFile, OSError) as error:
             reason = without_path(str(error), self.path)
-            raise SlideError(f"{self.name}: the slide cannot be opened any more", reason, DAMAGED) from None
+            raise SlideError(
+                f"{self.name}: the slide can no longer be opened", reason, DAMAGED, code="unreadable-slide"
+            ) from None
         if layout.sizes != tuple(level.size for level in self.levels):
             raise SlideError(
                 f"{self.name}: the file has changed since it was first opened",
-                "its levels are others now",
+                "its levels are different",
                 "Run the command again",
+                code="slide-changed",
             )
         return layout
 
     def _shrink(self, index: int, grid: Grid) -> int:
-        """By how much the JPEG decoder may shrink: 1, 2, 4 or 8.
+        """Return the factor by which the JPEG decoder may downscale: 1, 2, 4 or 8.
 
-        A JPEG decoder shrinks by leaving high frequencies out, which is close to the mean over 2, 4 or 8 pixels, but
-        not the same; and where a border of the result falls inside such a pixel, detail is lost that the area mean
-        would have seen. Difference from the area mean of the full pixels in grey levels, mean and 99th percentile, the
-        worst of Camelyon16 patches, breast tiles at 40x, an Aperio region and hard-edged discs in noise, each at JPEG
-        quality 75, 90 and 95:
+        A JPEG decoder downscales by dropping high frequencies, which is close to the mean over 2, 4 or 8 pixels but not
+        equal to it; and if a border of the result falls inside such a pixel, detail is lost that the area mean would
+        keep. Difference from the area mean of the full pixels in grey levels, mean and 99th percentile, worst case of
+        Camelyon16 patches, breast tiles at 40x, an Aperio region and hard-edged discs in noise, each at JPEG quality
+        75, 90 and 95:
 
-            borders on whole shrunk pixels:   factor 2, by 2   4, by 4    8, by 4    8, by 8
+            borders on whole output pixels:  factor 2, by 2   4, by 4    8, by 4    8, by 8
                 no subsampling                0.46   2         0.43   2   0.27   1   0.45   2
                 4:2:0                         1.46  10         0.73   4   0.39   2   0.48   2
                 4:2:2                         1.70  12         2.13  14   1.08   6   3.01  22
-            borders anywhere, any subsampling, result of r shrunk pixels:
+            borders anywhere, any subsampling, result of r downscaled pixels:
                 factor 2.06 r 1  2.6 24     factor 4.1 r 2  1.7 11     factor 8.3 r 4  1.3 5     r 8  0.68 3
 
-        With subsampled colours the decoder shrinks brightness and colours differently, while the colours of the full
-        picture are smoothed (as OpenSlide shows them). How much that matters depends on the slide, so it is measured.
+        With chroma subsampling the decoder downscales brightness and colours differently, while the colours of the full
+        image are smoothed (as in OpenSlide). How much that matters depends on the slide, so it is measured.
         """
         layout: Layout = self._use()
         for shrink in (8, 4, 2):
@@ -329,7 +332,7 @@ class JpegTiffSlide(Slide):
         x0, y0, x1, y1 = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
         shape = (bottom - top, right - left, 3)
         canvas = np.empty(shape, dtype) if (x0, y0, x1, y1) == box else np.full(shape, 255, dtype)
-        if x0 >= x1 or y0 >= y1:  # wholly outside, maybe within the padding of the last tiles
+        if x0 >= x1 or y0 >= y1:  # completely outside, maybe within the padding of the last tiles
             return canvas
         for row in range(y0 // tile_height, -(-y1 // tile_height)):
             tile_top = row * tile_height
@@ -346,7 +349,7 @@ class JpegTiffSlide(Slide):
         return canvas
 
     def _tile(self, layout: Layout, index: int, number: int, shrink: int) -> Pixels | None:
-        """One decoded tile, None where nothing was scanned; what lies beyond the level's edges may hold anything."""
+        """Return one decoded tile, None if nothing was scanned; pixels beyond the level's edges are undefined."""
         level = layout.levels[index]
         if not level.counts[number]:
             return None
@@ -365,15 +368,16 @@ class JpegTiffSlide(Slide):
 
 
 MAX_MEAN, MAX_P99 = 0.8, 4.0
-"""Grey levels by which a tile that the decoder shrinks may differ from the mean of its full pixels."""
+"""Maximum difference in grey levels between a tile downscaled by the decoder and the mean of its full pixels."""
 _known_faithful: dict[tuple[Any, ...], bool] = {}
 
 
 def shrinks_faithfully(layout: Layout, index: int, shrink: int) -> bool:
-    """Whether the decoder's shrinking is as good as the area mean on this level; measured once per file where in doubt.
+    """Return whether the decoder's downscaling of this level is as good as the area mean; measured once per file if
+    unclear.
 
-    The judges are the 8 tiles with the most bytes, where detail is, and 8 spread over the level: all must agree.
-    Raises OSError where the drive fails: the verdict, and so the pixels, must not depend on a hiccup.
+    The 8 tiles with the most bytes, which have the most detail, and 8 spread over the level are tested; all must pass.
+    Raises OSError if the drive fails: the result, and so the pixels, must not depend on a transient failure.
     """
     level = layout.levels[index]
     if level.subsampling == "444":
@@ -383,8 +387,8 @@ def shrinks_faithfully(layout: Layout, index: int, shrink: int) -> bool:
         stored = np.flatnonzero(level.counts)
         detailed = stored[np.argsort(level.counts[stored], kind="stable")][-8:]
         spread = stored[np.linspace(0, len(stored) - 1, 8).astype(int)] if len(stored) else stored
-        judges = np.union1d(detailed, spread).tolist()
-        _known_faithful[key] = all(_shrinks_well(layout.descriptor, level, number, shrink) for number in judges)
+        tested = np.union1d(detailed, spread).tolist()
+        _known_faithful[key] = all(_shrinks_well(layout.descriptor, level, number, shrink) for number in tested)
     return _known_faithful[key]
 
 
@@ -393,7 +397,7 @@ def _shrinks_well(descriptor: int, level: TiledLevel, number: int, shrink: int) 
         full = _decode(descriptor, level, number, 1)
         shrunk = _decode_jpeg(_stream(descriptor, level, number), level.tile_size, shrink)
     except ValueError:
-        return True  # a damaged tile judges nothing; whoever reads it is told
+        return True  # a damaged tile cannot be tested; reading it raises the error
     difference = np.abs(reduce_whole(full, shrink).astype(np.int16) - shrunk)
     return bool(difference.mean() <= MAX_MEAN and np.percentile(difference, 99) <= MAX_P99)
 
@@ -407,18 +411,18 @@ def _decode(descriptor: int, level: TiledLevel, number: int, shrink: int) -> Pix
 
 
 def _stream(descriptor: int, level: TiledLevel, number: int) -> bytes:
-    """A tile as a JPEG file of its own."""
+    """Return a tile as a complete JPEG file."""
     count = int(level.counts[number])
     data = read_at(descriptor, count, int(level.offsets[number]))
     if len(data) != count:
-        raise ValueError(f"the file ends {count - len(data)} bytes before this tile does")
+        raise ValueError(f"the file ends {count - len(data)} bytes before the end of this tile")
     return level.head + data[_after_marks(data) :]
 
 
 def _ends_on_blocks(level: TiledLevel, number: int) -> bool:
-    """Whether no JPEG block (16 pixels with subsampled colours) of this tile crosses the level's edge.
+    """Return whether no JPEG block (16 pixels with chroma subsampling) of this tile crosses the level's edge.
 
-    The decoder would mix what was stored beyond the edge, which may be anything, into the last shrunk pixels.
+    The decoder would mix the undefined pixels beyond the edge into the last downscaled pixels.
     """
     row, column = divmod(number, level.num_across)
     return (level.size[0] % 16 == 0 or column < level.num_across - 1) and (
@@ -427,7 +431,7 @@ def _ends_on_blocks(level: TiledLevel, number: int) -> bool:
 
 
 def _decode_edge(stream: bytes, level: TiledLevel, number: int, shrink: int) -> Pixels:
-    """A tile that crosses the level's edge, made white outside before it is shrunk."""
+    """Decode a tile that crosses the level's edge, with white outside, and downscale it."""
     row, column = divmod(number, level.num_across)
     tile = _decode_jpeg(stream, level.tile_size, 1)
     tile[level.size[1] - row * level.tile_size[1] :] = 255
@@ -441,7 +445,7 @@ def _decode_jpeg(stream: bytes, tile_size: tuple[int, int], shrink: int) -> Pixe
     try:
         tile = simplejpeg.decode_jpeg(stream, **smallest)
     except ValueError as error:
-        # Bytes too many before the end of a stream: nothing is missing.
+        # Superfluous bytes before the end of a stream: nothing is missing.
         if "before marker 0xd9" not in str(error):
             raise ValueError(f"a JPEG tile is damaged ({error})") from None
         tile = simplejpeg.decode_jpeg(stream, strict=False, **smallest)

@@ -1,9 +1,10 @@
-"""How large the pixels of a slide are: microns per level-0 pixel, and who says so.
+"""Find the microns per level-0 pixel (mpp) of a slide, and where the value comes from.
 
-Comes in: the properties that OpenSlide reports for any format, and perhaps the user's own value. Goes out: a value with
-its source and warnings, or none with the reason. A file that states its objective power and no (plausible) mpp gets 10
-divided by it, with a warning that says so, since real objectives differ from that by some per cent. Nothing else is
-made up: what is missing, different along the two axes, or beyond all light microscopes is left to the user to say.
+Input: the properties that OpenSlide reports for any format, and optionally a value from the user. Output: a value with
+its source and warnings, or no value with the reason. A file that states its objective power but no plausible mpp gets
+10 divided by the power, with a warning, since real objectives differ from that by a few per cent. Nothing else is
+guessed: if the value is missing, differs between the axes, or is impossible for light microscopy, the user has to give
+it.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from dataclasses import dataclass, replace
 from selfvitmil.settings import slide_mpp_problem
 
 MAX_ANISOTROPY = 0.01
-"""x and y may differ by this share of their mean; tiles are square in microns only to that precision."""
+"""Maximum relative difference between x and y; tiles are square in microns only to that precision."""
 
 _OME_UNITS_UM = {"mm": 1e3, "cm": 1e4, "nm": 1e-3, "µm": 1.0, "μm": 1.0, "um": 1.0, "&#181;m": 1.0, "&#xB5;m": 1.0}
 
 
 @dataclass(frozen=True)
 class Mpp:
-    """Microns per level-0 pixel, or why there are none."""
+    """Microns per level-0 pixel, or the reason why there is no value."""
 
     value: float | None
     source: str = ""
     problem: str = ""
-    """With no value: what the file says instead."""
+    """Without a value: what the file says instead."""
     warnings: tuple[str, ...] = ()
     is_guess: bool = False
-    """Whether it was concluded from the objective's power."""
+    """Whether the value was derived from the objective power."""
 
 
 def find_mpp(
     properties: Mapping[str, str], vendor: str, override: float | None = None, otherwise: float | None = None
 ) -> Mpp:
-    """The value to work with; `override` wins over whatever the file says, `otherwise` only over a guess or nothing."""
+    """Return the value to use; `override` replaces the file's value, `otherwise` only a missing or guessed one."""
     found = _from_file(properties, vendor)
     if override is None:
         return found if otherwise is None else _unless_stated(found, otherwise)
@@ -48,7 +49,7 @@ def find_mpp(
 
 
 def _unless_stated(found: Mpp, otherwise: float) -> Mpp:
-    """`otherwise`, unless the file states a value of its own that a slide can have."""
+    """Return `otherwise`, unless the file states a plausible value of its own."""
     if found.value is None or found.is_guess:
         return Mpp(otherwise, "given")
     if abs(found.value - otherwise) <= MAX_ANISOTROPY * otherwise:
@@ -77,12 +78,12 @@ def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
         warning = f"no mpp in the file: {mpp:g} guessed from the objective power of {power:g}x"
         return Mpp(mpp, f"objective power {power:g}x", warnings=(warning,), is_guess=True)
     if stated is not None:
-        return Mpp(None, problem=f"its {source} gives {stated[0]:g} microns per pixel, which no slide has")
+        return Mpp(None, problem=f"its {source} gives {stated[0]:g} microns per pixel, which is implausible")
     return Mpp(None, problem="no openslide.mpp-x/-y, no resolution tag, no objective power")
 
 
 _GUESSED_BY_SOFTWARE = ("tiff resolution tag",)
-"""Sources that image software fills with a default when it knows nothing."""
+"""Sources that image software fills with a default value."""
 
 
 def _stated(properties: Mapping[str, str], vendor: str) -> tuple[tuple[float, float] | None, str]:
@@ -97,7 +98,7 @@ def _stated(properties: Mapping[str, str], vendor: str) -> tuple[tuple[float, fl
 
 
 def _ome_mpp(description: str) -> tuple[float, float] | None:
-    """PhysicalSizeX and -Y of the first image of an OME-XML header; OpenSlide does not look there."""
+    """Return PhysicalSizeX and -Y of the first image of an OME-XML header, which OpenSlide ignores."""
     pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", description) if "<OME" in description[:2000] else None
     if pixels is None:
         return None
@@ -114,7 +115,7 @@ def _ome_mpp(description: str) -> tuple[float, float] | None:
 
 
 def objective_power(properties: Mapping[str, str]) -> float | None:
-    """Nominal magnification of the objective, when stated."""
+    """Return the nominal magnification of the objective, if stated."""
     return _positive(properties.get("openslide.objective-power"))
 
 

@@ -1,8 +1,8 @@
-"""Slides through OpenSlide: every format that it knows, and the metadata of those that others read faster.
+"""Read slides through OpenSlide: all formats it supports, and the metadata of formats that `jpegtiff` reads faster.
 
-OpenSlide speaks of places in level-0 pixels also when it reads another level, and interpolates between that level's
-pixels when the place falls between them. Places are chosen that fall on a pixel, or nearest to one: on a level whose
-size is no exact fraction of level 0, OpenSlide's pixels may so be off by half a level-0 pixel.
+OpenSlide takes level-0 positions also when reading another level, and interpolates if the position falls between that
+level's pixels. Positions are chosen on a pixel or nearest to one: on a level whose size is not an exact fraction of
+level 0, the pixels may therefore be off by half a level-0 pixel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from selfvitmil.slides.base import DAMAGED, Box, Slide, without_path
 
 @dataclass(frozen=True)
 class Probe:
-    """What OpenSlide says about a file."""
+    """Metadata of a file as OpenSlide reports it."""
 
     vendor: str
     sizes: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class Probe:
 
 
 def probe(path: Path) -> Probe:
-    """Open a file with OpenSlide; raises SlideError when it is no slide."""
+    """Open a file with OpenSlide; raise SlideError if it is not a slide."""
     handle = _open(path)
     properties = dict(handle.properties)
     return Probe(properties.get("openslide.vendor", "unknown"), handle.level_dimensions, properties, handle)
@@ -45,23 +45,26 @@ def _open(path: Path) -> openslide.OpenSlide:
         return openslide.OpenSlide(path)
     except openslide.OpenSlideUnsupportedFormatError:
         raise SlideError(
-            f"{path.name}: this is not a slide",
-            "its content is none of the formats that OpenSlide knows, whatever its name says",
-            "Check that the file is whole (copy it again), or convert it to a tiled, pyramidal TIFF",
+            f"{path.name}: not a slide",
+            "its content is in none of the formats that OpenSlide supports, whatever its suffix",
+            "Check that the file is complete (copy it again), or convert it to a tiled, pyramidal TIFF",
+            code="not-a-slide",
         ) from None
     except (openslide.OpenSlideError, OSError) as error:
-        trouble = SlideError(f"{path.name}: the slide cannot be opened", without_path(str(error), path), DAMAGED)
+        trouble = SlideError(
+            f"{path.name}: the slide cannot be opened", without_path(str(error), path), DAMAGED, code="unreadable-slide"
+        )
         trouble.transient = _is_io_failure(error)
         raise trouble from None
 
 
 def _is_io_failure(error: Exception) -> bool:
-    """Whether the drive failed: OpenSlide says so in words only."""
+    """Return whether the drive failed: OpenSlide reports it only as text."""
     return any(words in str(error) for words in ("I/O error", *map(os.strerror, TRANSIENT_ERRNOS)))
 
 
 class OpenSlideSlide(Slide):
-    """A slide that OpenSlide reads."""
+    """A slide read by OpenSlide."""
 
     reader: ClassVar[str] = "openslide"
 
@@ -88,7 +91,7 @@ class OpenSlideSlide(Slide):
         try:
             picture = handle.read_region(place_l0, index, (x1 - x0, y1 - y0))
         except openslide.OpenSlideError as error:
-            self.close()  # OpenSlide refuses all further reading after an error; other regions may be sound
+            self.close()  # after an error OpenSlide refuses all further reads; other regions may be fine
             trouble = self._unreadable(index, box, str(error))
             trouble.transient = _is_io_failure(error)
             raise trouble from None
@@ -96,7 +99,7 @@ class OpenSlideSlide(Slide):
 
 
 def _on_white(picture: Image.Image) -> NDArray[np.uint8]:
-    """RGB pixels; what is transparent was never scanned, and shows white glass."""
+    """Return RGB pixels; transparent pixels were not scanned and become white."""
     if picture.getchannel("A").getextrema() != (255, 255):
         glass = Image.new("RGBA", picture.size, (255, 255, 255, 255))
         picture = Image.alpha_composite(glass, picture)

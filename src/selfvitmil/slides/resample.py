@@ -1,15 +1,15 @@
-"""Pixels from one grid to another: the exact area mean, in numpy. Pure functions of arrays.
+"""Resample pixels from one grid to another by the exact area mean, in NumPy. Pure functions of arrays.
 
 A pixel (i, j) of an image is the unit square from (j, i) to (j + 1, i + 1) with one colour. Pixel (i, j) of the result
-is the mean colour of the square of `factor` source pixels from (x + j * factor, y + i * factor); source pixels that it
-covers in part count by the part. Where `factor` is below 1 the result is interpolated between the centres of the
+is the mean colour of the square of `factor` source pixels from (x + j * factor, y + i * factor); partly covered source
+pixels are weighted by the covered area. If `factor` is below 1 the result is interpolated between the centres of the
 source pixels. Rounding is half up.
 
-The common filters of image libraries are no area means: a box filter, for one, takes each source pixel wholly or not at
-all, by where its centre lies. Ways to do it right were timed on a 224 px result (numpy 2.4, one core), at factors
-1.03 / 1.98: gathering and weighting rows and columns 1.1 / 1.3 ms, dense matrix products in bands 0.25 / 0.44 ms,
-sparse ones as below 0.22 / 0.36 ms (near half of it transposing); Pillow's box filter, which is something else,
-0.41 / 0.83 ms. Sparse products use one thread and add in a fixed order, so a tile is the same on every machine.
+Common filters of image libraries are not area means: a box filter takes each source pixel completely or not at all,
+depending on its centre. Timings of exact implementations for a 224 px result (numpy 2.4, one core), at factors 1.03 /
+1.98: gathering and weighting rows and columns 1.1 / 1.3 ms, dense matrix products in bands 0.25 / 0.44 ms, sparse ones
+as below 0.22 / 0.36 ms (nearly half of it for transposing); Pillow's box filter, which is not exact, 0.41 / 0.83 ms.
+Sparse products use one thread and add in a fixed order, so a tile is identical on every machine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 Pixels = NDArray[np.uint8]
 
 MAX_DRIFT_PX = 0.01
-"""A factor counts as whole when taking it so moves the far edge of the result by less than this."""
+"""A factor is rounded to a whole number if that moves the far edge of the result by less than this."""
 NEAR_ONE = 0.005
-"""Factors from one to this much more are blended in whole numbers."""
+"""Factors from 1 to this much more are blended in integer arithmetic."""
 MAX_WHOLE_FACTOR = 16
-"""255 * 16 * 16 is the largest sum that 16 bits hold."""
+"""255 * 16 * 16 is the largest sum that fits into 16 bits."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the pixels of a result lie on a source: make it, read the pixels of `box`, hand them to `resample`."""
+    """Position of the result's pixels on a source: construct it, read the pixels of `box`, pass them to `resample`."""
 
     x: float
     y: float
@@ -46,34 +46,34 @@ class Grid:
 
     @classmethod
     def over(cls, x: float, y: float, width: int, height: int, factor: float) -> Grid:
-        """A grid that is taken as whole where it misses that by nothing that could be seen."""
+        """Return a grid, rounded to whole pixels if the difference is invisible."""
         if factor > 0.5 and abs(factor - round(factor)) * max(width, height) < MAX_DRIFT_PX:
             factor = float(round(factor))
         return cls(_snapped(x), _snapped(y), width, height, factor)
 
     def shrunk(self, shrink: int) -> Grid:
-        """The same grid on a source of which each `shrink` x `shrink` pixels have become one."""
+        """Return the same grid on a source downscaled by `shrink`."""
         return Grid(self.x / shrink, self.y / shrink, self.width, self.height, self.factor / shrink)
 
     def part(self, left: int, top: int, right: int, bottom: int) -> Grid:
-        """A rectangle of the result."""
+        """Return the grid of a rectangle of the result."""
         x, y = self.x + left * self.factor, self.y + top * self.factor
         return Grid(_snapped(x), _snapped(y), right - left, bottom - top, self.factor)
 
     def lies_on(self, step: int) -> bool:
-        """Whether all borders between pixels of the result are whole multiples of `step` source pixels."""
+        """Return whether all borders between pixels of the result are whole multiples of `step` source pixels."""
         return self.factor % step == 0 and self.x % step == 0 and self.y % step == 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether every source pixel belongs to one pixel of the result only, and sums of them fit into 16 bits."""
+        """Whether every source pixel belongs to one pixel of the result only, and sums fit into 16 bits."""
         return self.lies_on(1) and 1 <= self.factor <= MAX_WHOLE_FACTOR
 
     @property
     def is_near_one(self) -> bool:
-        """Whether every pixel of the result covers parts of the same two neighbours, from its first to its last.
+        """Whether every pixel of the result covers parts of the same two neighbours, from the first to the last.
 
-        So it is where a slide is all but at the wanted resolution: 0.499 instead of 0.5 microns per pixel.
+        This is the case if a slide almost has the requested resolution: 0.499 instead of 0.5 microns per pixel.
         """
         drift = self.factor - 1
         return 0 < drift <= NEAR_ONE and all(
@@ -82,7 +82,7 @@ class Grid:
 
     @property
     def source_dtype(self) -> type[np.generic]:
-        """The type in which `resample` likes its source best (it takes any)."""
+        """Source type that `resample` processes fastest (it accepts any)."""
         return np.uint8 if self.is_whole else np.uint16 if self.is_near_one else np.float32
 
     @property
@@ -94,7 +94,7 @@ class Grid:
 
 
 def resample(source: NDArray[Any], grid: Grid) -> Pixels:
-    """The result's pixels (height, width, 3) from the source's pixels in `grid.box`."""
+    """Return the result (height, width, 3) from the source pixels in `grid.box`."""
     if grid.is_whole:
         source = np.asarray(source, np.uint8)
         return source if grid.factor == 1 else reduce_whole(source, int(grid.factor))
@@ -102,7 +102,8 @@ def resample(source: NDArray[Any], grid: Grid) -> Pixels:
 
 
 def reduce_whole(source: Pixels, factor: int) -> Pixels:
-    """The mean of every `factor` x `factor` pixels, rounded half up; both edges are multiples of `factor` >= 2."""
+    """Return the mean of every `factor` x `factor` pixels, rounded half up; both edges are multiples of `factor` >=
+    2."""
     height, width = source.shape[0] // factor, source.shape[1] // factor
     rows = source.reshape(height * factor, -1)
     sums = np.add(rows[0::factor], rows[1::factor], dtype=np.uint16)
@@ -120,7 +121,7 @@ def reduce_whole(source: Pixels, factor: int) -> Pixels:
 
 
 def _blended(source: NDArray[Any], grid: Grid) -> Pixels:
-    """`_weighted` for grids near one: neighbours are blended in whole numbers, in half the time.
+    """`_weighted` for factors near one: neighbours are blended in integer arithmetic, in half the time.
 
     Weights are multiples of 1/256 and both passes round: off by 0.2 grey levels on average and 2 at most, in noise.
     """
@@ -133,7 +134,8 @@ def _blended(source: NDArray[Any], grid: Grid) -> Pixels:
 
 
 def _blend(first: NDArray[np.uint16], second: NDArray[np.uint16], weight: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Rounded (256 - weight) / 256 of the first and weight / 256 of the second; 255 * 256 fits into 16 bits."""
+    """Return the rounded (256 - weight) / 256 of the first plus weight / 256 of the second; 255 * 256 fits into 16
+    bits."""
     total = first * (256 - weight)
     total += second * weight
     total += 128
@@ -143,7 +145,7 @@ def _blend(first: NDArray[np.uint16], second: NDArray[np.uint16], weight: NDArra
 
 @lru_cache(maxsize=64)
 def _second_weights(start: float, count: int, factor: float, channels: int) -> NDArray[np.uint16]:
-    """Weight, of 256, of the second of the two source pixels that each pixel of the result lies on."""
+    """Return the weight, of 256, of the second of the two source pixels that each pixel of the result covers."""
     share = (start + (np.arange(count) + 1) * (factor - 1)) / factor
     return np.repeat(np.round(share * 256), channels).astype(np.uint16)
 
@@ -151,7 +153,7 @@ def _second_weights(start: float, count: int, factor: float, channels: int) -> N
 def _weighted(source: NDArray[Any], grid: Grid) -> Pixels:
     x0, y0, _, _ = grid.box
     height, width = source.shape[:2]
-    # Rounded, so that tiles whose corners lie alike between source pixels share their weights.
+    # Rounded, so that tiles with the same subpixel position share their weights.
     down = _weights(round(grid.y - y0, 6), grid.height, grid.factor, height, 1)
     along = _weights(round(grid.x - x0, 6), grid.width, grid.factor, width, 3)
     rows = down @ source.reshape(height, -1).astype(np.float32, copy=False)
@@ -162,15 +164,15 @@ def _weighted(source: NDArray[Any], grid: Grid) -> Pixels:
 
 @lru_cache(maxsize=64)
 def _weights(start: float, num_out: int, factor: float, num_in: int, channels: int) -> Any:
-    """Sparse (num_out * channels, num_in * channels): the weights of source pixels along one axis."""
-    from scipy import sparse  # slow to import, and whole grids need none of it
+    """Return a sparse (num_out * channels, num_in * channels) matrix: weights of source pixels along one axis."""
+    from scipy import sparse  # slow to import, and not needed for whole factors
 
     edges = start + np.arange(num_out + 1) * factor
     if factor >= AREA_FROM:
         index, weight = _area_taps(edges, factor)
     else:
         index, weight = _linear_taps(edges)
-    weight[(index < 0) | (index >= num_in)] = 0  # rounding only: the box holds all that counts
+    weight[(index < 0) | (index >= num_in)] = 0  # from rounding only: the box contains all relevant pixels
     index = np.clip(index, 0, num_in - 1)
     if channels > 1:
         index = (index[:, None, :] * channels + np.arange(channels)[:, None]).reshape(-1, index.shape[1])
@@ -185,7 +187,7 @@ def _weights(start: float, num_out: int, factor: float, num_in: int, channels: i
 
 
 AREA_FROM = 0.995
-"""Factors from here on are area means; below, there is less than a source pixel to take the mean of."""
+"""Factors from here on are area means; smaller ones interpolate, as they cover less than one source pixel."""
 
 
 def _area_taps(edges: NDArray[np.floating], factor: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -213,7 +215,7 @@ def _span(start: float, num_out: int, factor: float) -> tuple[int, int]:
 
 
 def _transposed(array: NDArray[Any]) -> NDArray[Any]:
-    """A transposed copy, in strips whose lines stay in the cache: 1.3 to 2 times as fast as one go."""
+    """Return a transposed copy, in strips that fit into the cache: 1.3 to 2 times as fast as at once."""
     strip = 64 if array.dtype == np.float32 else 224
     out = np.empty(array.shape[::-1], array.dtype)
     for k in range(0, len(array), strip):

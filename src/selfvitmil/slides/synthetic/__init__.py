@@ -1,15 +1,15 @@
-"""Made slides: lymph nodes in H&E with and without metastases, whose truth is known. A seed gives a cohort of files.
+"""Synthetic slides: H&E lymph nodes with and without metastases and known ground truth, reproducible from a seed.
 
     truth = make_slide(Path("a.svs"), seed=1, lesions=2)        # truth.lesions: outlines in level-0 pixels
-    make_cohort(Path("made"), slides=12, seed=1)                # slides, annotations, tables, truth
+    make_cohort(Path("made"), slides=12, seed=1)                # slides, annotations, tables, ground truth
 
-They serve the tests, the demo and the documentation, so they look like tissue: a capsule, sinuses, follicles, packed
-lymphocytes, uneven staining, folds, dust; and lesions are told from normal tissue by their structure, large nuclei and
-glands, not by their colour: its mean is by construction that of the tissue that they replace, its spread within a tile
-about the same. Nothing learnt from them holds for patients.
+They are used in the tests, the demo and the documentation, so they resemble tissue: a capsule, sinuses, follicles,
+packed lymphocytes, uneven staining, folds, dust. Lesions differ from normal tissue in morphology (large nuclei,
+glands), not in colour: their mean colour is by construction that of the tissue they replace, and the spread within a
+tile is about the same. Results on synthetic slides do not carry over to patients.
 
-`anatomy` decides (on a coarse `grid`) where everything lies, `painter` turns any window of that into concentrations of
-the two stains with the pictures of `cells`, `colour` turns these into pixels, `pyramid` writes slide files, `slide` and
+`anatomy` decides (on a coarse `grid`) where everything is, `painter` renders any window of it as concentrations of the
+two stains with the cell images of `cells`, `colour` converts these to pixels, `pyramid` writes slide files, `slide` and
 `cohort` put it together.
 """
 

@@ -1,11 +1,11 @@
-"""Where everything lies in a made lymph node: a seed goes in, maps and lists of cells come out. No pixels yet.
+"""Anatomy of a synthetic lymph node: a seed in, fields and lists of cells out. No pixels yet.
 
-The plan of a slide is drawn on a coarse grid of about 4 um (`Anatomy.step_px` whole level-0 pixels a cell): depth under
-the capsule, fibrous stroma, sinuses, germinal centres, lesions, and how strongly each place takes the stains. Cells are
-points with a kind. Distances are microns unless a name says otherwise; maps are arrays [y, x] whose cell (i, j) covers
-`step_px` pixels from (j * step_px, i * step_px).
+The plan of a slide is drawn on a coarse grid of about 4 um (`Anatomy.step_px` whole level-0 pixels per cell): depth
+under the capsule, fibrous stroma, sinuses, germinal centres, lesions, and local stain uptake. Cells are points with a
+kind. Distances are microns unless a name says otherwise; fields are arrays [y, x] whose cell (i, j) covers `step_px`
+pixels from (j * step_px, i * step_px).
 
-The normal tissue is planned everywhere, also where lesions are: they take over some of the unevenness of its colour.
+Normal tissue is planned everywhere, also under lesions: they inherit some of its colour variation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FAT, VESSEL, LUMEN = range(3)
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells as parallel arrays, in the order in which they are painted."""
+    """Cells as parallel arrays, in painting order."""
 
     xy_px: NDArray[np.int32]
     kind: NDArray[np.int8]
     shape: NDArray[np.int32]
-    """A random number that picks the cell's picture and how it is mirrored."""
+    """A random number that selects the cell's image and its orientation."""
     angle: NDArray[np.float32]
     """Direction of the long axis of spindle cells, radians."""
 
@@ -57,7 +57,7 @@ class Anatomy:
     depth_um: Map
     """Distance under the surface of the tissue; negative on glass."""
     across_um: Map
-    """A coordinate that runs across the fibres: they follow its level lines."""
+    """A coordinate across the fibres, which follow its level lines."""
     stroma: Map
     sinus: Map
     centre: Map
@@ -65,9 +65,9 @@ class Anatomy:
     h_gain: Map
     e_gain: Map
     glass: Map
-    """Unevenness of the light, in units of one standard deviation."""
+    """Unevenness of the illumination, in standard deviations."""
     tint: Map
-    """Unevenness of its hue, in units of one standard deviation."""
+    """Unevenness of its hue, in standard deviations."""
     lesion_um: Map
     """Distance inside the border of the nearest lesion; negative outside."""
     septum: Map
@@ -76,7 +76,7 @@ class Anatomy:
     """Outlines of the lesions, (K, 2) in microns."""
     cells: Cells
     replaced: NDArray[np.bool_]
-    """Which of `cells` a lesion has taken the place of."""
+    """Which of `cells` are replaced by a lesion."""
     tumour_cells: Cells
     cavities: Cavities
     lumina: Cavities
@@ -91,9 +91,9 @@ def grow_anatomy(
     num_lesions: int,
     lesion_um: tuple[float, float],
 ) -> Anatomy:
-    """Draw the plan of a slide; lesions are `lesion_um` = (smallest, largest) microns in diameter."""
+    """Generate the plan of a slide; lesions are `lesion_um` = (smallest, largest) microns in diameter."""
     step_px = max(1, round(4.0 / mpp))
-    # Separate streams, so that asking for lesions changes the rest as little as can be.
+    # Separate random streams, so that adding lesions changes the rest as little as possible.
     outline_rng, stain_rng, cell_rng, lesion_rng, cavity_rng = rng.spawn(5)
     grid = Grid.over(size_px, step_px, mpp)
 
@@ -146,7 +146,7 @@ def grow_anatomy(
 
 
 def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
-    """Whether points lie in tissue: under its surface and in no cavity."""
+    """Return whether points are in tissue: under its surface and in no cavity."""
     grid = Grid.over(anatomy.size_px, anatomy.step_px, anatomy.mpp)
     found = sample(grid, anatomy.depth_um, xy_um) > 0
     tree = KDTree(xy_um)
@@ -160,7 +160,7 @@ def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
 
 
 def _outline(rng: np.random.Generator, grid: Grid) -> tuple[Map, tuple[float, float]]:
-    """Depth under the surface of a bean-shaped node, and where its hilum is."""
+    """Return the depth under the surface of a bean-shaped node, and the position of its hilum."""
     x, y = grid.xy()
     centre = np.array([grid.width_um, grid.height_um]) * rng.uniform(0.47, 0.53, 2)
     half = np.array([grid.width_um, grid.height_um]) * rng.uniform(0.41, 0.46, 2)
@@ -178,7 +178,7 @@ def _outline(rng: np.random.Generator, grid: Grid) -> tuple[Map, tuple[float, fl
 
 
 def _largest_piece(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The largest connected region, without holes."""
+    """Return the largest connected region, without holes."""
     labels: NDArray[np.int32] = ndimage.label(inside)[0]  # pyright: ignore[reportIndexIssue, reportAssignmentType]
     sizes = np.bincount(labels.ravel())
     sizes[0] = 0
@@ -186,7 +186,7 @@ def _largest_piece(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _stroma(rng: np.random.Generator, grid: Grid, depth: Map, bands: Map, near_hilum: Points) -> Map:
-    """Capsule, the trabeculae that run in from it, and the fibrous hilum."""
+    """Return the capsule, the trabeculae that run in from it, and the fibrous hilum."""
     capsule_um = np.maximum(15 + 7 * grid.noise(rng, 140), 5)
     capsule = smooth_step(depth, capsule_um + 3, capsule_um - 3)
     width = 0.07 * smooth_step(grid.noise(rng, 250), 0.1, 1.0) * smooth_step(depth, 420, 120) + 0.10 * near_hilum + 1e-3
@@ -196,7 +196,7 @@ def _stroma(rng: np.random.Generator, grid: Grid, depth: Map, bands: Map, near_h
 
 
 def _sinus(rng: np.random.Generator, grid: Grid, depth: Map, near_hilum: Points) -> Map:
-    """Loose channels: under the capsule, and a net of them towards the hilum."""
+    """Return loose channels: under the capsule, and a net of them towards the hilum."""
     under = np.exp(-(((depth - 30) / 10) ** 2)) * smooth_step(grid.noise(rng, 140), -0.4, 0.7)
     net = np.exp(-((grid.noise(rng, 80) / 0.22) ** 2))
     gate = smooth_step(near_hilum + 0.25 * grid.noise(rng, 200), 0.15, 0.55)
@@ -205,7 +205,7 @@ def _sinus(rng: np.random.Generator, grid: Grid, depth: Map, near_hilum: Points)
 
 
 def _follicles(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
-    """Germinal centres and the dark mantles round them."""
+    """Return germinal centres and the dark mantles around them."""
     centre, mantle = np.zeros(grid.shape), np.zeros(grid.shape)
     ripple = grid.noise(rng, 60)
     taken: list[tuple[float, float, float]] = []
@@ -225,7 +225,7 @@ def _follicles(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, M
 
 
 def _stain_maps(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
-    """How much more or less haematoxylin and eosin each place takes: uneven baths, uneven thickness, a fold."""
+    """Return the local uptake of haematoxylin and eosin: uneven baths, uneven thickness, a fold."""
     thickness = 0.07 * grid.noise(rng, 90)
     h_gain = np.exp(thickness + 0.05 * grid.noise(rng, 400) + 0.11 * grid.noise(rng, 110))
     e_gain = np.exp(thickness + 0.07 * grid.noise(rng, 450) + 0.16 * grid.noise(rng, 120))
@@ -243,7 +243,7 @@ def _stain_maps(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, 
 
 
 def _cavities(rng: np.random.Generator, grid: Grid, depth: Map, hilum: tuple[float, float], stroma: Map) -> Cavities:
-    """Fat cells packed about the hilum, vessels here and there."""
+    """Return fat cells packed around the hilum, and scattered vessels."""
     spacing = 50.0
     fat = scatter(rng, grid, spacing, jitter=0.16)
     reach = rng.uniform(0.10, 0.2) * min(grid.short_um, 1500)
@@ -259,7 +259,7 @@ def _cavities(rng: np.random.Generator, grid: Grid, depth: Map, hilum: tuple[flo
 
 
 def _apart(xy: Points, radius: Points, kind: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """Leave out vessels that would run into another cavity."""
+    """Mark vessels that do not overlap another cavity."""
     keep = np.ones(len(xy), bool)
     for i, j in KDTree(xy).query_pairs(150) if len(xy) else ():
         if max(kind[i], kind[j]) == VESSEL and np.hypot(*(xy[i] - xy[j])) < 2.2 * (radius[i] + radius[j]) + 10:
@@ -277,7 +277,7 @@ def _select(cavities: Cavities, keep: NDArray[np.bool_]) -> Cavities:
 def _place_lesions(
     rng: np.random.Generator, grid: Grid, depth: Map, num_lesions: int, lesion_um: tuple[float, float]
 ) -> tuple[Points, ...]:
-    """Outlines of irregular islands that lie in the tissue and 80 um apart where there is room, never touching."""
+    """Return outlines of irregular islands inside the tissue, 80 um apart if there is room, never touching."""
     smallest, largest = lesion_um
     free = depth.copy()
     outlines: list[Points] = []
@@ -288,11 +288,12 @@ def _place_lesions(
             raise ConfigError(
                 f"{num_lesions} lesions of {smallest:g} um or more do not fit",
                 f"the tissue of a slide of {grid.width_um:.0f} x {grid.height_um:.0f} um has room for {len(outlines)}",
-                "Ask for fewer or smaller lesions, or for a larger slide",
+                "Use fewer or smaller lesions, or a larger slide",
+                code="lesions-do-not-fit",
             )
         diameter = rng.uniform(smallest, widest)
         rows, columns = np.nonzero(free >= ROOM * diameter - 1e-6)
-        # Tumour cells arrive under the capsule, and most metastases lie there.
+        # Tumour cells arrive under the capsule, and most metastases are there.
         chance = 0.1 + np.exp(-depth[rows, columns] / 70)
         pick = rng.choice(len(rows), p=chance / chance.sum())
         centre = np.array([columns[pick] + 0.5, rows[pick] + 0.5]) * grid.cell_um
@@ -304,11 +305,12 @@ def _place_lesions(
 
 NUM_CORNERS = 120
 ROOM = 0.3
-"""Free depth about the centre of a lesion in diameters; less than a radius, since it may spread along the capsule."""
+"""Free depth required around the centre of a lesion, in diameters; below a radius, since it may spread along the
+capsule."""
 
 
 def _island(rng: np.random.Generator, grid: Grid, depth: Map, free: Map, centre: Points, radius: float) -> Points:
-    """A star-shaped outline about `centre`, held back where it would leave the tissue or meet another lesion."""
+    """Return a star-shaped outline around `centre`, limited where it would leave the tissue or meet another lesion."""
     angle = np.arange(NUM_CORNERS) * (2 * np.pi / NUM_CORNERS)
     reach = np.ones(NUM_CORNERS)
     for order in range(2, 15):
@@ -324,7 +326,7 @@ def _island(rng: np.random.Generator, grid: Grid, depth: Map, free: Map, centre:
 
 
 def _inside(outline: Points, x: Points, y: Points) -> Points:
-    """About the distance inside a star-shaped outline, exactly 0 on it; negative outside."""
+    """Return the approximate distance inside a star-shaped outline, exactly 0 on it; negative outside."""
     centre = _outline_centre(outline)
     reach = np.hypot(*(outline - centre).T)
     angle = np.arctan2(y - centre[1], x - centre[0]) % (2 * np.pi)
@@ -333,7 +335,7 @@ def _inside(outline: Points, x: Points, y: Points) -> Points:
 
 
 def _outline_centre(outline: Points) -> Points:
-    """The centre of a star-shaped outline: where the lines between opposite corners cross."""
+    """Return the centre of a star-shaped outline: the intersection of the lines between opposite corners."""
     a, b = outline[0], outline[NUM_CORNERS // 2]
     c, d = outline[NUM_CORNERS // 4], outline[3 * NUM_CORNERS // 4]
     return np.array([(c[0] + d[0]) / 2, (a[1] + b[1]) / 2])
@@ -348,7 +350,7 @@ def _lesion_map(grid: Grid, lesions: tuple[Points, ...]) -> Map:
 
 
 def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
-    """Open spaces of tumour glands."""
+    """Return the lumina of tumour glands."""
     xy = scatter(rng, grid, 46.0, jitter=0.2)
     keep = (sample(grid, inside, xy) > 16) & (rng.random(len(xy)) < 0.85)
     xy, count = xy[keep], int(keep.sum())
@@ -361,7 +363,7 @@ def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
 def _density(
     rng: np.random.Generator, grid: Grid, depth: Map, stroma: Map, sinus: Map, centre: Map, mantle: Map
 ) -> Map:
-    """Chance that a place of the lattice holds a cell of lymphoid tissue."""
+    """Return the probability that a lattice point holds a cell of lymphoid tissue."""
     base = 0.83 + 0.08 * grid.noise(rng, 130) + 0.05 * grid.noise(rng, 35) + 0.15 * mantle
     base = base * (1 - 0.80 * sinus) * (1 - 0.42 * centre)
     return (np.clip(base, 0.05, 1) * (1 - 0.96 * stroma) * smooth_step(depth, 5, 12)).astype(np.float32)
@@ -378,7 +380,7 @@ def _normal_cells(
     density: Map,
     cavities: Cavities,
 ) -> Cells:
-    """Lymphocytes, blasts, histiocytes; spindle cells of the stroma and the vessels; red cells in some vessels."""
+    """Return lymphocytes, blasts, histiocytes; spindle cells of stroma and vessels; red cells in some vessels."""
     xy = scatter(rng, grid, 7.1, jitter=0.28)
     xy = xy[rng.random(len(xy)) < sample(grid, density, xy)]
     xy = loosen(_outside(xy, cavities, 1.0, 3.5), 6.4, rounds=2)
@@ -401,7 +403,7 @@ def _normal_cells(
 
 
 def _vessel_cells(rng: np.random.Generator, cavities: Cavities) -> tuple[Points, Points, Points]:
-    """Endothelial cells along the walls (with their direction), and red cells in a part of the lumina."""
+    """Return endothelial cells along the walls (with their direction), and red cells in some of the lumina."""
     lining, angles, red = [np.empty((0, 2))], [np.empty(0)], [np.empty((0, 2))]
     for xy, radius in zip(
         cavities.xy_um[cavities.kind == VESSEL], cavities.radius_um[cavities.kind == VESSEL], strict=True
@@ -419,7 +421,7 @@ def _vessel_cells(rng: np.random.Generator, cavities: Cavities) -> tuple[Points,
 def _tumour_cells(
     rng: np.random.Generator, grid: Grid, inside: Map, septum: Map, across: Map, lumina: Cavities
 ) -> Cells:
-    """Tumour cells crowded between septa and lumina; spindle cells and strays of lymphocytes in the septa."""
+    """Return tumour cells packed between septa and lumina; spindle cells and stray lymphocytes in the septa."""
     xy = scatter(rng, grid, 18.5, jitter=0.25)
     xy = xy[sample(grid, inside, xy) > 9]
     in_septum = sample(grid, septum, xy)
@@ -437,7 +439,7 @@ def _tumour_cells(
 
 
 def _outside(xy: Points, cavities: Cavities, scale: float, margin_um: float) -> Points:
-    """Points that lie in no cavity."""
+    """Return the points that are in no cavity."""
     if not len(cavities.xy_um) or not len(xy):
         return xy
     taken = np.zeros(len(xy), bool)
@@ -448,7 +450,7 @@ def _outside(xy: Points, cavities: Cavities, scale: float, margin_um: float) -> 
 
 
 def _fibre_angle(grid: Grid, across: Map, xy_um: Points) -> Points:
-    """Direction along the level lines of `across`."""
+    """Return the direction along the level lines of `across`."""
     slopes = [sample(grid, np.asarray(slope), xy_um) for slope in np.gradient(across)]
     return np.arctan2(*slopes) + np.pi / 2
 

@@ -1,6 +1,6 @@
-"""Pictures of cells, and the textures of what lies between them: a fixed collection for every size of pixel.
+"""Images of cells, and textures of the background: a fixed collection for every pixel size.
 
-Concentrations of haematoxylin and eosin are kept in bytes, H_UNIT and E_UNIT a unit of concentration.
+Concentrations of haematoxylin and eosin are stored as bytes, with H_UNIT and E_UNIT byte values per unit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ H_UNIT, E_UNIT = 64.0, 100.0
 
 
 def soft(inside_um: Map, width_um: float) -> Map:
-    """From 0 to 1 across an edge, as wide as the optics blur it."""
+    """Return a smooth step from 0 to 1 across an edge, as wide as the optical blur."""
     t = np.clip(inside_um / width_um + 0.5, 0, 1)
     return t * t * (3 - 2 * t)
 
@@ -47,13 +47,13 @@ def to_bytes(values: Map, unit: float) -> Bytes:
 
 @dataclass(frozen=True, eq=False)
 class Textures:
-    """Periodic noise of unit variance; every array is so long that each window of a block is a slice of it."""
+    """Periodic noise of unit variance; arrays are long enough that each window of a block is a slice."""
 
     grain: Map
     mesh: Map
     wave: Map
     fibre: Map
-    """One-dimensional: 16 values a micron."""
+    """One-dimensional: 16 values per micron."""
     sensor: Bytes
 
     def window(self, name: str, x0: int, y0: int, width: int, height: int) -> Map:
@@ -90,12 +90,13 @@ def _periodic_noise(rng: np.random.Generator, period: int, scale_px: float) -> M
     return np.tile(noise, (repeats, repeats))[: period + BLOCK_PX, : period + BLOCK_PX].copy()
 
 
-# ---------------------------------------------------------------------------------------------------- pictures of cells
+# ---------------------------------------------------------------------------------------------------- images of cells
 
 
 @dataclass(frozen=True, eq=False)
 class Stamp:
-    """A cell: bytes to drop into the two maps. With a `mask` it covers what lies below, else the darker wins."""
+    """Image of a cell: bytes for both stains. With a `mask` it covers what is below, otherwise the darker value is
+    kept."""
 
     haematoxylin: Bytes
     eosin: Bytes | None = None
@@ -107,7 +108,7 @@ NUM_ANGLES = 24
 
 @lru_cache(maxsize=4)
 def stamps(mpp: float) -> dict[int, list[Stamp]]:
-    """Pictures of every kind of cell; those of spindle cells are in NUM_ANGLES groups by direction."""
+    """Return images of every kind of cell; those of spindle cells are in NUM_ANGLES groups by direction."""
     rng = np.random.default_rng(12)
     small = [_lymphocyte(rng, mpp) for _ in range(160)]
     blasts = [_vesicular(rng, mpp, rng.uniform(4.2, 5.4), rng.uniform(0.55, 0.9)) for _ in range(64)]
@@ -129,7 +130,7 @@ def stamps(mpp: float) -> dict[int, list[Stamp]]:
 
 @dataclass(frozen=True, eq=False)
 class _Disc:
-    """Polar coordinates about the middle of a picture, in microns."""
+    """Polar coordinates around the centre of an image, in microns."""
 
     x: Map
     y: Map
@@ -142,7 +143,7 @@ class _Disc:
         return cls(steps[None, :], steps[:, None], mpp)
 
     def inside(self, rng: np.random.Generator, radius: float, stretch: float, wobble: float, angle: float) -> Map:
-        """About the distance inside a wobbly ellipse, in microns."""
+        """Return the approximate distance inside an irregular ellipse, in microns."""
         cosine, sine = np.float32(np.cos(angle)), np.float32(np.sin(angle))
         along, aside = self.x * cosine + self.y * sine, self.y * cosine - self.x * sine
         along, aside = along / np.float32(np.sqrt(stretch)), aside * np.float32(np.sqrt(stretch))
@@ -196,7 +197,7 @@ def _red_cell(rng: np.random.Generator, mpp: float) -> Stamp:
 
 
 def _tumour_body(rng: np.random.Generator, mpp: float) -> Stamp:
-    """Plenty of granular cytoplasm, which takes some haematoxylin too."""
+    """Draw granular cytoplasm, which takes some haematoxylin too."""
     disc = _Disc.of(17.0, mpp)
     inside = disc.inside(rng, rng.uniform(11.5, 14.2), rng.uniform(1.0, 1.35), 0.2, rng.uniform(0, np.pi))
     grain, mesh = disc.noise(rng, "grain"), disc.noise(rng, "mesh")
@@ -207,10 +208,10 @@ def _tumour_body(rng: np.random.Generator, mpp: float) -> Stamp:
 
 
 def _tumour_nucleus(rng: np.random.Generator, mpp: float) -> Stamp:
-    """A vesicular nucleus of 14 to 22 um: rim, clumped chromatin, one to three nucleoli; few are dark, few divide.
+    """Draw a vesicular nucleus of 14 to 22 um: rim, clumped chromatin, one to three nucleoli; few are dark, few divide.
 
-    It is darker against its cytoplasm than that of many tumours, so that tiles of lesions are, lumina and all, as rich
-    in contrast as tiles of lymphocytes: else the spread of colours would tell them.
+    It is darker against its cytoplasm than in many tumours, so that lesion tiles, including lumina, have the same
+    contrast as lymphocyte tiles: otherwise the spread of colours would reveal them.
     """
     disc = _Disc.of(15.0, mpp)
     angle, radius = rng.uniform(0, np.pi), rng.uniform(7.0, 9.4) * (1.2 if rng.random() < 0.12 else 1.0)

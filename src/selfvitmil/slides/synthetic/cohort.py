@@ -1,10 +1,12 @@
-"""A cohort of made slides: planned cheaply, written slide by slide in any order by any process, finished with tables.
+"""A cohort of synthetic slides: planned cheaply, written slide by slide in any order by any process, finished with
+tables.
 
     plans = plan_cohort(slides=12, seed=1)
     truths = [write_planned(plan, folder) for plan in plans]
     finish_cohort(folder, truths)
 
-Slide k of a seed is the same however many there are: its label, patient, split and pixels follow from the seed and k.
+Slide k of a seed does not depend on the number of slides: its label, patient, split and pixels follow from the seed and
+k.
 
     plain/                                          camelyon16/
       slides/slide_001.svs, slide_002.tif ...         training/normal/normal_001.tif, training/tumor/tumor_001.tif
@@ -39,12 +41,12 @@ CohortLayout = Literal["plain", "camelyon16"]
 PLAIN_MPP = (0.25, 0.243, 0.2527)
 CAMELYON16_MPP = (0.243, 0.226)
 MACRO_UM = 2000.0
-"""Camelyon16 calls a metastasis of this diameter or more a macro-metastasis."""
+"""Diameter from which Camelyon16 calls a metastasis a macrometastasis."""
 
 
 @dataclass(frozen=True)
 class SlidePlan:
-    """What one slide of a cohort will be."""
+    """Specification of one slide of a cohort."""
 
     name: str
     cohort_layout: CohortLayout
@@ -60,7 +62,7 @@ class SlidePlan:
 
     @property
     def path(self) -> PurePosixPath:
-        """Where the slide lies in the cohort's folder."""
+        """Path of the slide in the cohort's folder."""
         file = self.name + FORMS[self.layout].suffix
         if self.cohort_layout == "plain":
             return PurePosixPath("slides", file)
@@ -70,7 +72,7 @@ class SlidePlan:
 
     @property
     def annotations(self) -> tuple[PurePosixPath, ...]:
-        """Where its lesions are outlined; nowhere when it has none."""
+        """Paths of its lesion annotations; empty without lesions."""
         if not self.lesions:
             return ()
         if self.cohort_layout == "plain":
@@ -81,7 +83,7 @@ class SlidePlan:
 
 @dataclass(frozen=True, eq=False)
 class PlannedTruth(SlideTruth):
-    """The truth about a slide of a cohort."""
+    """Ground truth of a slide of a cohort."""
 
     plan: SlidePlan
 
@@ -97,18 +99,19 @@ def plan_cohort(
     layout: CohortLayout = "plain",
     test_fraction: float = 0.33,
 ) -> list[SlidePlan]:
-    """Decide on all slides of a cohort without making any.
+    """Specify all slides of a cohort without writing any.
 
-    Patients have one to `slides_per_patient` slides (one in the `camelyon16` layout) and lie whole in one split; labels
-    go by slide. `positives` and `test_fraction` are the shares of tumour slides and of test patients. Without `mpp`
-    slides differ in their microns per pixel, as those of several scanners do.
+    Patients have one to `slides_per_patient` slides (one in the `camelyon16` layout), all in the same split; labels are
+    per slide. `positives` and `test_fraction` are the fractions of tumour slides and of test patients. Without `mpp`,
+    slides differ in their microns per pixel, like slides of several scanners.
     """
     if slides < 1 or slides_per_patient < 1 or not (0 <= positives <= 1 and 0 <= test_fraction <= 1):
         raise ConfigError(
-            f"a cohort of {slides} slides, {slides_per_patient} per patient, {positives:g} positive, "
-            f"{test_fraction:g} for testing was asked for",
-            "counts start at 1 and shares lie between 0 and 1",
-            "Change the one that does not",
+            f"invalid cohort: {slides} slides, {slides_per_patient} per patient, {positives:g} positive, "
+            f"{test_fraction:g} for testing",
+            "counts start at 1, and fractions are between 0 and 1",
+            "Correct the invalid value",
+            code="invalid-synthetic-cohort",
         )
     most = slides_per_patient if layout == "plain" else 1
     places = _places(seed, positives, test_fraction, most)
@@ -141,9 +144,9 @@ def plan_cohort(
 def _places(
     seed: int, positives: float, test_fraction: float, slides_per_patient: int
 ) -> Iterator[tuple[int, Literal["train", "test"], Literal["normal", "tumor"]]]:
-    """(patient, split, label) of slide after slide, without end.
+    """Yield (patient, split, label) of slide after slide, without end.
 
-    Shares are kept all along the way: every n-th slide is positive, every n-th patient among those whose first slide is
+    Fractions hold for every prefix: every n-th slide is positive, every n-th patient among those whose first slide is
     positive (and among the others) goes to the test set.
     """
     slide = 0
@@ -162,12 +165,13 @@ def _places(
 
 
 def _is_nth(k: int, share: float) -> bool:
-    """Whether the k-th of a sequence is chosen when `share` of them are, evenly spread."""
+    """Return whether the k-th of a sequence is chosen if `share` of them are, evenly spread."""
     return int((k + 1) * share + 0.5) > int(k * share + 0.5)
 
 
 def _scanners(seed: int, layout: CohortLayout) -> list[tuple[Layout, float]]:
-    """(file layout, mpp) by turns. Both labels go through them in the same order, so that a scanner tells no label."""
+    """Return (file layout, mpp) in turn. Both labels use them in the same order, so that the scanner does not predict
+    the label."""
     if layout == "camelyon16":
         return [("tiff", mpp) for mpp in CAMELYON16_MPP]
     layouts: tuple[Layout, ...] = ("svs40", "svs40", "svs20", "tiff")
@@ -177,7 +181,7 @@ def _scanners(seed: int, layout: CohortLayout) -> list[tuple[Layout, float]]:
 
 
 def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float]) -> SlidePlan:
-    """The plan with its scanner, and lesions for a tumour slide."""
+    """Return the plan with its scanner, and with lesions for a tumour slide."""
     layout, mpp = scanner[0], mpp or scanner[1]
     short_um = min(plan.size) * mpp
     largest = min(400.0, 0.5 * short_um)
@@ -188,7 +192,7 @@ def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float])
 
 
 def write_planned(plan: SlidePlan, folder: Path) -> PlannedTruth:
-    """Write one slide of a cohort with its annotations and the truth about it."""
+    """Write one slide of a cohort with its annotations and ground truth."""
     truth = make_slide(
         folder / plan.path,
         plan.seed,
@@ -211,7 +215,7 @@ def write_planned(plan: SlidePlan, folder: Path) -> PlannedTruth:
 
 
 def finish_cohort(folder: Path, truths: Sequence[PlannedTruth]) -> None:
-    """Write the tables of the slides that were made."""
+    """Write the tables of the written slides."""
     plain = [truth.plan for truth in truths if truth.plan.cohort_layout == "plain"]
     if plain:
         rows = [(plan.name, plan.patient, plan.label, plan.split) for plan in plain]
@@ -246,7 +250,7 @@ def make_cohort(
     hostile: bool = False,
     test_fraction: float = 0.33,
 ) -> list[PlannedTruth]:
-    """Plan, write and finish a cohort in this process; `hostile` adds a folder of troublesome files."""
+    """Plan, write and finish a cohort in this process; `hostile` adds a folder of files that test error handling."""
     plans = plan_cohort(
         slides=slides,
         positives=positives,

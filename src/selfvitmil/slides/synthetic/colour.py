@@ -1,9 +1,9 @@
-"""The colours of a made slide: concentrations of the two stains go in, pixels come out.
+"""Colours of a synthetic slide: concentrations of the two stains in, pixels out.
 
-Colours follow Beer-Lambert's law, through one table of 256 x 256 colours. A lesion must not be told from normal tissue
-by its mean colour. `mix_palette` paints the place of each lesion twice, as the normal tissue that would be there and as
-the lesion. It finds the strengths of the two stains with which the lesions have the usual colour of the slide's normal
-tissue, and then the small gain per place and channel that holds this in every part of each of them.
+Colours follow the Beer-Lambert law, through one table of 256 x 256 colours. A lesion must not be recognizable by its
+mean colour. `mix_palette` renders the site of each lesion twice, as the normal tissue it replaces and as the lesion. It
+finds the strengths of the two stains that give lesions the usual colour of the slide's normal tissue, and then a small
+local gain per channel that ensures this in every part of each lesion.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from selfvitmil.slides.synthetic.painter import TURNS, Maps, View, Window, paint
 
 @dataclass(frozen=True, eq=False)
 class Stain:
-    """The colours of a slide: optical density = strengths-scaled concentrations times `vectors`."""
+    """Stain colours of a slide: optical density = concentrations times strengths times `vectors`."""
 
     vectors: Map
     """(3, 2): unit optical density (natural logarithm) in red, green, blue of haematoxylin and eosin."""
     strengths: tuple[float, float]
-    """Optical density of one unit of concentration of each."""
+    """Optical density of one unit of concentration of each stain."""
     glass: tuple[float, float, float]
     """Red, green and blue of clear glass."""
 
     def table(self) -> NDArray[np.uint32]:
-        """Colours as RGBX words, by haematoxylin byte * 256 + eosin byte."""
+        """Return colours as RGBX words, indexed by haematoxylin byte * 256 + eosin byte."""
         h = np.arange(256)[:, None, None] * (self.strengths[0] / H_UNIT) * self.vectors[:, 0]
         e = np.arange(256)[None, :, None] * (self.strengths[1] / E_UNIT) * self.vectors[:, 1]
         colours = np.zeros((256, 256, 4), np.uint8)
@@ -40,13 +40,13 @@ class Stain:
         return colours.reshape(-1, 4).view(np.uint32).ravel()
 
     def neither(self) -> Map:
-        """The direction in optical density that neither stain has a part in."""
+        """Return the direction in optical density that is orthogonal to both stains."""
         direction = np.cross(self.vectors[:, 0], self.vectors[:, 1])
         return direction / np.linalg.norm(direction)
 
 
 def draw_stain(rng: np.random.Generator) -> Stain:
-    """Stain vectors, strengths and light as they vary between laboratories and scanners."""
+    """Draw stain vectors, strengths and illumination as they vary between laboratories and scanners."""
     blueness = rng.uniform(0, 1)  # the two stains of a laboratory shift together
     haematoxylin = np.array([0.48, 0.75, 0.45]) + blueness * np.array([0.12, 0.0, -0.17]) + rng.normal(0, 0.02, 3)
     eosin = np.array([0.24, 0.78, 0.56]) + blueness * np.array([-0.04, 0.14, -0.24]) + rng.normal(0, 0.02, 3)
@@ -62,31 +62,31 @@ def draw_stain(rng: np.random.Generator) -> Stain:
 
 @dataclass(frozen=True, eq=False)
 class Palette:
-    """All that turns concentrations into colours."""
+    """Everything that converts concentrations to colours."""
 
     table: NDArray[np.uint32]
     lesion_table: NDArray[np.uint32]
     gains: tuple[Map, ...]
-    """Gain in red, green and blue of the light through lesions, on cells of GAIN_PX; empty when there are none."""
+    """Gain in red, green and blue of light through lesions, on cells of GAIN_PX; empty without lesions."""
     painted: dict[Window, Maps]
-    """Windows that had to be painted to find the above."""
+    """Windows that were rendered to find the above."""
     tint: Map
-    """Grey levels by which red, green and blue follow the unevenness of the light's hue."""
+    """Grey levels by which red, green and blue follow the unevenness of the illumination's hue."""
 
 
 GAIN_PX = 16
 MATCH_UM = 26.0
-"""Standard deviation of the Gaussian over which the mean colour of a lesion is prescribed."""
+"""Standard deviation of the Gaussian over which the mean colour of a lesion is matched."""
 USUAL_UM = 112.0
-"""Edge of the squares whose colour is the measure: a tile of 224 pixels at 0.5 um."""
+"""Edge of the squares whose colour is compared: a tile of 224 pixels at 0.5 um."""
 TINT = 2.5
-"""Standard deviation of the hue of the light, in grey levels: more than that by which lesions may miss their target."""
+"""Standard deviation of the illumination's hue, in grey levels: larger than the mismatch allowed for lesions."""
 MOST_SURVEYED = 64
-"""About the number of windows that tell the mean colour of a slide's normal tissue."""
+"""Approximate number of windows used for the mean colour of a slide's normal tissue."""
 
 
 def render(anatomy: Anatomy, palette: Palette, window: Window, noise_seed: int) -> Bytes:
-    """Pixels of a window as (height, width, 4) RGBX bytes."""
+    """Return the pixels of a window as (height, width, 4) RGBX bytes."""
     maps = palette.painted.get(window) or paint(anatomy, window)
     pixels = coloured(maps, palette.table)
     view = View(anatomy, window)
@@ -98,7 +98,7 @@ def render(anatomy: Anatomy, palette: Palette, window: Window, noise_seed: int) 
             pixels[..., channel] = pixels[..., channel] * (1 - cover) + lit * cover + 0.5
     _drop_dust(view, pixels)
     dx, dy = np.random.default_rng((noise_seed, window.x0, window.y0)).integers(0, SENSOR_PX, 2)
-    # Bytes that wrap round add like signed numbers; glass and ink are far enough from 255 and 0.
+    # Wrapping bytes add like signed numbers; glass and ink are far enough from 255 and 0.
     pixels += textures(anatomy.mpp).sensor[dy : dy + window.height, dx : dx + window.width]
     tint = view.upsample(anatomy.tint)
     for channel, share in enumerate(palette.tint.tolist()):
@@ -127,7 +127,7 @@ def _drop_dust(view: View, pixels: Bytes) -> None:
 
 
 def mix_palette(anatomy: Anatomy, stain: Stain) -> Palette:
-    """Colours of a slide; those of its lesions are on the mean the colours of its normal tissue."""
+    """Return the colours of a slide; its lesions have the mean colour of its normal tissue."""
     table, tint = stain.table(), TINT * stain.neither()
     if not anatomy.lesions_um:
         return Palette(table, table, (), {}, tint)
@@ -145,37 +145,38 @@ def mix_palette(anatomy: Anatomy, stain: Stain) -> Palette:
 
 @dataclass(frozen=True, eq=False)
 class _Survey:
-    """A part of a slide on cells of GAIN_PX: all of its lesions and some of the rest."""
+    """Samples of a slide on cells of GAIN_PX: all of its lesions and some of the rest."""
 
     normal: Map
-    """Mean colours, in lesions those of the normal tissue that would be there."""
+    """Mean colours; in lesions, those of the normal tissue they replace."""
     inside: NDArray[np.bool_]
     """In a lesion."""
     tissue: NDArray[np.bool_]
     """In normal tissue."""
     light: Map
-    """Grey levels that the hue of the light adds."""
+    """Grey levels added by the hue of the illumination."""
     painted: dict[Window, Maps]
     cell_um: float
 
     def target(self) -> Map:
-        """The mean colours that lesions are to have: what would be there, shifted per lesion to the slide's usual.
+        """Return the target mean colours of lesions: those of the replaced tissue, shifted per lesion to the usual
+        colour.
 
-        Without the shift a few lesions of a few slides have by chance a colour of their own.
+        Without the shift, a few lesions would have a distinct colour by chance.
         """
         usual = self._usual_colour()
         lesions: NDArray[np.int32] = ndimage.label(self.inside)[0]  # pyright: ignore[reportIndexIssue, reportAssignmentType]
         target = self.normal.copy()
         for lesion in range(1, lesions.max() + 1):
             cells = lesions == lesion
-            inherited = np.sqrt(target[cells])  # the root, since nothing may outshine the glass
+            inherited = np.sqrt(target[cells])  # the square root keeps values below glass
             target[cells] = (usual - self.light[cells].mean(axis=0)) * inherited / inherited.mean(axis=0)
         return target
 
     def _usual_colour(self) -> Map:
-        """Median of the mean colours of the squares of a tile's size in normal tissue.
+        """Return the median of the mean colours of tile-sized squares in normal tissue.
 
-        Not their mean: fibres and gaps make that of a hue that hardly any square has.
+        Not their mean: fibres and gaps would give it a hue that hardly any square has.
         """
         edge = max(1, round(USUAL_UM / self.cell_um))
         share = ndimage.uniform_filter(self.tissue.astype(np.float64), edge, mode="constant")
@@ -209,7 +210,7 @@ def _survey(anatomy: Anatomy, table: NDArray[np.uint32], tint: Map) -> _Survey:
 
 
 def _balance(stain: Stain, samples: Map, target: Map) -> tuple[float, float]:
-    """Strengths of the two stains with which the lesions' samples (bytes) have the mean colour `target`."""
+    """Return the strengths of the two stains for which the lesions' samples (bytes) have the mean colour `target`."""
 
     def miss(scales: Map) -> Map:
         density = samples * (scales * stain.strengths / (H_UNIT, E_UNIT)) @ stain.vectors.T
@@ -220,28 +221,28 @@ def _balance(stain: Stain, samples: Map, target: Map) -> tuple[float, float]:
 
 
 def _local_gains(target: Map, lesion: Map, inside: NDArray[np.bool_], spread: float) -> tuple[Map, ...]:
-    """Gains with which the means of `lesion` about every place inside are those of `target`."""
+    """Return gains for which the local means of `lesion` equal those of `target` everywhere inside."""
     target = _smooth(target, inside, spread)
     gain = np.ones_like(target)
-    for _ in range(3):  # again, since a gain that varies with place shifts the means a little
+    for _ in range(3):  # iterated, since a varying gain shifts the means a little
         gain = np.clip(gain * target / _smooth(lesion * gain, inside, spread), 0.7, 1.25)
     return tuple(np.ascontiguousarray(gain[..., channel], dtype=np.float32) for channel in range(3))
 
 
 def _at_cells(view: View, values: Map) -> Map:
-    """A map of the plan in the middles of the cells of GAIN_PX that lie whole in a window."""
+    """Return a field at the centres of the cells of GAIN_PX that are completely in a window."""
     middles = view.upsample(values)[GAIN_PX // 2 :: GAIN_PX, GAIN_PX // 2 :: GAIN_PX]
     return middles[: view.window.height // GAIN_PX, : view.window.width // GAIN_PX]
 
 
 def _gain_cells(window: Window) -> tuple[slice, slice]:
-    """The cells of GAIN_PX that lie whole in a window."""
+    """Return the cells of GAIN_PX that are completely in a window."""
     x, y = window.x0 // GAIN_PX, window.y0 // GAIN_PX
     return slice(y, y + window.height // GAIN_PX), slice(x, x + window.width // GAIN_PX)
 
 
 def _samples(maps: Maps, inside: NDArray[np.bool_]) -> Map:
-    """Concentrations (bytes) of a part of the pixels of the cells that are `inside`."""
+    """Return concentrations (bytes) of some of the pixels of the cells that are `inside`."""
     every = GAIN_PX // 4
     rows, columns = (4 * extent for extent in inside.shape)
     picked = np.repeat(np.repeat(inside, 4, axis=0), 4, axis=1)
@@ -249,7 +250,7 @@ def _samples(maps: Maps, inside: NDArray[np.bool_]) -> Map:
 
 
 def _cell_means(pixels: Bytes) -> Map:
-    """Mean red, green and blue of the cells of GAIN_PX that lie whole in a picture."""
+    """Return mean red, green and blue of the cells of GAIN_PX that are completely in an image."""
     height, width = pixels.shape[0] // GAIN_PX, pixels.shape[1] // GAIN_PX
     rows = pixels[: height * GAIN_PX, : width * GAIN_PX].reshape(height, GAIN_PX, width * GAIN_PX * 4)
     sums = rows.sum(axis=1, dtype=np.uint32).reshape(height, width, GAIN_PX, 4).sum(axis=2)
@@ -257,6 +258,6 @@ def _cell_means(pixels: Bytes) -> Map:
 
 
 def _smooth(values: Map, inside: NDArray[np.bool_], spread: float) -> Map:
-    """Gaussian mean over the cells that are `inside`."""
+    """Return the Gaussian mean over the cells that are `inside`."""
     weight = ndimage.gaussian_filter(inside.astype(np.float64), spread)[..., None] + 1e-9
     return (ndimage.gaussian_filter(values * inside[..., None], (spread, spread, 0)) + 1e-9) / weight

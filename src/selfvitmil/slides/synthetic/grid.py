@@ -1,4 +1,4 @@
-"""The coarse grid on which a made slide is planned: smooth random maps, values at points, points that keep apart."""
+"""Coarse grid for planning a synthetic slide: smooth random fields, interpolation, and spaced points."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 
 Map = NDArray[np.floating[Any]]
-"""Values on the cells of the plan, or on pixels: float32."""
+"""Values on the cells of the plan or on pixels: float32."""
 Points = NDArray[np.floating[Any]]
-"""Numbers about points, mostly (x, y) in rows: float64."""
+"""Values at points, mostly (x, y) rows: float64."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Cell centres of the coarse maps, and random maps over them."""
+    """Cell centres of the coarse grid, and random fields on it."""
 
     shape: tuple[int, int]
     cell_um: float
@@ -30,7 +30,7 @@ class Grid:
     @classmethod
     def over(cls, size_px: tuple[int, int], step_px: int, mpp: float) -> Grid:
         width, height = size_px
-        # One cell more than covers the slide, so that interpolation never looks past the end.
+        # One cell more than needed to cover the slide, so that interpolation stays inside.
         shape = (math.ceil(height / step_px) + 1, math.ceil(width / step_px) + 1)
         return cls(shape, step_px * mpp, mpp, width * mpp, height * mpp)
 
@@ -43,7 +43,7 @@ class Grid:
         return self.width_um * self.height_um / 1e6
 
     def xy(self) -> tuple[Points, Points]:
-        """Cell centres, x as a row and y as a column."""
+        """Return cell centres, x as a row and y as a column."""
         x = (np.arange(self.shape[1]) + 0.5) * self.cell_um
         y = (np.arange(self.shape[0]) + 0.5) * self.cell_um
         return x[None, :], y[:, None]
@@ -53,7 +53,8 @@ class Grid:
         return np.hypot(x - point_um[0], y - point_um[1])
 
     def noise(self, rng: np.random.Generator, scale_um: float) -> Map:
-        """Smooth noise of about unit variance with features of about `scale_um`: B-splines on ever finer lattices."""
+        """Return smooth noise of about unit variance with features of about `scale_um`: B-splines on ever finer
+        lattices."""
         out = np.zeros(self.shape)
         for share, weight in ((1.0, 1.0), (0.5, 0.45), (0.25, 0.2)):
             step = max(1.5, scale_um * share / self.cell_um)
@@ -61,11 +62,11 @@ class Grid:
             for extent in self.shape:  # one axis, then the other
                 values = _spline(values, np.arange(extent) / step + rng.random()).T
             out += weight * values
-        return (out / 0.56).astype(np.float32)  # the basis takes that much of the deviation away
+        return (out / 0.56).astype(np.float32)  # standard deviation of the spline basis
 
 
 def _spline(knots: Points, at: Points) -> Points:
-    """Uniform cubic B-spline over the rows of `knots`, at positions counted in rows."""
+    """Evaluate a uniform cubic B-spline over the rows of `knots`, at positions counted in rows."""
     low = at.astype(np.int64)
     t = (at - low)[:, None]
     basis = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
@@ -73,20 +74,20 @@ def _spline(knots: Points, at: Points) -> Points:
 
 
 def sample(grid: Grid, values: Map, xy_um: Points) -> Points:
-    """Values of a map at points, linearly between cell centres."""
+    """Return values of a field at points, linearly interpolated between cell centres."""
     if not len(xy_um):
         return np.empty(0)
     return ndimage.map_coordinates(values, xy_um.T[::-1] / grid.cell_um - 0.5, order=1, mode="nearest")
 
 
 def smooth_step(values: Map, low: float | Map, high: float | Map) -> Map:
-    """0 below `low`, 1 above `high`, smooth between; falling when `low` > `high`."""
+    """Return 0 below `low`, 1 above `high`, smooth between; falling if `low` > `high`."""
     t = np.clip((values - low) / (high - low), 0, 1)
     return t * t * (3 - 2 * t)
 
 
 def scatter(rng: np.random.Generator, grid: Grid, spacing_um: float, jitter: float) -> Points:
-    """Points over the slide on a loosened triangular lattice."""
+    """Return points over the slide on a jittered triangular lattice."""
     rows = np.arange(0, grid.height_um + spacing_um, spacing_um * math.sqrt(0.75))
     columns = np.arange(-spacing_um, grid.width_um + spacing_um, spacing_um)
     x = columns[None, :] + (np.arange(len(rows)) % 2 * spacing_um / 2)[:, None]
@@ -95,7 +96,7 @@ def scatter(rng: np.random.Generator, grid: Grid, spacing_um: float, jitter: flo
 
 
 def loosen(xy: Points, apart_um: float, rounds: int) -> Points:
-    """Push points that are nearer than `apart_um` away from each other."""
+    """Push points that are closer than `apart_um` away from each other."""
     for _ in range(rounds):
         if len(xy) < 2:
             return xy

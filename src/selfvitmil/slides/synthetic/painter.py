@@ -1,7 +1,7 @@
-"""How a made lymph node looks: any window of a slide's plan goes in, concentrations of the two stains come out.
+"""Render any window of a synthetic lymph node as concentrations of the two stains.
 
-Windows know only the plan and their place, so they meet without seams and a slide of any size is painted in little
-memory. Cells are pictures from a fixed collection, dropped into the maps of the window. The colours come later.
+A window depends only on the plan and its position, so windows join without seams and a slide of any size is rendered in
+little memory. Cells are images from a fixed collection, stamped into the window. Colours are added later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Window:
 
 
 def windows(size_px: tuple[int, int]) -> Iterator[Window]:
-    """All windows of a slide."""
+    """Yield all windows of a slide."""
     for y in range(0, size_px[1], BLOCK_PX):
         for x in range(0, size_px[0], BLOCK_PX):
             yield Window(x, y, min(BLOCK_PX, size_px[0] - x), min(BLOCK_PX, size_px[1] - y))
@@ -55,12 +55,12 @@ Maps = tuple[Bytes, Bytes]
 
 
 def paint(anatomy: Anatomy, window: Window) -> Maps:
-    """A window with its lesions."""
+    """Render a window with its lesions."""
     return _paint(View(anatomy, window), with_normal=False)[-1]
 
 
 def paint_both(anatomy: Anatomy, window: Window) -> tuple[Maps, Maps]:
-    """A window as the normal tissue that would be in the place of lesions, and with its lesions."""
+    """Render a window without lesions (the normal tissue they replace), and with its lesions."""
     normal, real = _paint(View(anatomy, window), with_normal=True)
     return normal, real
 
@@ -94,13 +94,13 @@ def _paint(view: View, *, with_normal: bool) -> list[Maps]:
 
 
 def _stained(values: Bytes, gain: Map, light: Map) -> Bytes:
-    """What the optics make of a map: blurred, stained more or less strongly, on glass that is not quite clear."""
+    """Apply the optics: blur, local stain uptake, and glass that is not quite clear."""
     _blur(values)
     return to_bytes(values * gain + light, 1.0)
 
 
 class View:
-    """A window with what it needs of the plan."""
+    """A window with the parts of the plan it needs."""
 
     def __init__(self, anatomy: Anatomy, window: Window):
         self.anatomy, self.window = anatomy, window
@@ -110,7 +110,7 @@ class View:
         return textures(self.anatomy.mpp).window(name, w.x0, w.y0, w.width, w.height)
 
     def _cells(self, values: Map) -> Map:
-        """The cells of a map of the plan that the window needs."""
+        """Return the cells of a field that the window needs."""
         w, step = self.window, self.anatomy.step_px
         rows = slice(max(0, w.y0 // step - 1), (w.y0 + w.height) // step + 2)
         columns = slice(max(0, w.x0 // step - 1), (w.x0 + w.width) // step + 2)
@@ -123,7 +123,7 @@ class View:
         return bool((self._cells(values) > limit).all())
 
     def upsample(self, values: Map, step_px: int | None = None) -> Map:
-        """A coarse map at every pixel of the window, linearly between the centres of its cells."""
+        """Return a coarse field at every pixel of the window, linearly interpolated between cell centres."""
         step, w = step_px or self.anatomy.step_px, self.window
         low_x, share_x = _between(w.x0, w.width, step, values.shape[1])
         low_y, share_y = _between(w.y0, w.height, step, values.shape[0])
@@ -131,7 +131,7 @@ class View:
         columns = rows[:, low_x] * (1 - share_x) + rows[:, low_x + 1] * share_x
         slopes = columns[1:] - columns[:-1]
         out = np.empty((w.height, w.width), np.float32)
-        # Row by row of cells, so that the work stays in the cache.
+        # One row of cells at a time, so that the work fits into the cache.
         starts = np.searchsorted(low_y, np.arange(low_y[0], low_y[-1] + 1)).tolist()
         for cell, (start, stop) in enumerate(pairwise([*starts, w.height])):
             np.multiply(share_y[start:stop, None], slopes[cell], out=out[start:stop])
@@ -139,11 +139,11 @@ class View:
         return out
 
     def lesion_cover(self, inside_um: Map) -> Map:
-        """How much a lesion covers each pixel: its border follows the cells, not the smooth outline."""
+        """Return how much a lesion covers each pixel: its border follows the cells, not the smooth outline."""
         return soft(inside_um + 1.5 * self.texture("mesh") + 1.0 * self.texture("wave"), 2.5)
 
     def box_px(self, x_um: float, y_um: float, reach_um: float) -> tuple[int, int, int, int] | None:
-        """The part of the window within `reach_um` of a point, as (x0, y0, x1, y1) in the window."""
+        """Return the part of the window within `reach_um` of a point, as (x0, y0, x1, y1) in the window."""
         w, mpp = self.window, self.anatomy.mpp
         x, y, reach = x_um / mpp - w.x0, y_um / mpp - w.y0, reach_um / mpp
         x0, x1 = max(0, int(x - reach)), min(w.width, int(x + reach) + 1)
@@ -151,7 +151,7 @@ class View:
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
 
     def polar(self, box: tuple[int, int, int, int], x_um: float, y_um: float) -> tuple[Map, Map]:
-        """Distance and direction from a point to every pixel of a box; directions count from 0 to 512."""
+        """Return distance and direction from a point to every pixel of a box; directions range from 0 to 512."""
         w, mpp = self.window, self.anatomy.mpp
         dx = ((np.arange(box[0], box[2]) + w.x0) * mpp - x_um).astype(np.float32)[None, :]
         dy = ((np.arange(box[1], box[3]) + w.y0) * mpp - y_um).astype(np.float32)[:, None]
@@ -160,14 +160,14 @@ class View:
 
 @lru_cache(maxsize=8)
 def _between(start: int, count: int, step: int, cells: int) -> tuple[NDArray[np.int64], Map]:
-    """For `count` pixels from `start`: the cell whose centre comes before each, and the share of the next."""
+    """Return, for `count` pixels from `start`, the cell whose centre precedes each, and the weight of the next."""
     at = np.clip((np.arange(start, start + count) + 0.5) / step - 0.5, 0, cells - 1.001)
     low = at.astype(np.int64)
     return low, (at - low).astype(np.float32)
 
 
 def _ground(view: View, grain: Map, mesh: Map, wave: Map) -> tuple[Map, Map]:
-    """What lies between the cells: a pale net with gaps, loose sinuses, fibrous stroma."""
+    """Return the background between the cells: a pale net with gaps, loose sinuses, fibrous stroma."""
     anatomy = view.anatomy
     gap = mesh + 0.5 * wave - 0.6
     eosin = 0.42 + 0.06 * mesh + 0.05 * grain
@@ -188,28 +188,28 @@ def _ground(view: View, grain: Map, mesh: Map, wave: Map) -> tuple[Map, Map]:
 
 
 def _collagen(view: View, mesh: Map, wave: Map) -> Map:
-    """Eosin of wavy fibres along the level lines of the plan's `across_um`."""
+    """Return the eosin of wavy fibres along the level lines of the plan's `across_um`."""
     fibre = textures(view.anatomy.mpp).fibre
     at = (view.upsample(view.anatomy.across_um) + 3.0 * wave + 0.35 * mesh) * 16
     return np.maximum(0.68 + 0.22 * fibre[at.astype(np.int32) & (FIBRE_LENGTH - 1)] + 0.04 * mesh, 0.08)
 
 
 def _blur(values: Bytes) -> None:
-    """Blur of the optics: weights 1/4, 1/2, 1/4 along both axes."""
+    """Blur in place like the optics: weights 1/4, 1/2, 1/4 along both axes."""
     for ahead, behind in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1])):
         np.copyto(behind, _average(ahead, behind))
         np.copyto(ahead, _average(ahead, behind))
 
 
 def _average(a: Bytes, b: Bytes) -> Bytes:
-    """The mean of bytes without leaving bytes, rounded up."""
+    """Return the mean of bytes in byte arithmetic, rounded up."""
     return (a | b) - ((a ^ b) >> np.uint8(1))
 
 
 def _drop_cells(
     view: View, h_map: Bytes, e_map: Bytes, cells: Cells, there: NDArray[np.bool_] | np.bool_ = np.True_
 ) -> None:
-    """Drop the pictures of the cells that are `there` into the maps."""
+    """Stamp the images of the cells selected by `there` into the window."""
     w, reach = view.window, int(17 / view.anatomy.mpp) + 1
     x, y = cells.xy_px[:, 0] - w.x0, cells.xy_px[:, 1] - w.y0
     near = (x > -reach) & (x < w.width + reach) & (y > -reach) & (y < w.height + reach)
@@ -249,7 +249,7 @@ def _drop(h_map: Bytes, e_map: Bytes, stamp: Stamp, cx: int, cy: int, flips: int
 
 
 def _flipped(picture: NDArray, flips: int) -> NDArray:
-    """One of the eight ways to lay a square picture down."""
+    """Return one of the eight orientations of a square image."""
     if flips & 1:
         picture = picture[::-1]
     if flips & 2:
@@ -262,7 +262,7 @@ TURNS = np.arange(513) * (np.pi / 256) - np.pi
 
 
 def _drop_cavities(view: View, h_map: Bytes, e_map: Bytes, cavities: Cavities) -> None:
-    """Fat cells with their membranes, vessels with their walls, lumina with a little secretion."""
+    """Draw fat cells with membranes, vessels with walls, lumina with a little secretion."""
     rows = np.column_stack([cavities.xy_um, cavities.radius_um, cavities.kind, cavities.phase]).tolist()
     for x, y, radius, kind, phase in rows:
         box = view.box_px(x, y, radius * 1.35 + 6)
@@ -278,7 +278,7 @@ def _drop_cavities(view: View, h_map: Bytes, e_map: Bytes, cavities: Cavities) -
 
 
 def _hollow(h_here: Bytes, e_here: Bytes, outside: Map, kind: int, radius: float) -> None:
-    """Clear a cavity, given the distance outside its edge, and paint its wall."""
+    """Clear a cavity, given the distance outside its edge, and draw its wall."""
     clear = soft(-outside, 0.9)
     wall_um = {FAT: 1.1, LUMEN: 0.8}.get(kind, 1.5 + 0.28 * radius)
     wall = soft(wall_um - outside, 1.2) * (1 - clear)
@@ -290,7 +290,7 @@ def _hollow(h_here: Bytes, e_here: Bytes, outside: Map, kind: int, radius: float
 
 
 def _lesion(view: View, h_map: Bytes, e_map: Bytes, inside: Map, grain: Map, mesh: Map, wave: Map) -> None:
-    """Paint the lesion over the ground: tumour cells, lumina, and fibrous septa between nests."""
+    """Draw the lesion over the background: tumour cells, lumina, and fibrous septa between nests."""
     anatomy = view.anatomy
     cover = view.lesion_cover(inside)
     septum = soft(view.upsample(anatomy.septum) - 0.72 + 0.10 * mesh, 0.25)

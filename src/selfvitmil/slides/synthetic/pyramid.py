@@ -1,8 +1,8 @@
-"""Writing a picture as a slide file: JPEG tiles on several levels in an Aperio-like SVS or a generic TIFF.
+"""Write an image as a slide file: JPEG tiles on several levels in an Aperio-like SVS or a generic TIFF.
 
-The picture comes as a function that returns any window of it, so that no level-0 picture is ever held whole: stripes of
-four rows of tiles are rendered, encoded and halved; only a quarter-size copy stays. The same pixels give the same
-bytes.
+The image is given as a function that returns any window of it, so that level 0 is never held completely in memory:
+stripes of four rows of tiles are rendered, encoded and halved; only a quarter-size copy is kept. The same pixels give
+identical bytes.
 
 | layout  | looks like           | levels             | colour | microns per pixel               |
 |---------|----------------------|--------------------|--------|---------------------------------|
@@ -34,7 +34,7 @@ Render = Callable[[int, int, int, int], Pixels]
 """(x0, y0, width, height) in level-0 pixels -> (height, width, 4) RGBX."""
 
 SMALLEST_PX = 128
-"""No level's longer edge is shorter than this."""
+"""Minimum length of the longer edge of a level."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class EncodedLevel:
     size: tuple[int, int]
     tiles: list[bytes]
     places: NDArray[np.int64] | None = None
-    """Which of `tiles` stands at each place, when some stand at many."""
+    """Index into `tiles` of each position, if tiles are repeated."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPyramid:
-    """All levels of a slide, largest first, and a small picture of it."""
+    """All levels of a slide, largest first, and a thumbnail."""
 
     layout: Layout
     levels: list[EncodedLevel]
@@ -77,7 +77,7 @@ class EncodedPyramid:
 
 
 def downsamples(size_l0: tuple[int, int], layout: Layout) -> list[int]:
-    """Downsample of every level; there are always two or more."""
+    """Return the downsample of every level; there are at least two levels."""
     step = FORMS[layout].step
     found = [1, step]
     while max(size_l0) // (found[-1] * step) >= SMALLEST_PX:
@@ -86,7 +86,7 @@ def downsamples(size_l0: tuple[int, int], layout: Layout) -> list[int]:
 
 
 def encode_pyramid(size_l0: tuple[int, int], render: Render, layout: Layout, jpeg_quality: int) -> EncodedPyramid:
-    """Render a picture stripe by stripe and encode all its levels."""
+    """Render an image stripe by stripe and encode all its levels."""
     form, (width, height) = FORMS[layout], size_l0
     wanted = downsamples(size_l0, layout)
     tiles: dict[int, list[bytes]] = {downsample: [] for downsample in wanted}
@@ -122,7 +122,7 @@ def _stripe(render: Render, width: int, y0: int, height: int) -> Pixels:
 
 
 def _reduced(pixels: Pixels, factor: int) -> Pixels:
-    """Means over squares of `factor` pixels; a partly covered last square counts."""
+    """Return means over squares of `factor` pixels; a partly covered last square counts."""
     height, width = pixels.shape[:2]
     if factor == 1:
         return pixels
@@ -131,7 +131,7 @@ def _reduced(pixels: Pixels, factor: int) -> Pixels:
 
 
 def _encoded(pixels: Pixels, form: _Form, jpeg_quality: int) -> Iterator[bytes]:
-    """The JPEG tiles of some rows of tiles; those over the edge are filled up with the last pixels."""
+    """Yield the JPEG tiles of some rows of tiles; tiles over the edge are padded with the last pixels."""
     height, width = pixels.shape[:2]
     edge = form.tile_px
     if height % edge or width % edge:
@@ -142,7 +142,7 @@ def _encoded(pixels: Pixels, form: _Form, jpeg_quality: int) -> Iterator[bytes]:
 
 
 def encode_jpeg(pixels: Pixels, subsampling: str, quality: int) -> bytes:
-    """One JPEG of RGBX pixels."""
+    """Encode RGBX pixels as one JPEG."""
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, "RGBX", subsampling)
 
 
@@ -150,10 +150,10 @@ def encode_jpeg(pixels: Pixels, subsampling: str, quality: int) -> bytes:
 
 
 def write_pyramid(path: Path, pyramid: EncodedPyramid, mpp: float | None) -> None:
-    """Write an encoded slide; without `mpp` the file does not say it."""
+    """Write an encoded slide; without `mpp` the file does not state it."""
     pages = [_level_page(pyramid, level, mpp) for level in pyramid.levels]
     if pyramid.layout != "tiff":
-        pages.insert(1, _thumbnail_page(pyramid))  # scanners put theirs there
+        pages.insert(1, _thumbnail_page(pyramid))  # the position that scanners use
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         _write_tiff(file, pages)
 
@@ -161,10 +161,10 @@ def write_pyramid(path: Path, pyramid: EncodedPyramid, mpp: float | None) -> Non
 @dataclass(frozen=True, eq=False)
 class _Page:
     tags: dict[int, tuple[int, bytes]]
-    """By number: type and value."""
+    """Tag number -> type and value."""
     chunks: list[bytes]
     places: NDArray[np.int64]
-    """Which chunk stands at each tile or strip of the page."""
+    """Index of the chunk of each tile or strip of the page."""
     offsets_tag: int
     counts_tag: int
 
@@ -183,7 +183,7 @@ def _longs(*values: int) -> tuple[int, bytes]:
 
 
 def _picture_tags(size: tuple[int, int], subsampling: tuple[int, int]) -> dict[int, tuple[int, bytes]]:
-    """Tags of an 8-bit YCbCr picture in JPEG."""
+    """Return the tags of an 8-bit YCbCr image in JPEG."""
     return {
         254: _longs(0),
         256: _longs(size[0]),
@@ -214,7 +214,7 @@ def _level_page(pyramid: EncodedPyramid, level: EncodedLevel, mpp: float | None)
 
 
 def _thumbnail_page(pyramid: EncodedPyramid) -> _Page:
-    """A small picture in one strip, as Aperio's files have it."""
+    """Return a thumbnail in one strip, as in Aperio files."""
     height, width = pyramid.thumbnail.shape[:2]
     first = pyramid.levels[0].size
     text = f"Aperio (made slide)\r\n{first[0]}x{first[1]} -> {width}x{height} - |"
@@ -224,7 +224,7 @@ def _thumbnail_page(pyramid: EncodedPyramid) -> _Page:
 
 
 def _description(pyramid: EncodedPyramid, size: tuple[int, int], mpp: float | None) -> str:
-    """What an Aperio scanner writes about a level; readers know the format by its first word."""
+    """Return an Aperio-like description of a level; readers recognize the format by its first word."""
     width, height = pyramid.levels[0].size
     edge = FORMS[pyramid.layout].tile_px
     text = f"Aperio (made slide)\r\n{width}x{height} [0,0 {width}x{height}] ({edge}x{edge})"
@@ -237,17 +237,21 @@ def _description(pyramid: EncodedPyramid, size: tuple[int, int], mpp: float | No
 
 
 def _write_tiff(file: IO[bytes], pages: list[_Page]) -> None:
-    """A classic little-endian TIFF: all directories, then the chunks of all pages.
+    """Write a classic little-endian TIFF: all directories, then the chunks of all pages.
 
-    tifffile would do, but it writes ready-made JPEG only with the codecs of imagecodecs installed, and cannot let tiles
-    share their bytes.
+    tifffile writes existing JPEG data only with imagecodecs installed, and cannot share the bytes of equal tiles.
     """
     lengths = [len(_directory(page, 0, 0, is_last=False)) for page in pages]
     data_at = [8 + sum(lengths)]
     for page in pages:
         data_at.append(data_at[-1] + sum(map(len, page.chunks)))
     if data_at[-1] >= 1 << 32:
-        raise ConfigError("this slide would be larger than 4 GB", "its file format ends there", "Make a smaller one")
+        raise ConfigError(
+            "the synthetic slide would be larger than 4 GB",
+            "classic TIFF cannot store more",
+            "Choose a smaller size",
+            code="synthetic-slide-too-large",
+        )
     file.write(struct.pack("<2sHI", b"II", 42, 8))
     at = 8
     for page, length, start in zip(pages, lengths, data_at, strict=False):
@@ -258,7 +262,7 @@ def _write_tiff(file: IO[bytes], pages: list[_Page]) -> None:
 
 
 def _directory(page: _Page, at: int, data_at: int, *, is_last: bool) -> bytes:
-    """The directory of a page that lies at byte `at`, its chunks at `data_at`; its length depends on neither."""
+    """Return the directory of a page at byte `at` with its chunks at `data_at`; its length depends on neither."""
     counts = np.array([len(chunk) for chunk in page.chunks])
     offsets = data_at + np.cumsum(counts) - counts
     tags = page.tags | {

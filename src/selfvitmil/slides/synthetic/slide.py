@@ -1,4 +1,4 @@
-"""One made slide as a file, with the truth about it; and files that make trouble on purpose."""
+"""Write one synthetic slide with its ground truth; and files that test error handling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALLEST_LESION_UM = 40.0
 
 @dataclass(frozen=True, eq=False)
 class SlideTruth:
-    """All that is known about a made slide."""
+    """Ground truth of a synthetic slide."""
 
     name: str
     size_l0: tuple[int, int]
@@ -51,17 +51,17 @@ class SlideTruth:
     stain_vectors: NDArray[np.float64]
     """(3, 2): unit optical density (natural logarithm) in red, green, blue of haematoxylin and eosin."""
     stain_strengths: tuple[float, float]
-    """Optical density of one unit of concentration; a lymphocyte's nucleus has about 1.25 of haematoxylin."""
+    """Optical density of one unit of concentration; the nucleus of a lymphocyte has about 1.25 of haematoxylin."""
     glass: tuple[float, float, float]
     """Red, green and blue of clear glass."""
 
     @property
     def positive(self) -> bool:
-        """Whether there is a lesion."""
+        """Whether the slide contains a lesion."""
         return bool(self.lesions)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, without the mask."""
+        """Return plain values for JSON, without the mask."""
         return {
             "slide": self.name,
             "size_l0": list(self.size_l0),
@@ -89,8 +89,8 @@ def make_slide(
 ) -> SlideTruth:
     """Write a slide of a lymph node, `size` = (width, height) in level-0 pixels, with `lesions` metastases.
 
-    The diameters of the lesions lie within `lesion_um` microns. The same arguments give the same bytes.
-    Raises ConfigError when the lesions do not fit into the tissue.
+    The diameters of the lesions are within `lesion_um` microns. The same arguments give identical bytes.
+    Raises ConfigError if the lesions do not fit into the tissue.
     """
     scene = _make_scene(seed, size, mpp, lesions, lesion_um)
     pyramid = encode_pyramid(size, scene.render, layout, jpeg_quality)
@@ -100,7 +100,7 @@ def make_slide(
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """A slide that can be rendered."""
+    """Everything needed to render a slide."""
 
     anatomy: Anatomy
     stain: Stain
@@ -132,15 +132,17 @@ class _Scene:
 def _make_scene(seed: int, size: tuple[int, int], mpp: float, lesions: int, lesion_um: tuple[float, float]) -> _Scene:
     if not 0.1 <= mpp <= 1.0 or min(size) * mpp < SMALLEST_SIDE_UM:
         raise ConfigError(
-            f"a slide of {size[0]} x {size[1]} pixels of {mpp:g} um cannot be made",
-            f"its sides must be {SMALLEST_SIDE_UM:g} um or more, its pixels 0.1 to 1 um",
+            f"invalid synthetic slide of {size[0]} x {size[1]} pixels of {mpp:g} um",
+            f"its sides must be at least {SMALLEST_SIDE_UM:g} um, its pixels 0.1 to 1 um",
             "Choose another size or mpp",
+            code="invalid-synthetic-size",
         )
     if not SMALLEST_LESION_UM <= lesion_um[0] <= lesion_um[1] or lesions < 0:
         raise ConfigError(
-            f"{lesions} lesions of {lesion_um[0]:g} to {lesion_um[1]:g} um were asked for",
-            f"that is not a number and a range of diameters from {SMALLEST_LESION_UM:g} um up",
-            "Give none or more, and the smaller diameter first",
+            f"invalid request for {lesions} lesions of {lesion_um[0]:g} to {lesion_um[1]:g} um",
+            f"the number must not be negative, and diameters must be an ascending range from {SMALLEST_LESION_UM:g} um",
+            "Give 0 or more lesions, and the smaller diameter first",
+            code="invalid-lesions",
         )
     stain_rng, anatomy_rng = np.random.default_rng(seed).spawn(2)
     stain = draw_stain(stain_rng)
@@ -179,14 +181,15 @@ def write_sparse_slide(
 
 
 def _spread(size_l0: tuple[int, int], edge: int, copies: int) -> list[tuple[int, int]]:
-    """Places of the copies in rows, on whole tiles of every level."""
+    """Return the positions of the copies in rows, on whole tiles of every level."""
     across = int(np.ceil(np.sqrt(copies)))
     spacing = [extent // across // edge * edge for extent in size_l0]
     if min(spacing) < edge:
         raise ConfigError(
             f"{copies} nodes of {edge} pixels do not fit into {size_l0[0]} x {size_l0[1]}",
             "they would overlap",
-            "Ask for fewer copies or a larger slide",
+            "Use fewer copies or a larger slide",
+            code="copies-do-not-fit",
         )
     return [(k % across * spacing[0], k // across * spacing[1]) for k in range(copies)]
 
@@ -194,7 +197,7 @@ def _spread(size_l0: tuple[int, int], edge: int, copies: int) -> list[tuple[int,
 def _placed(
     size: tuple[int, int], node: tuple[int, int], origins: list[tuple[int, int]], tile_px: int
 ) -> NDArray[np.int64]:
-    """Which stored tile stands at each place of a level: 0 is glass, the others are the node's, row by row."""
+    """Return the index of the stored tile at each position of a level: 0 is glass, the others are the node's tiles."""
     columns, rows = (-(-extent // tile_px) for extent in size)
     node_columns, node_rows = (-(-extent // tile_px) for extent in node)
     place = np.zeros((rows, columns), np.int64)
@@ -206,7 +209,7 @@ def _placed(
 
 
 def _copied(truth: SlideTruth, size_l0: tuple[int, int], origins: list[tuple[int, int]]) -> SlideTruth:
-    """The truth about a slide with copies of a node at `origins`."""
+    """Return the ground truth of a slide with copies of a node at `origins`."""
     columns, rows = size_at_mpp(size_l0, truth.mpp, truth.tissue_mpp)
     mask = np.zeros((rows, columns), bool)
     for x, y in origins:
@@ -217,11 +220,11 @@ def _copied(truth: SlideTruth, size_l0: tuple[int, int], origins: list[tuple[int
     return dataclasses.replace(truth, size_l0=size_l0, lesions=outlines, tissue_mask=mask)
 
 
-# ---------------------------------------------------------------------------------------------------- hostile
+# ---------------------------------------------------------------------------------------------------- problem files
 
 
 def make_hostile(folder: Path) -> dict[str, Path]:
-    """Write files that a careless reader trips over: broken ones, and whole ones that are unusual."""
+    """Write files that test error handling: damaged ones, and valid but unusual ones."""
     size, mpp = (1024, 1024), 0.25
     scene = _make_scene(5, size, mpp, 0, (100.0, 100.0))
     whole = encode_pyramid(size, scene.render, "svs40", 80)
