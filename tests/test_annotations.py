@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import ndimage
 
+from error_codes import has_code
 from selfvitmil.annotations import (
     Annotation,
     box_coverage,
@@ -417,10 +418,10 @@ def test_document_types_are_refused_before_anything_expands(tmp_path: Path, doct
         (b"\xef\xbb\xbf", "it is empty"),
         (b"II*\x00\x08\x00\x00\x00", "neither XML nor JSON"),
         ("x,y\n1,2\n", "neither XML nor JSON"),
-        (ASAP[:600], "no complete XML"),
-        ("<ASAP_Annotations>&l9;</ASAP_Annotations>", "no complete XML"),
-        ('<?xml version="1.0" encoding="klingon"?><ASAP_Annotations/>', "no complete XML"),
-        ('<Annotations MicronsPerPixel="0.5"/>', "<Annotations> where ASAP writes <ASAP_Annotations>"),
+        (ASAP[:600], "not complete XML"),
+        ("<ASAP_Annotations>&l9;</ASAP_Annotations>", "not complete XML"),
+        ('<?xml version="1.0" encoding="klingon"?><ASAP_Annotations/>', "not complete XML"),
+        ('<Annotations MicronsPerPixel="0.5"/>', "<Annotations> instead of <ASAP_Annotations>"),
         ("<ASAP_Annotations>" + "<a>" * 100_000, "nested more than"),
         (asap_polygon('X="1" Y="nan"'), "annotation 1 ('a') has the coordinate 'nan'"),
         (asap_polygon('X="-inf" Y="1"'), "coordinate '-inf'"),
@@ -429,21 +430,21 @@ def test_document_types_are_refused_before_anything_expands(tmp_path: Path, doct
         (asap_polygon('X="1"'), "coordinate None"),
         (asap_polygon('X="1e99" Y="1"'), "far outside any slide"),
         (asap_polygon('X="1" Y="1"', kind="Circle"), "type 'Circle'"),
-        ('[{"type": "Feature", ', "no complete JSON"),
-        (b'["\xff\xfe"]', "no complete JSON"),
-        ("[" * 100_000, "nested without end"),
+        ('[{"type": "Feature", ', "not complete JSON"),
+        (b'["\xff\xfe"]', "not complete JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"positive": {}, "negative": []}', "'positive' is not a list"),
         ('{"positive": [{"name": "a"}]}', "entry 1 of 'positive' has no vertices"),
-        ('{"a": 1}', "JSON of another kind"),
-        ('{"type": "FeatureCollection"}', "JSON of another kind"),
+        ('{"a": 1}', "neither GeoJSON nor"),
+        ('{"type": "FeatureCollection"}', "neither GeoJSON nor"),
         ('[{"type": "Topology"}]', "entry 1 is not a GeoJSON feature"),
         ('[{"type": "Feature", "geometry": null}]', "annotation 1 has no geometry"),
         (
             '[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, 2]}, "properties": [1]}]',
             "properties",
         ),
-        (gzip.compress(b"[]" * 99, mtime=0)[:-9], "cut off or damaged"),
-        (gzip.compress(b"[]", mtime=0)[:12] + b"\xff" * 20, "cut off or damaged"),
+        (gzip.compress(b"[]" * 99, mtime=0)[:-9], "truncated or damaged"),
+        (gzip.compress(b"[]", mtime=0)[:12] + b"\xff" * 20, "truncated or damaged"),
     ],
 )
 def test_broken_files_say_what_is_wrong(tmp_path: Path, content: str | bytes, part: str):
@@ -493,13 +494,13 @@ def test_a_packed_bomb_is_not_unpacked_whole(tmp_path: Path, monkeypatch):
 def test_missing_files_and_folders_are_errors_of_ours(tmp_path: Path):
     with pytest.raises(AnnotationError, match=r"none\.xml cannot be read, no such file"):
         read_annotations(tmp_path / "none.xml")
-    with pytest.raises(AnnotationError, match="cannot be read, is a directory"):
+    with pytest.raises(AnnotationError, check=has_code("unreadable-annotation-file")):
         read_annotations(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.xml.gz", "a.gz"])
 def test_unknown_endings_are_refused(tmp_path: Path, name: str):
-    with pytest.raises(AnnotationError, match=r"ending tells the format. Use \.xml"):
+    with pytest.raises(AnnotationError, check=has_code("unknown-annotation-suffix")):
         write_annotations(tmp_path / name, [])
     assert list(tmp_path.iterdir()) == []
 
@@ -544,28 +545,28 @@ def crossing(points: list, *holes: list) -> dict:
             crossing([[0, 0], [10, 0], [10, 10], [-5, 10], [-5, 5], [5, 5], [5, 12], [0, 12]]),
             "crosses itself near x = ",
         ),
-        (crossing([]), "is empty, it has no points"),
-        (feature([], name="läsion"), "is empty, it has no points"),
-        (feature([], "MultiPolygon", name="läsion"), "is empty, it has no points"),
-        (feature([], "MultiPoint", name="läsion"), "is empty, it has no points"),
+        (crossing([]), "has no points"),
+        (feature([], name="läsion"), "has no points"),
+        (feature([], "MultiPolygon", name="läsion"), "has no points"),
+        (feature([], "MultiPoint", name="läsion"), "has no points"),
         (crossing([[1, 1]]), "fewer than 3 different points"),
         (crossing([[1, 1], [2, 2]]), "fewer than 3 different points"),
         (crossing([[1, 1], [2, 2], [1, 1], [2, 2]]), "fewer than 3 different points"),
         (crossing(SQUARE, [[1, 1], [2, 2]]), "fewer than 3 different points"),
         (crossing([[0, 0], [5, 5], [9, 9]]), "has no area"),
         (crossing([[0, 0], [5, 0], [9, 0], [2, 0]]), "has no area"),
-        (crossing(SQUARE, [[20, 20], [25, 20], [20, 25]]), "holes that cross or lie outside near x = 2"),
-        (crossing(SQUARE, [[5, 5], [15, 5], [5, 9]]), "holes that cross or lie outside near x = 1"),
+        (crossing(SQUARE, [[20, 20], [25, 20], [20, 25]]), "holes that cross or are outside near x = 2"),
+        (crossing(SQUARE, [[5, 5], [15, 5], [5, 9]]), "holes that cross or are outside near x = 1"),
         (
             crossing(SQUARE, [[1, 1], [6, 1], [1, 6]], [[2, 2], [6, 2], [2, 6]]),
-            "holes that cross or lie outside near x",
+            "holes that cross or are outside near x",
         ),
         (crossing(SQUARE, SQUARE), "has no area"),
     ],
 )
 def test_unsound_outlines_are_refused_by_name(tmp_path: Path, bad: dict, part: str):
     message = refusal(tmp_path, json.dumps([feature(), bad]), "a.geojson")
-    assert "a.geojson has 1 of 2 annotations that enclose no clear area: annotation 2 ('läsion')" in message
+    assert "a.geojson has 1 of 2 annotations without a clear area: annotation 2 ('läsion')" in message
     assert part in message
     assert "draw these again" in message
     assert "repair=True" in message

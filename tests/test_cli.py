@@ -216,7 +216,7 @@ def test_more_tiles_than_any_slide_has_are_not_cut(tmp_path: Path):
     given = ("--cohort", tmp_path / "slides", "--slide.mpp", 10, "--slide.force-mpp", "--workers", 0)
     done = selfvitmil("tile", tmp_path / "study", *given, "--tile.mpp", 0.05, "--tile.overlap-px", 200)
     assert done.returncode == 3
-    assert "the slide is 10 x 10 mm, and tiles lie 1.2 um apart" in done.stdout
+    assert "the slide is 10 x 10 mm, and tiles are 1.2 um apart" in done.stdout
 
 
 def test_check_tells_twins_and_missing_resolution(made: Path, tmp_path: Path):
@@ -231,7 +231,7 @@ def test_check_tells_twins_and_missing_resolution(made: Path, tmp_path: Path):
     assert "the same file as a" in done.stdout
     (failed,) = rows_of(tmp_path / "study" / "failures.csv")
     assert failed["slide"] == "c"
-    assert "microns per pixel" in failed["reason"]
+    assert "microns-per-pixel" in failed["reason"]
     assert "--slide.mpp" in failed["what to do"]
     assert selfvitmil("check", tmp_path / "study", "--slide.mpp", 0.25, "--workers", 0).returncode == 0
     assert rows_of(tmp_path / "study" / "failures.csv") == []

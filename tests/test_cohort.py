@@ -75,50 +75,55 @@ def test_csv_dialects_read_alike(tmp_path: Path, text: str):
 
 
 BAD_TABLES = {
-    "typo": ("slide,path,lable\na,a.svs,1\n", "unknown column 'lable'", "'label'"),
-    "another tool's word": ("slide,path,case_id\na,a.svs,1\n", "unknown column 'case_id'", "'patient'"),
-    "no path column": ("slide,label\na,1\n", "no column 'path'", "slide, path"),
-    "no slide": ("slide,path\n,a.svs\nb,b.svs\n", "line 2", "Fill"),
-    "no path": ("slide,path\na,a.svs\nb,\n", "line 3", "Fill"),
-    "empty": ("", "empty", ""),
-    "no rows": ("slide,path\n", "no slide", ""),
-    "same name": ("slide,path\na,a.svs\n\na,b.svs\n", "line 2 (a) = line 4 (a)", "name of its own"),
-    "same but for case": ("slide,path\nAb,1.svs\naB,2.svs\n", "line 2 (Ab) = line 3 (aB)", "name of its own"),
-    "same but for accents": ("slide,path\n\u00e9,1.svs\ne\u0301,2.svs\n", "line 2", "name of its own"),
-    "slash": ("slide,path\na/b,1.svs\n", "slash", "other names"),
-    "leading dot": ("slide,path\n..,1.svs\n", "begins with a dot", "other names"),
-    "control": ("slide,path\na\x07b,1.svs\n", "control character", "other names"),
-    "long": (f"slide,path\n{'ä' * 101},1.svs\n", "more than 200 bytes", "other names"),
-    "mpp word": ("slide,path,mpp\na,a.svs,\nb,b.svs,40x\n", "line 3: mpp '40x'", "leave it empty"),
-    "mpp zero": ("slide,path,mpp\na,a.svs,0\n", "line 2", "leave it empty"),
-    "mpp in mm": ("slide,path,mpp\na,a.svs,0.0005\n", "line 2", "leave it empty"),
-    "mpp in nm": ("slide,path,mpp\na,a.svs,250\n", "line 2", "leave it empty"),
-    "mpp as magnification": ("slide,path,mpp\na,a.svs,20\n", "line 2", "leave it empty"),
-    "mpp too fine": ("slide,path,mpp\na,a.svs,0.01\n", "line 2", "leave it empty"),
-    "mpp nan": ("slide,path,mpp\na,a.svs,inf\n", "line 2", "leave it empty"),
+    "typo": ("slide,path,lable\na,a.svs,1\n", "unknown column 'lable'", "unknown-column"),
+    "another tool's word": ("slide,path,case_id\na,a.svs,1\n", "unknown column 'case_id'", "unknown-column"),
+    "no path column": ("slide,label\na,1\n", "no column 'path'", "missing-column"),
+    "no slide": ("slide,path\n,a.svs\nb,b.svs\n", "line 2", "empty-cells"),
+    "no path": ("slide,path\na,a.svs\nb,\n", "line 3", "empty-cells"),
+    "empty": ("", "empty", "empty-table"),
+    "no rows": ("slide,path\n", "no slide", "no-slides"),
+    "same name": ("slide,path\na,a.svs\n\na,b.svs\n", "line 2 (a) = line 4 (a)", "repeated-slides"),
+    "same but for case": ("slide,path\nAb,1.svs\naB,2.svs\n", "line 2 (Ab) = line 3 (aB)", "repeated-slides"),
+    "same but for accents": ("slide,path\n\u00e9,1.svs\ne\u0301,2.svs\n", "line 2", "repeated-slides"),
+    "slash": ("slide,path\na/b,1.svs\n", "slash", "invalid-slide-names"),
+    "leading dot": ("slide,path\n..,1.svs\n", "begins with a dot", "invalid-slide-names"),
+    "control": ("slide,path\na\x07b,1.svs\n", "control character", "invalid-slide-names"),
+    "long": (f"slide,path\n{'ä' * 101},1.svs\n", "more than 200 bytes", "invalid-slide-names"),
+    "mpp word": ("slide,path,mpp\na,a.svs,\nb,b.svs,40x\n", "line 3: mpp '40x'", "invalid-mpp"),
+    "mpp zero": ("slide,path,mpp\na,a.svs,0\n", "line 2", "invalid-mpp"),
+    "mpp in mm": ("slide,path,mpp\na,a.svs,0.0005\n", "line 2", "invalid-mpp"),
+    "mpp in nm": ("slide,path,mpp\na,a.svs,250\n", "line 2", "invalid-mpp"),
+    "mpp as magnification": ("slide,path,mpp\na,a.svs,20\n", "line 2", "invalid-mpp"),
+    "mpp too fine": ("slide,path,mpp\na,a.svs,0.01\n", "line 2", "invalid-mpp"),
+    "mpp nan": ("slide,path,mpp\na,a.svs,inf\n", "line 2", "invalid-mpp"),
     "torn patient": (
         "slide,path,patient,split\na,a.svs,p,train\nb,b.svs,q,train\nc,c.svs,p,test\n",
         "line 2 (a, patient p, train), line 4 (c, patient p, test)",
-        "same split",
+        "patient-in-several-splits",
     ),
-    "case of labels": ("slide,path,label\na,a.svs,Tumor\nb,b.svs,tumor\n", "line 2 (Tumor), line 3", "one way"),
-    "too many cells": ("slide,path,label\na,a.svs,x, y\n", "line 2 has 4 cells", "quotes"),
-    "open quote": ('slide,path,label\na,"a.svs,1\nb,b.svs,1\n', "quote", "Close"),
-    "open quote in a long table": ('slide,path\na,"a.svs\n' + "b,b.svs\n" * 20_000, "quote", "Close"),
-    "stray quotes": ('slide,path,label\na,a.svs,"1\nb,b.svs,0"\n', "ends on line 3 has a line break", "Remove"),
-    "column twice": ("slide,path,Path\na,a.svs,b.svs\n", "twice", "Rename"),
+    "case of labels": ("slide,path,label\na,a.svs,Tumor\nb,b.svs,tumor\n", "line 2 (Tumor), line 3", "label-spellings"),
+    "too many cells": ("slide,path,label\na,a.svs,x, y\n", "line 2 has 4 cells", "too-many-cells"),
+    "open quote": ('slide,path,label\na,"a.svs,1\nb,b.svs,1\n', "quote", "unclosed-quote"),
+    "open quote in a long table": ('slide,path\na,"a.svs\n' + "b,b.svs\n" * 20_000, "quote", "unclosed-quote"),
+    "stray quotes": (
+        'slide,path,label\na,a.svs,"1\nb,b.svs,0"\n',
+        "ends on line 3 has a line break",
+        "line-break-in-cell",
+    ),
+    "column twice": ("slide,path,Path\na,a.svs,b.svs\n", "Path", "duplicate-columns"),
 }
 
 
-@pytest.mark.parametrize(("text", "what", "how"), BAD_TABLES.values(), ids=BAD_TABLES.keys())
-def test_bad_tables_are_refused_with_place_and_remedy(tmp_path: Path, text: str, what: str, how: str):
+@pytest.mark.parametrize(("text", "what", "code"), BAD_TABLES.values(), ids=BAD_TABLES.keys())
+def test_bad_tables_are_refused_with_place_and_remedy(tmp_path: Path, text: str, what: str, code: str):
     with pytest.raises(CohortError) as caught:
         read_cohort(table(tmp_path / "cohort.csv", text))
-    # Where the table can be read, files that are not there and missing labels are said too.
+    # If the table can be read, missing files and labels are reported too.
     first, *_ = caught.value.problems if isinstance(caught.value, CohortProblems) else (caught.value,)
     assert first.what.startswith("cohort.csv")
     assert what in first.reason
-    assert how in first.how
+    assert first.code == code
+    assert first.how
     assert str(tmp_path) not in str(caught.value)
 
 
@@ -126,9 +131,9 @@ def test_files_that_are_no_tables(tmp_path: Path):
     for name, content, reason in (
         ("cohort.csv", "slide,path\nä,a.svs\n".encode("latin-1"), "line 2 is not UTF-8"),
         ("cohort.csv", "slide,path\na,a.svs\n".encode("utf-16"), "not UTF-8"),
-        ("cohort.csv", b"slide,path\na\0,a.svs\n", "zero bytes"),
+        ("cohort.csv", b"slide,path\na\0,a.svs\n", "null bytes"),
         ("cohort.xlsx", b"not a zip file", "xlsx"),
-        ("cohort.ods", b"", "not a table"),
+        ("cohort.ods", b"", "not a readable table"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CohortError, match=reason):
@@ -287,7 +292,7 @@ def test_labels_of_a_folder_whatever_the_slide_is_called(tmp_path: Path, column:
     source = table(tmp_path / "l.csv", f"{column};Label;remark\na.svs;1\nb.1;0.0;hm\nsub/c.SVS;1;\n")
     cohort = read_cohort(tmp_path / "s", source)
     assert labels_of(cohort) == {"a": "1", "b.1": "0", "C": "1", "d": None}
-    assert cohort.warnings == ("1 of 4 slides have no label and take no part in training: d.",)
+    assert cohort.warnings == ("1 of 4 slides have no label and are not used for training: d.",)
 
 
 def test_labels_fill_all_other_fields_too(tmp_path: Path):
@@ -322,7 +327,7 @@ def test_labels_from_a_spreadsheet(tmp_path: Path):
 
 def test_labels_that_fit_no_slide_or_each_other(tmp_path: Path):
     files(tmp_path / "s", "a.svs", "b.svs")
-    with pytest.raises(CohortError, match=r"not there: line 3 \(c\), line 4 \(d\.svs\),"):
+    with pytest.raises(CohortError, match=r"unknown slides: line 3 \(c\), line 4 \(d\.svs\),"):
         read_cohort(tmp_path / "s", table(tmp_path / "l.csv", "slide,label\na,1\nc,1\n/data/d.svs,0\n"))
     with pytest.raises(CohortError, match=r"line 3: a \(label: 1 or 0\)"):
         read_cohort(tmp_path / "s", table(tmp_path / "l.csv", "slide,label\na,1\na.svs,0\n"))
@@ -358,7 +363,7 @@ def test_clam_table(tmp_path: Path):
         ("slide_1", tmp_path / "s" / "slide_1.svs", "tumor", "patient_0"),
         ("slide_0", tmp_path / "s" / "deep" / "slide_0.svs", "normal", "patient_0"),
     ]
-    assert cohort.warnings == ("1 slides of the folder are not in clam.csv and stay out: extra.svs.",)
+    assert cohort.warnings == ("1 slides of the folder are not in clam.csv and are ignored: extra.svs.",)
     with pytest.raises(CohortError, match="--slides-folder"):
         read_cohort(source)
     table(source, source.read_text() + "patient_9,slide_9,tumor,X\npatient_0,slide_1.svs,normal,X\n")
@@ -440,8 +445,8 @@ def test_camelyon16_layouts(tmp_path: Path, layout):
         "test_002": ("normal", "test", None),
     }
     assert all(row.patient == row.slide for row in cohort.rows)
-    assert cohort.warnings[0].startswith("Taken as Camelyon16")
-    assert cohort.warnings[1:] == ("1 other images (masks, mostly) stay out: masks/tumor_001_mask.tif.",)
+    assert cohort.warnings[0].startswith("Recognized as Camelyon16")
+    assert cohort.warnings[1:] == ("1 other images (mostly masks) are ignored: masks/tumor_001_mask.tif.",)
 
 
 def test_camelyon16_special_slides(tmp_path: Path):
@@ -463,7 +468,7 @@ def test_camelyon16_special_slides(tmp_path: Path):
     assert "normal_086 is left out" in text
     assert "test_114 stays, but not in lesion scores: its lesions are not exhaustively annotated" in text
     assert "2 tumour slides have no annotation; unzip training/lesion_annotations.zip" in text
-    assert "1 other images (masks, mostly) stay out: training/normal/thumb.tif" in text
+    assert "1 other images (mostly masks) are ignored: training/normal/thumb.tif" in text
     # the remark on test_114 must outlive the file, and say nothing of slides that merely share its name
     write_cohort(tmp_path / "study" / "cohort.csv", cohort)
     again = read_cohort(tmp_path / "study" / "cohort.csv")
@@ -491,7 +496,7 @@ def test_camelyon16_without_reference_and_with_a_broken_one(tmp_path: Path):
         with pytest.raises(CohortError, match=r"reference\.csv: line 2"):
             read_cohort(root)
     files(root, "training/tumor/normal_003.tif")
-    with pytest.raises(CohortError, match=r"normal_003\.tif: lies in the folder tumor"):
+    with pytest.raises(CohortError, match=r"normal_003\.tif: is in the folder tumor"):
         read_cohort(root)
 
 
@@ -500,7 +505,7 @@ def test_camelyon16_counts(tmp_path: Path):
     root = camelyon16(tmp_path / "c", NEW, *full)
     assert not any("official" in warning for warning in read_cohort(root).warnings)
     (root / "testing" / "images" / "test_005.tif").unlink()
-    assert any("128 to test; the official set has 159 and 111" in warning for warning in read_cohort(root).warnings)
+    assert any("128 test slides; the official set has 159 and 111" in warning for warning in read_cohort(root).warnings)
 
 
 def test_camelyon16_names_alone_give_no_labels(tmp_path: Path):
@@ -600,7 +605,7 @@ def test_all_problems_of_a_folder_and_its_labels_are_told_at_once(tmp_path: Path
     said = [str(problem) for problem in caught.value.problems]
     assert len(said) == 5
     for number, words in enumerate(
-        ("same name", "line 5 (lost)", "b (label: X or Y)", "more than one split", "differ in case alone")
+        ("same name", "line 5 (lost)", "b (label: X or Y)", "more than one split", "differ only in case")
     ):
         assert words in said[number]
         assert words in str(caught.value)

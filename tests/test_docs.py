@@ -202,7 +202,7 @@ def test_the_examples_of_the_python_page_run(tmp_path: Path):
     code += "\nassert found.value > 0.8, found\nassert len(table) > 20\nassert not summary.failures\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "missing.svs: there is no such file" in done.stdout
+    assert "missing.svs: no such file" in done.stdout
 
 
 @pytest.mark.slow

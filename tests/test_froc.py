@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
+from error_codes import has_code
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics import FPS, froc, suppress_points
 from selfvitmil.metrics.detection import evaluation_mask, major_axes
@@ -285,14 +286,14 @@ def test_mask_without_tumour_counts_as_normal_and_says_so():
 @pytest.mark.parametrize(
     ("cases", "text"),
     [
-        ([], "FROC of no slide"),
+        ([], "FROC without slides"),
         ([(None, [[0.9, 1, 1]]), (None, [])], "FROC of 2 slides"),
         ([(with_squares((5, 5), size=3), [])], "a lesion of 0.2 mm or more"),
-        ([(with_squares((50, 50)) // 255, [])], "case 0: the mask holds 1"),
-        ([(None, []), (with_squares((50, 50)), [point(0.9, 200, 5)])], "case 1: 1 of 1 points lie outside"),
+        ([(with_squares((50, 50)) // 255, [])], "case 0: the mask contains 1"),
+        ([(None, []), (with_squares((50, 50)), [point(0.9, 200, 5)])], "case 1: 1 of 1 points are outside"),
         ([(with_squares((50, 50)), [[0.9, -1, 5]])], "outside the mask"),
         ([(with_squares((50, 50)), [[np.nan, 1, 1]])], "all finite"),
-        ([(with_squares((50, 50)), [[-0.1, 1, 1]])], "no probability is negative"),
+        ([(with_squares((50, 50)), [[-0.1, 1, 1]])], "no probability negative"),
         ([(with_squares((50, 50)), [[0.5, 1]])], "points of shape (1, 2)"),
         ([(np.zeros((4, 4, 3)), [])], "mask of shape (4, 4, 3)"),
     ],
@@ -340,5 +341,5 @@ def test_suppression_of_nothing_and_of_nonsense():
     for scores, xy, radius in [([0.5], [[0.0, np.nan]], 1.0), ([0.5], [[0, 0]], -1.0), ([np.nan], [[0, 0]], 1.0)]:
         with pytest.raises(MetricError):
             suppress_points(scores, xy, radius)
-    with pytest.raises(MetricError, match="scores of shape"):
+    with pytest.raises(MetricError, check=has_code("length-mismatch")):
         suppress_points([0.5, 0.6], [[0, 0]], 1.0)

@@ -190,14 +190,14 @@ def test_damaged_packs_are_named(study: Path, tmp_path: Path, monkeypatch: pytes
         path.write_bytes(content)
         with (
             open_pack(path) as pack,
-            pytest.raises(ArtefactError, match=r"s0\.zip: the pack is damaged, a tile does not decode .*Remove it"),
+            pytest.raises(ArtefactError, match=r"s0\.zip: the pack is damaged, a tile cannot be decoded .*Remove it"),
         ):
             pack.read_many([1, 2, 3])
     for name, bad in (("empty", b""), ("text", b"selfvitmil.pack 1"), ("other", b"x" * 500)):
         (tmp_path / name).write_bytes(bad)
         with pytest.raises(ArtefactError, match=f"{name}: the pack is damaged"):
             open_pack(tmp_path / name)
-    with pytest.raises(ArtefactError, match=r"nothing\.zip: there is no such pack"):
+    with pytest.raises(ArtefactError, match=r"nothing\.zip: no such pack"):
         open_pack(tmp_path / "nothing.zip")
 
     def hiccup(*where: int) -> bytes:
@@ -293,5 +293,5 @@ def test_packs_that_do_not_belong_to_the_tables(study: Path):
         PackTiles(train_slides(study), stain_method="none")
     pack_all(study)
     shutil.copy(pack_of(study / TABLES / "s1.h5"), pack_of(study / TABLES / "s2.h5"))
-    with pytest.raises(ArtefactError, match=r"s2\.zip: .* not made from .* differ in slide and tiles"):
+    with pytest.raises(ArtefactError, match=r"s2\.zip: .* differ in slide and tiles"):
         PackTiles(train_slides(study), stain_method="none")

@@ -306,7 +306,7 @@ BAD = {
     "one patient": (lambda rows: [row | {"patient": row["label"]} for row in without(rows, "split")],
                     r"no test tile of kind0, kind1"),
     "split": (lambda rows: [rows[0] | {"split": "tset"}, *rows[1:]], r"neither train nor test: line 2 \(tset\)"),
-    "columns": (lambda rows: without(rows, "label"), r"has no column 'label'"),
+    "columns": (lambda rows: without(rows, "label"), r"no column 'label'"),
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from error_codes import has_code
 from selfvitmil import geometry
 from selfvitmil.engine import Engine, is_transient, work
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
@@ -499,7 +500,7 @@ def test_damaged_tiles_are_named_and_spoil_no_others(tmp_path: Path) -> None:
     ):  # OpenSlide shows half a tile as grey, in silence
         slide = open_slide(path, reader=reader)
         for x in bad:
-            with pytest.raises(SlideError, match=rf"a.tif: cannot be read from \({x}, 0\) to \(") as caught:
+            with pytest.raises(SlideError, match=rf"a.tif: unreadable from \({x}, 0\) to \(") as caught:
                 slide.read_tile(x, 0, 32, 0.25)
             assert str(tmp_path) not in str(caught.value)
             np.testing.assert_array_equal(slide.read_tile(0, 0, 64, 0.25), truth)
@@ -619,7 +620,7 @@ def test_what_is_no_slide_is_refused_at_once(reader: str, tmp_path: Path) -> Non
 def test_a_file_whose_tiles_are_cut_off_is_refused_at_once(tmp_path: Path) -> None:
     pages = plain_pages()
     pages[0]["tags"][324] = (LONG, [10**7 if k % 5 == 1 else 8 for k in range(35)])
-    with pytest.raises(SlideError, match="cut short, 7 of its 51 JPEG tiles"):
+    with pytest.raises(SlideError, match="truncated, 7 of its 51 JPEG tiles"):
         open_slide(write_tiff(tmp_path / "a.tif", pages))
 
 
@@ -674,7 +675,7 @@ def test_tiles_that_cannot_be_are_refused(size_px: int, mpp: float, plain: Path)
 
 
 def test_unknown_readers_and_impossible_mpp_are_refused(plain: Path) -> None:
-    with pytest.raises(ConfigError, match="auto, openslide, jpegtiff"):
+    with pytest.raises(ConfigError, check=has_code("unknown-reader")):
         open_slide(plain, reader="bioformats")
     with pytest.raises(ConfigError, match="mpp 0"):
         open_slide(plain, mpp=0.0)

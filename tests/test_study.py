@@ -51,7 +51,7 @@ def test_labels_fill_the_studys_own_cohort_and_it_is_said(study: Path, named: bo
     ("text", "says"),
     [
         ("slide,label\na,tumor\n", r"a \(label: normal or tumor\)"),
-        ("slide,label\nd,tumor\n", r"labels of slides that are not there: .*\(d\)"),
+        ("slide,label\nd,tumor\n", r"labels of unknown slides: .*\(d\)"),
         ("slide,isMSIH,grade\nb,1,2\n", "Name it with --label-column"),
         (None, "labels.csv: no such file"),
     ],

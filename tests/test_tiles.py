@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from error_codes import has_code
 from outcomes import changed
 from selfvitmil import annotations, stain, tiles
 from selfvitmil.engine import Engine
@@ -239,7 +240,7 @@ def test_own_picture_mask(made, tmp_path: Path):
     table = read_tiles(tmp_path / "0.5mpp_224px_0px" / "s.h5")
     assert (table.coords_l0[:, 0] + table.extent_l0 / 2 >= 1280 - 32).all()
     Image.fromarray(mask[:, :20]).save(tmp_path / "own" / "s.png")
-    with pytest.raises(TissueError, match="their shapes differ"):
+    with pytest.raises(TissueError, check=has_code("tissue-mask-mismatch")):
         tile_slide(job(folder, tmp_path, tissue={"method": "own", "folder": str(tmp_path / "own")}))
     (tmp_path / "own" / "s.png").unlink()
     with pytest.raises(TissueError, match="no tissue mask"):
@@ -286,7 +287,7 @@ def test_troubles_are_named(made, tmp_path: Path):
     folder, _ = made
     with pytest.raises(SlideError, match=r"gone\.svs: no such file"):
         tile_slide(TileJob("gone", folder / "gone.svs", tmp_path, StudySettings()))
-    with pytest.raises(TissueError, match="not one of"):
+    with pytest.raises(TissueError, check=has_code("no-tiles")):
         tile_slide(job(folder, tmp_path, tile={"size_px": 1000, "min_tissue": 1.0}))
     assert list(tmp_path.rglob("*.h5")) == []
 

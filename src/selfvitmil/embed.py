@@ -101,7 +101,7 @@ def features_freshness(job: EmbedJob, identity: str) -> Freshness:
 def _provenance(job: EmbedJob, identity: str, table: TileTable, **settings: Any) -> Provenance:
     """Return what embeddings depend on, beyond rounding: batch, device and compilation do not make a file stale.
 
-    Nor does the precision, unless one is asked for: with `auto` the device decides.
+    Nor does the precision, unless one is requested: with `auto` the device decides.
     """
     fit = table.stain if job.stain_method == "slide" else None
     inputs = {
@@ -301,7 +301,7 @@ def _encode(
         if fit is not None and fit.fitted:
             tiles_B3HW = stain.apply(tiles_B3HW, fit)
         try:
-            vectors = model(tiles_B3HW)
+            embeddings = model(tiles_B3HW)
         except torch.OutOfMemoryError:
             raise EncoderError(
                 f"{job.slide}: out of GPU memory",
@@ -309,10 +309,10 @@ def _encode(
                 f"Lower --embed.batch, for instance to {max(1, len(tiles_BHW3) // 4)}",
                 code="out-of-gpu-memory",
             ) from None
-        finite &= vectors.isfinite().all()
+        finite &= embeddings.isfinite().all()
         if pending is not None:  # fetch the previous batch while the GPU works on this one
             features_ND[pending[0] : pending[0] + len(pending[1])] = pending[1].cpu().numpy()
-        pending, row = (row, vectors), row + len(tiles_BHW3)
+        pending, row = (row, embeddings), row + len(tiles_BHW3)
     if pending is not None:
         features_ND[pending[0] :] = pending[1].cpu().numpy()
     if not finite:

@@ -203,9 +203,9 @@ def _draw(by_class: dict[str, list[str]], fraction: float, generator: np.random.
     patients = sum(map(len, by_class.values()))
     total = math.floor(fraction * patients + 0.5)
     if not 0 < total < patients:
-        nobody = "an empty set" if total == 0 else "no training patients"
+        left = "an empty set" if total == 0 else "no training patients"
         raise CohortError(
-            f"{fraction:g} of {patients} patients for {side} leaves {nobody}",
+            f"{fraction:g} of {patients} patients for {side} leaves {left}",
             "both sets need patients",
             "Choose another fraction",
             code="empty-split",

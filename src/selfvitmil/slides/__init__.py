@@ -52,7 +52,7 @@ def open_slide(
     from selfvitmil.slides.mpp import find_mpp, objective_power
 
     probe = openslide.probe(path)
-    reason = "OpenSlide was asked for"
+    reason = "OpenSlide was requested"
     layout = None
     if reader != "openslide":
         try:

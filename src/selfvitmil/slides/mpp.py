@@ -54,9 +54,9 @@ def _unless_stated(found: Mpp, otherwise: float) -> Mpp:
         return Mpp(otherwise, "given")
     if abs(found.value - otherwise) <= MAX_ANISOTROPY * otherwise:
         return found
-    told = f"the file says mpp {found.value:g} ({found.source}), which is used, not the {otherwise:g} that was given"
+    note = f"the file says mpp {found.value:g} ({found.source}), which is used, not the {otherwise:g} that was given"
     how = "--slide.force-mpp or the cohort's column mpp overrule files"
-    return replace(found, warnings=(*found.warnings, f"{told}; {how}"))
+    return replace(found, warnings=(*found.warnings, f"{note}; {how}"))
 
 
 def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
