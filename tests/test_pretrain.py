@@ -810,7 +810,7 @@ def test_a_slide_of_other_content_is_another_training(tmp_path: Path):
         source = TrainSlide("s", tmp_path / "s.svs", tmp_path / f"{number}.h5")
         found.append(SlideTiles([source], stain_method="none").identity())
     assert found[0] == found[1] != found[2]
-    with pytest.raises(SlideError, match=r"s: tiled with 0\.25 microns per pixel, 0\.5 are given now"):
+    with pytest.raises(SlideError, match=r"s: tiled with 0\.25 microns per pixel, but now 0\.5"):
         SlideTiles([TrainSlide("s", tmp_path / "s.svs", tmp_path / "0.h5", mpp=0.5)], stain_method="none")
 
 
