@@ -123,7 +123,7 @@ def test_splits_that_cannot_be_judged_are_refused(split: Split, words: str):
 
 def test_a_straddling_patient_is_refused():
     rows = [planted.row(f"{label}{k}", label, "same" if k == 0 else "") for label in "ab" for k in range(3)]
-    with pytest.raises(CohortError, match="patients on more than one side: same"):
+    with pytest.raises(CohortError, match="patients in more than one set: same"):
         hold_out_test_labels(
             planted.fake_cases(Cohort(tuple(rows))), [Split("s", ("a0", "b1"), ("a1", "b2"), ("b0",))], HONEST
         )

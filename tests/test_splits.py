@@ -159,9 +159,9 @@ def test_cohorts_that_cannot_be_split():
         co.k_fold(cohort_of(("a", None, "p")), 2)
     with pytest.raises(CohortError, match=r"0\.01 of 18 patients for test leaves an empty set"):
         hold_out(simple(a=9, b=9), test=0.01)
-    with pytest.raises(CohortError, match=r"0\.99 of 18 patients for test leaves none to train on"):
+    with pytest.raises(CohortError, match=r"0\.99 of 18 patients for test leaves no training patients"):
         hold_out(simple(a=9, b=9), test=0.99)
-    with pytest.raises(CohortError, match="for validation leaves none there"):
+    with pytest.raises(CohortError, match="for validation leaves an empty set"):
         co.k_fold(simple(a=9, b=9), 3, val=0.02)
     with pytest.raises(CohortError, match="only one patient of the classes a, b for validation and training"):
         co.k_fold(simple(a=2, b=2), 2, val=0.5)
@@ -252,7 +252,7 @@ def test_splits_that_do_not_fit_the_cohort(tmp_path: Path):
         co.read_splits(tmp_path, cohort)
     for rows, reason in (
         ("0,a,,x\n", r"splits_0\.csv: slides that are not in the cohort: x"),
-        ("0,a,,b\n", r"patients on more than one side: p \(test, train\)"),
+        ("0,a,,b\n", r"patients in more than one set: p \(test, train\)"),
         ("0,a,,c\n1,a,,\n", "occur twice: a"),
         ("0,a,,u\n", "without a label: u"),
     ):
