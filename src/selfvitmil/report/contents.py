@@ -16,7 +16,7 @@ from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.store.failures import Failure, read_failures
-from selfvitmil.store.layout import SETTINGS_FILE, StudyLayout, feature_name
+from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name
 
 T = TypeVar("T")
 Record = dict[str, str]
@@ -41,6 +41,15 @@ class EncoderFolder:
     config: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
+    slides: Sequence[str] = ()
+    """Slides that it was trained on, as far as its folder tells."""
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """What its config tells of its training; empty where it tells nothing."""
+        own = self.config.get("selfvitmil")
+        told = own.get("provenance") if isinstance(own, dict) else None
+        return told if isinstance(told, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -281,6 +290,7 @@ def _encoder(reader: _Reader, folder: Path) -> EncoderFolder:
         reader.attempt(folder / "config.json", _json, {}),
         reader.attempt(folder / "metrics.jsonl", lambda path: read_metrics(path.parent), []),
         reader.attempt(folder / "settings.toml", _toml, {}),
+        reader.attempt(folder / SLIDES_FILE, _text, "").splitlines(),
     )
 
 

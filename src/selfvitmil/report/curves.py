@@ -1,4 +1,4 @@
-"""The course of a pretraining as a figure: a panel for everything that tells a good one from a collapsed one."""
+"""The course of a pretraining as figures: its quality with its error, and a panel for every other number of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
+from selfvitmil.report.assessment import CLEARLY, Measurement
 
 PANELS = (
     ("loss", "loss"),
@@ -21,6 +22,8 @@ PANELS = (
     ("feature_std", "spread of features"),
     ("knn20", "probe: nearest neighbours"),
     ("linear", "probe: linear classifier"),
+    ("alignment", "alignment of views"),
+    ("uniformity", "uniformity"),
     ("tiles_per_s", "tiles per second"),
 )
 """Numbers of a line of `metrics.jsonl` and what a panel calls them; those that a run has are drawn."""
@@ -55,6 +58,33 @@ def draw_pretraining(lines: Lines, title: str = "Pretraining") -> Figure:
 
 
 pretraining_figure = figures.as_svg(draw_pretraining)
+
+
+@figures.styled
+def draw_quality(measured: Sequence[Measurement], kept_step: int | None = None, title: str = "Quality") -> Figure:
+    """Quality over steps with a band of standard errors; a line marks the weights that were kept, where known."""
+    figure = Figure()
+    axes = figure.subplots()
+    steps, quality, error = (np.array(values, dtype=np.float64) for values in list(zip(*measured, strict=True))[:3])
+    band = axes.fill_between(steps, quality - CLEARLY * error, quality + CLEARLY * error, color=figures.PALE, lw=0)
+    (line,) = axes.plot(steps, quality, "o-", color=figures.BLUE, lw=1.6, ms=3.5)
+    handles: dict[str, Any] = {"quality": (band, line)}
+    if kept_step is not None:
+        handles["weights kept"] = axes.axvline(kept_step, color=figures.ORANGE, lw=1.4, ls="--")
+    axes.axhline(0, color=figures.GREY, lw=0.8)
+    axes.set_ylim(min(0.0, float((quality - CLEARLY * error).min())))
+    axes.set_xlabel("step")
+    axes.set_ylabel("quality")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(visible=True)
+    caption = [
+        "Agreement of the nearest neighbours of two views of a tile: 0 is chance, 1 is full agreement.",
+        f"Band: {CLEARLY:g} standard errors.",
+    ]
+    return figures.finish(figure, 1.9, title, caption, handles, "honest")
+
+
+quality_figure = figures.as_svg(draw_quality)
 
 
 def _is_number(value: Any) -> bool:

@@ -10,14 +10,12 @@ from importlib import metadata
 from typing import Any
 
 from selfvitmil import __version__
-from selfvitmil.errors import MetricError
 from selfvitmil.formatting import duration
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, EncoderFolder, Record, Results
-from selfvitmil.report.curves import pretraining_figure
 from selfvitmil.report.judged import counted, is_optimistic
-from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold
-from selfvitmil.report.pictures import figure, picture_file
+from selfvitmil.report.markup import Markup, bullets, join, missing, section, table, tag, unfold
+from selfvitmil.report.pictures import picture_file
 from selfvitmil.settings import StudySettings
 
 RESEARCH = "For research use only. Not a medical device."
@@ -71,7 +69,7 @@ def _stages(study: Contents) -> Iterable[tuple[str, str, str]]:
         else:
             yield "tiles", tiling.name, "a coarser scale" if study.tilings else ""
     for encoder in study.encoders:
-        yield "encoder", encoder.name, _encoder_words(encoder)
+        yield "encoder", encoder.name, encoder_words(encoder)
     for name, number in study.bags.items():
         yield "vectors", name, f"{number} slides"
     if study.models:
@@ -84,9 +82,9 @@ def _stages(study: Contents) -> Iterable[tuple[str, str, str]]:
         yield "tiles", "none yet", ""
 
 
-def _encoder_words(encoder: EncoderFolder) -> str:
-    own = encoder.config.get("selfvitmil") or {}
-    told = own.get("provenance") or {}
+def encoder_words(encoder: EncoderFolder) -> str:
+    """Network, method, length and slides of a training."""
+    own, told = encoder.config.get("selfvitmil") or {}, encoder.provenance
     parts = [str(encoder.config.get("architecture", "")), str(told.get("method", ""))]
     parts += _steps_words(told)
     parts += [f"trained on: {own['trained_on']}"] if own.get("trained_on") else []
@@ -232,40 +230,6 @@ def _is_float(text: str | None) -> bool:
 def _by_shown_name(slides: Iterable[str], names: Names) -> list[str]:
     """In the order of what they are called on the page, which tells nothing of their true names."""
     return sorted(slides, key=names.slide)
-
-
-# ---------------------------------------------------------------------------------------------------- learning
-
-
-def pretraining(study: Contents, names: Names) -> Markup:
-    """Curves of every encoder that was trained here."""
-    if not study.encoders:
-        return section("pretraining", "Pretraining", missing("No encoder in this study yet", "pretrain"))
-    parts: list[str] = []
-    for encoder in study.encoders:
-        parts.append(tag("h3", encoder.name))
-        parts.append(tag("p", _encoder_words(encoder) or "nothing is known of it"))
-        if not encoder.metrics:
-            parts.append(tag("p", "No record of a training: it was not trained in this study.", class_="missing"))
-            continue
-        try:
-            drawn = figure(pretraining_figure(encoder.metrics, f"Pretraining of {encoder.name}"), names)
-        except MetricError as error:
-            drawn = tag("p", str(error), class_="missing")
-        parts.append(tag("div", drawn, _last_line(encoder), class_="course"))
-        alarms = dict.fromkeys(f"step {line['step']}: {line['alarm']}" for line in encoder.metrics if "alarm" in line)
-        parts.append(bullets(list(alarms)[:3], "warnings"))
-    return section("pretraining", "Pretraining", *parts)
-
-
-def _last_line(encoder: EncoderFolder) -> Markup:
-    last = encoder.metrics[-1]
-    shown = {
-        "step": "last step", "loss": "loss", "teacher_entropy": "teacher entropy", "feature_rank": "feature rank",
-        "knn20": "nearest-neighbour probe", "linear": "linear probe", "tiles_per_s": "tiles per second",
-        "data_wait_share": "share of time waiting for tiles",
-    }  # fmt: skip
-    return facts((name, f"{last[key]:.4g}") for key, name in shown.items() if isinstance(last.get(key), int | float))
 
 
 # ---------------------------------------------------------------------------------------------------- the end
