@@ -22,7 +22,7 @@ node_modules/.ready: package-lock.json $(VENV)/.ready
 	$(NPM) ci --ignore-scripts
 	touch $@
 
-# The whole way on made slides, into demo/.
+# The full pipeline on synthetic slides, into demo/.
 demo: $(VENV)/.ready
 	$(BIN)/selfvitmil demo demo
 

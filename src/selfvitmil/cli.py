@@ -44,32 +44,36 @@ if TYPE_CHECKING:
 app = App(
     name="selfvitmil",
     version=__version__,
-    help="From a folder of slides and their labels to a classifier, an honest evaluation and maps of the evidence.",
+    help="Whole-slide images and slide labels to a classifier, an honest evaluation and heatmaps of the evidence.",
     help_format="markdown",
 )
 
 MAX_ROWS = 40
-"""Rows of a table that are shown; files have them all."""
+"""Rows of a table that are printed; files have all of them."""
 
 Flat = Parameter(name="*")
 EngineOption = Annotated[EngineSettings, Flat]
-Study = Annotated[Path, Parameter(help="Folder of the study; made if it is not there.")]
+Study = Annotated[Path, Parameter(help="Folder of the study; created if it does not exist.")]
 LabelsOption = Annotated[
     Path | None,
-    Parameter(help="Table of labels (csv or xlsx) for slides that have none yet: of --cohort, else the study's own."),
+    Parameter(
+        help="Table (csv or xlsx) with labels for the slides of --cohort, or for those of the study that have none."
+    ),
 ]
-LabelColumnOption = Annotated[str | None, Parameter(help="Column of the label in that table, where it is not `label`.")]
-ResultsOption = Annotated[str | None, Parameter(help="What to call the folder of results.")]
+LabelColumnOption = Annotated[
+    str | None, Parameter(help="Column of --labels that holds the label, if it is not `label`.")
+]
+ResultsOption = Annotated[str | None, Parameter(help="Name of the results folder.")]
 LesionsOption = Annotated[
-    bool, Parameter(help="Also judge maps by the outlined lesions: FROC, coverage, false positives.", negative="")
+    bool,
+    Parameter(help="Also score the heatmaps against annotated lesions: FROC, coverage, false positives.", negative=""),
 ]
 ENCODER_HELP = (
     "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
     "repeat the flag for several."
 )
-StageName = Literal["check", "tile", "pretrain", "embed", "compare", "evaluate", "localize", "lesions", "report"]
-JsonOption = Annotated[bool, Parameter(help="For programs, as JSON.", negative="")]
-STUDY_FOLDER_HELP = "Also look at the place where this study lies, or will."
+JsonOption = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
+STUDY_FOLDER_HELP = "Also check the folder of this study, which need not exist yet."
 PresetOption = Annotated[
     Preset | None,
     Parameter(
@@ -114,31 +118,33 @@ class LabelFlags:
 @Flat
 @dataclass(frozen=True)
 class VectorFlags:
-    """Which vectors are learned from."""
+    """Which features are learned from."""
 
     encoder: Annotated[
         str | None,
-        Parameter(help="Learn from the vectors of this encoder; needed where the study has those of several."),
+        Parameter(help="Encoder whose features are used; required if the study has features of several."),
     ] = None
     features: Annotated[
         Path | None,
         Parameter(
-            help="Learn from a folder of feature files instead: TRIDENT's, CLAM's, STAMP's or ours, as they are."
+            help="Use a folder of feature files instead: those of TRIDENT, CLAM, STAMP or selfvitmil, unchanged."
         ),
     ] = None
     coarse_encoder: Annotated[
-        str | None, Parameter(help="Encoder of the coarser scale, for vectors of two scales, where it is another one.")
+        str | None, Parameter(help="Encoder of the coarser scale, if it differs from the other one.")
     ] = None
 
 
 @Flat
 @dataclass(frozen=True)
 class ScaledVectorFlags(VectorFlags):
-    """The same where one method is trained; a comparison has vectors of two scales as one of its methods."""
+    """The same for commands that train one method; a comparison has two scales as one of its methods."""
 
     two_scales: Annotated[
         bool,
-        Parameter(help="Append to every vector that of the coarser tile around it (tile.parent_mpp).", negative=""),
+        Parameter(
+            help="Concatenate each embedding with that of the coarser tile around it (tile.parent_mpp).", negative=""
+        ),
     ] = False
 
 
@@ -153,7 +159,7 @@ def synth(
     settings: Annotated[SynthSettings, Flat] = SynthSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Make a cohort of slides with known truth, to try things on.
+    """Write a cohort of synthetic slides with annotated lesions, for trying things out.
 
     Parameters
     ----------
@@ -176,7 +182,7 @@ def check(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Open every slide, read some of it, and say what will make trouble."""
+    """Open every slide, read some of it, and report what will cause problems."""
     from selfvitmil.engine import Engine
     from selfvitmil.stages import check as check_stage
     from selfvitmil.study.folder import study_settings
@@ -193,8 +199,8 @@ def split(
     *,
     slides: SlideFlags = NO_SLIDES,
     test: Annotated[float, Parameter(help="Fraction of the patients of every class for the test set.")] = 0.3,
-    seed: Annotated[int, Parameter(help="Of the random draw; another one draws another test set.")] = 0,
-    overwrite: Annotated[bool, Parameter(help="Replace a split that is there.", negative="")] = False,
+    seed: Annotated[int, Parameter(help="Random seed of the draw.")] = 0,
+    overwrite: Annotated[bool, Parameter(help="Replace an existing split.", negative="")] = False,
 ):
     """Hold out a test set by patient, stratified by label; writes the column split of the study's cohort.csv."""
     from selfvitmil.commands import split as split_command
@@ -215,7 +221,7 @@ def tile(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Find tissue, cut it into tiles at an exact resolution, fit the stains."""
+    """Segment tissue, cut it into tiles at an exact resolution, and fit the stains."""
     from selfvitmil.engine import Engine
     from selfvitmil.stages import tile as tile_stage
     from selfvitmil.study.folder import study_settings
@@ -244,7 +250,7 @@ def pretrain(
     stain: StainSettings = StainSettings(),
     slide: SlideSettings = SlideSettings(),
 ):
-    """Train an encoder on the tiles of the training split, without labels; resumes where it was stopped.
+    """Pretrain an encoder on the tiles of the training set, without labels. Resumes from its checkpoint.
 
     With `--pretrain.per-split` one encoder for every split (`--train.split`, `--train.folds`).
     For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
@@ -270,7 +276,7 @@ def embed(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Turn every tile into a vector; one feature file per slide, which other tools open too."""
+    """Embed every tile; writes one feature file per slide, which other tools can read."""
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
     from selfvitmil.stages import embed as embed_stage
@@ -287,16 +293,17 @@ def export(
     study: Study,
     /,
     *,
-    encoder: Annotated[str, Parameter(help="Whose vectors to write.")],
-    to: Annotated[Literal["clam", "stamp", "anndata", "trident"], Parameter(help="The tool that shall read them.")],
+    encoder: Annotated[str, Parameter(help="Encoder whose features are written.")],
+    to: Annotated[Literal["clam", "stamp", "anndata", "trident"], Parameter(help="Tool that will read them.")],
     out: Annotated[Path, Parameter(help="Folder to write to.")],
     dtype: Annotated[
-        Literal["float16", "float32"] | None, Parameter(help="Type of the numbers; none means what the tool expects.")
+        Literal["float16", "float32"] | None,
+        Parameter(help="Floating-point type; by default the one that the tool expects."),
     ] = None,
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Write feature files for another tool (TRIDENT's readers open ours as they are)."""
+    """Write feature files in the format of another tool. Readers of TRIDENT files need no export."""
     from selfvitmil.commands import export as export_command
     from selfvitmil.engine import Engine
     from selfvitmil.study.folder import study_settings
@@ -319,7 +326,7 @@ def train(
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Train an aggregator on slide labels, with several seeds; the test slides stay closed."""
+    """Train an aggregator on slide labels with several seeds; the test set is not touched."""
     from selfvitmil.engine import Engine
     from selfvitmil.stages import train as train_stage
     from selfvitmil.study.folder import study_settings
@@ -347,7 +354,10 @@ def evaluate(
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Judge an aggregator on the test slides: figures with intervals, predictions, curves. Trains what is missing."""
+    """Evaluate an aggregator on the test set: metrics with confidence intervals, predictions, ROC curves.
+
+    Models that are missing or stale are trained first.
+    """
     from selfvitmil.engine import Engine
     from selfvitmil.stages import evaluate as evaluate_stage
     from selfvitmil.stages import lesions as lesions_stage
@@ -384,7 +394,7 @@ def compare(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Every method on the same slides, splits and seeds, in one table beside the published figures."""
+    """Compare all methods on the same slides, splits and seeds, in one table with the published results."""
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
     from selfvitmil.stages import compare as compare_stage
@@ -412,9 +422,9 @@ def localize(
     vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
     labels: LabelFlags = NO_LABELS,
     slides: Annotated[
-        list[str] | None, Parameter(help="Map these slides, by name; none means those of localize.parts.")
+        list[str] | None, Parameter(help="Draw heatmaps of these slides, by name; by default those of localize.parts.")
     ] = None,
-    name: Annotated[str | None, Parameter(help="What to call the folder of maps.")] = None,
+    name: Annotated[str | None, Parameter(help="Name of the folder of heatmaps.")] = None,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
@@ -423,7 +433,7 @@ def localize(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Show where the evidence lies: maps of slides by trained models, lesions, pictures, files for other tools."""
+    """Draw heatmaps by trained models: scores per tile, lesions, pictures, files for QuPath and ASAP."""
     from selfvitmil.engine import Engine
     from selfvitmil.stages import localize as localize_stage
     from selfvitmil.study.folder import study_settings
@@ -438,14 +448,14 @@ def localize(
 
 
 def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
-    """Source of the labels and choice of the vectors, from what was typed."""
+    """Return where labels come from and which features are used, from the flags."""
     from selfvitmil.study.features import FeatureChoice
     from selfvitmil.study.folder import CohortSource
 
     two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
     if vectors.features is not None and (vectors.encoder is not None or two_scales):
         raise ConfigError(
-            "--features goes neither with --encoder nor with --two-scales", "it names the vectors already"
+            "--features goes neither with --encoder nor with --two-scales", "it names the features already"
         )
     cohort, labels = given.cohort, given.labels
     if vectors.features is not None and cohort is None:
@@ -457,7 +467,7 @@ def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
 @Flat
 @dataclass(frozen=True)
 class WholeWay(SlideFlags):
-    """Flags of the commands that know all stages."""
+    """Flags of `run` and `plan`."""
 
     encoder: Annotated[
         str | None,
@@ -470,9 +480,11 @@ class WholeWay(SlideFlags):
         str | None, Parameter(help="What to call an encoder that is trained here; none means pretrain.method.")
     ] = None
     one_method: Annotated[
-        bool, Parameter(help="Judge train.aggregator alone, and leave the comparison of all methods out.", negative="")
+        bool, Parameter(help="Evaluate train.aggregator alone and skip the comparison of all methods.", negative="")
     ] = False
-    until: Annotated[StageName | None, Parameter(help="The last stage to do.")] = None
+    until: Annotated[
+        str | None, Parameter(help="Last stage to run, for instance `embed`; `plan` lists the stages.")
+    ] = None
     preset: PresetOption = None
     slide: SlideSettings = SlideSettings()
     tissue: TissueSettings = TissueSettings()
@@ -501,7 +513,7 @@ NOTHING_TYPED = WholeWay()
 
 @app.command
 def init(study: Study, /, *, preset: PresetOption = None):
-    """Write a study.toml with every setting, what it means and its value, to edit."""
+    """Write a commented study.toml with every setting, its meaning and its value."""
     from selfvitmil.commands import init as init_command
 
     return _end([init_command.init(study, preset or "default")])
@@ -514,10 +526,10 @@ def run(
     *,
     way: WholeWay = NOTHING_TYPED,
     dry_run: Annotated[
-        bool, Parameter(help="Only say what would be done and what it takes: `plan`.", negative="")
+        bool, Parameter(help="Only print what would be done and what it takes, like `plan`.", negative="")
     ] = False,
 ):
-    """From slides to the report: all stages, without what is current. Stopped at any time, the same command goes on."""
+    """Run all stages from slides to the report, skipping what is up to date. The same command resumes a stopped run."""
     from selfvitmil.commands import run as run_command
     from selfvitmil.engine import Engine
     from selfvitmil.study.folder import study_settings
@@ -531,7 +543,7 @@ def run(
 
 @app.command
 def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
-    """What `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
+    """Print what `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
     from selfvitmil.commands import plan as plan_command
     from selfvitmil.study.folder import study_settings
 
@@ -540,7 +552,7 @@ def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
 
 @app.command
 def status(study: Study, /, *, json: JsonOption = False):
-    """What a study has done, what failed and what is next; also while another terminal works on it."""
+    """Print what a study has done, what failed and what is next; also while another process works on it."""
     from selfvitmil.commands import status as status_command
 
     found = status_command.status(study)
@@ -551,7 +563,7 @@ def status(study: Study, /, *, json: JsonOption = False):
 
 @app.command
 def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = None, /, *, json: JsonOption = False):
-    """Whether this machine, and a study's folder, have what is needed; for each thing amiss the line that fixes it."""
+    """Check whether this machine and a study folder have what is needed; print a remedy for each problem."""
     from selfvitmil.commands import doctor as doctor_command
 
     checks = doctor_command.doctor(study)
@@ -573,24 +585,28 @@ def view(
     /,
     *,
     export: Annotated[
-        Path | None, Parameter(help="Write a folder that opens from disk and can be mailed, instead of serving.")
+        Path | None,
+        Parameter(help="Write a folder that opens from disk and can be mailed, instead of starting a server."),
     ] = None,
     slides: Annotated[
-        list[str] | None, Parameter(help="Slides of that folder; none means those with maps, 20 at most.")
+        list[str] | None, Parameter(help="Slides to export; by default those with heatmaps, at most 20.")
     ] = None,
-    export_mpp: Annotated[float, Parameter(help="Finest resolution of that folder, in microns per pixel.")] = 2.0,
+    export_mpp: Annotated[float, Parameter(help="Finest exported resolution, in microns per pixel.")] = 2.0,
     pseudonyms: Annotated[bool, Parameter(help="Replace names of slides and patients.", negative="")] = False,
     host: Annotated[
-        str, Parameter(help="Address to listen on; any but this machine's own needs a token.")
+        str, Parameter(help="Address to listen on; any other than the loopback address requires a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on; 0 means any free one.")] = 8000,
+    port: Annotated[int, Parameter(help="Port to listen on; 0 takes any free one.")] = 8000,
     require_token: Annotated[
-        bool, Parameter(help="Ask for a token on this machine too: other people work on it.", negative="")
+        bool,
+        Parameter(
+            help="Require a token on the loopback address too, for machines that several people use.", negative=""
+        ),
     ] = False,
     browser: Annotated[bool, Parameter(help="Open a browser.")] = True,
     slide: SlideSettings = SlideSettings(),
 ):
-    """Look at the slides and their maps in a browser."""
+    """Show slides and heatmaps in a browser."""
     from selfvitmil.commands import view as view_command
     from selfvitmil.study.folder import study_settings
 
@@ -610,9 +626,11 @@ def package(
     /,
     *,
     out: Annotated[Path, Parameter(help="Folder of the package; must be new or empty.")],
-    split: Annotated[str | None, Parameter(help="Whose models; needed where there are several splits.")] = None,
+    split: Annotated[
+        str | None, Parameter(help="Split whose models are packaged; required if there are several.")
+    ] = None,
     results: Annotated[
-        str | None, Parameter(help="Folder of results that the model card quotes, where it has a name of its own.")
+        str | None, Parameter(help="Results folder that the model card quotes, if it has a name of its own.")
     ] = None,
     vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
     preset: PresetOption = None,
@@ -621,7 +639,7 @@ def package(
     localize: LocalizeSettings = LocalizeSettings(),
     tile: TileSettings = TileSettings(),
 ):
-    """Put a trained model into one folder that needs no study: encoder, aggregators, threshold, model card."""
+    """Package a trained model as one portable folder: encoder, aggregators, threshold, model card."""
     from selfvitmil.commands import package as package_command
     from selfvitmil.study.folder import study_settings
 
@@ -634,18 +652,18 @@ def package(
 def predict(
     model: Annotated[Path, Parameter(help="Folder that `package` wrote.")],
     /,
-    *slides: Annotated[Path, Parameter(help="Files of slides, or folders that hold some.")],
-    out: Annotated[Path, Parameter(help="Folder for the answers; those of earlier calls stay.")],
-    maps: Annotated[bool, Parameter(help="Write maps, pictures and files for QuPath.")] = True,
+    *slides: Annotated[Path, Parameter(help="Slide files, or folders of slides.")],
+    out: Annotated[Path, Parameter(help="Folder for predictions; those of earlier calls are kept.")],
+    maps: Annotated[bool, Parameter(help="Write heatmaps, pictures and files for QuPath.")] = True,
     json: Annotated[
-        bool, Parameter(help="Print the answers of this call as JSON instead of a table.", negative="")
+        bool, Parameter(help="Print the predictions of this call as JSON instead of a table.", negative="")
     ] = False,
     slide: SlideSettings = SlideSettings(),
     embed: EmbedSettings = EmbedSettings(),
     localize: LocalizeSettings = LocalizeSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Judge new slides by a packaged model, and warn of those unlike the slides that it was trained on."""
+    """Predict new slides with a packaged model; warns about out-of-distribution slides."""
     from selfvitmil.commands import predict as predict_command
     from selfvitmil.package import open_package
 
@@ -669,15 +687,20 @@ def report(
     /,
     *,
     out: Annotated[
-        Path | None, Parameter(help="File or folder to write to; none means report/index.html in the study.")
+        Path | None, Parameter(help="File or folder to write to; default report/index.html in the study.")
     ] = None,
     pseudonyms: Annotated[
-        bool, Parameter(help="Rename slides and patients; the key stays in the study's pseudonyms.csv.", negative="")
+        bool,
+        Parameter(
+            help="Replace names of slides and patients; the key stays in pseudonyms.csv of the study.", negative=""
+        ),
     ] = False,
-    results: Annotated[list[str] | None, Parameter(help="Show these results, by name; none means all.")] = None,
-    slides: Annotated[int | None, Parameter(help="Most slides with a section of their own; none means 40.")] = None,
+    results: Annotated[list[str] | None, Parameter(help="Names of the results to show; default all.")] = None,
+    slides: Annotated[
+        int | None, Parameter(help="Largest number of slides with their own section; default 40.")
+    ] = None,
 ):
-    """Write one self-contained HTML page: what was run, on what, how well it does, where the evidence lies."""
+    """Write a self-contained HTML report: cohort, settings, metrics, heatmaps."""
     from selfvitmil.stages import report as report_stage
     from selfvitmil.study.folder import study_settings
 
@@ -689,7 +712,7 @@ def report(
 
 @app.command
 def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
-    """The whole way on made slides, without any data of your own."""
+    """Run the full pipeline on synthetic slides; no data needed."""
     from selfvitmil.commands import demo as demo_command
     from selfvitmil.engine import Engine
     from selfvitmil.study.folder import study_settings
@@ -701,7 +724,7 @@ def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
 
 
 def _typed(**sections: Any) -> dict[str, Any]:
-    """What was typed, and nothing else: defaults must not outweigh the study's file."""
+    """Return the flags that were given and nothing else: defaults must not override the study's file."""
     typed = {
         name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
         for name, value in sections.items()
@@ -710,7 +733,7 @@ def _typed(**sections: Any) -> dict[str, Any]:
 
 
 def _end(summaries: Any) -> int:
-    """Print what was done; the exit status."""
+    """Print what was done; return the exit status."""
     status = 0
     for summary in summaries:
         _show(summary)
@@ -755,13 +778,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _complain(str(error))
         status = error.exit_status
     except KeyboardInterrupt:
-        _complain("interrupted; what is finished stays, the same command goes on from there")
+        _complain("interrupted; finished work is kept, and the same command resumes")
         status = 130
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _usage(error: cyclopts.CycloptsError) -> str:
-    """What is wrong with the arguments, in words."""
+    """Return what is wrong with the arguments, in words."""
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())}: more than this command takes. See its --help"
     if not isinstance(error.__cause__, ValidationError):
