@@ -259,7 +259,8 @@ def test_a_first_step_sees_the_network_that_was_loaded(tiles: Path, tmp_path: Pa
         init = published(tmp_path / kind, architecture, args)
         run = run_of(tiles, tmp_path / f"run {kind}", init=str(init))
         weights = safetensors.torch.load_file(init / "model.safetensors")
-        timms = timm.create_model(architecture, num_classes=0, **args | {"dynamic_img_size": True}).eval()
+        any_size: dict[str, Any] = args | {"dynamic_img_size": True}
+        timms: Any = timm.create_model(architecture, num_classes=0, **any_size).eval()
         timms.load_state_dict(weights)
         assert run.learner.teacher is not None
         for size in {recipe.size_px for recipe in run.recipes}:
