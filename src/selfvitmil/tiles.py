@@ -440,7 +440,7 @@ def _stored_provenance(path: Path) -> Provenance | None:
             if "coords" not in file or "tissue" not in file:
                 return None
             settings, inputs = (json.loads(str(file.attrs[key])) for key in ("settings", "inputs"))
-            return Provenance("tile", int(file.attrs["format_version"]), settings, inputs)
+            return Provenance("tile", int(str(file.attrs["format_version"])), settings, inputs)
     except (OSError, KeyError, ValueError):
         return None
 
