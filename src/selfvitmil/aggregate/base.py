@@ -222,7 +222,7 @@ def register(name: str, **defaults: Any) -> Callable[[_Class], _Class]:
                 self.config = {"name": name, **dict(arguments)}
 
         constructor.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        aggregator.__init__ = constructor
+        aggregator.__init__ = constructor  # pyright: ignore[reportAttributeAccessIssue]
         return aggregator
 
     return enter
