@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "tile": {"mpp": 1.0, "size_px": 32},
     "pretrain": {
         "width": 16, "depth": 1, "heads": 1, "patch_px": 16, "num_local": 1, "batch": 8, "steps": 2, "head_width": 16,
-        "bottleneck": 8, "out_dim": 16, "workers": 0, "log_steps": 1, "measure_tiles": 8,
+        "bottleneck": 8, "workers": 0, "log_steps": 1, "measure_tiles": 8,
     },
     "train": {"seeds": 2, "epochs": 2},
     "compare": {"methods": ["self-vit-mil", "mean"]},

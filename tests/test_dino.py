@@ -244,7 +244,7 @@ def course_of(entropies: np.ndarray, ranks: np.ndarray, seed: int = 0) -> list[d
 
 
 def dino_of(outputs: int) -> Objective:
-    return make_objective(PretrainSettings(), out_dim=outputs, freeze_steps=0)
+    return make_objective(PretrainSettings(method="dino"), out_dim=outputs, freeze_steps=0)
 
 
 def test_a_teacher_on_its_way_to_uniform_outputs_raises_an_alarm_before_it_is_there():

@@ -113,7 +113,7 @@ def four_each(labels: tuple[str, ...] = ("a", "b")) -> Cases:
         (Split("s", ("a0", "b1"), ("b2",), ("a3", "b3")), "no validation slide of a"),
         (Split("s", ("a0", "b1"), ("a2", "b2"), ()), "no test slide"),
         (Split("s", ("a0", "b1"), ("a2", "b2"), ("a0",)), "occur twice"),
-        (Split("s", ("a0", "b1"), ("a2", "b2"), ("x",)), "does not have"),
+        (Split("s", ("a0", "b1"), ("a2", "b2"), ("x",)), "not in the cohort"),
     ],
 )
 def test_splits_that_cannot_be_judged_are_refused(split: Split, words: str):

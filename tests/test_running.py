@@ -627,7 +627,7 @@ def test_camelyon16_by_its_name(tmp_path: Path):
 def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
     done = run(tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}")
     assert done.returncode == 3
-    assert "made: this is no Camelyon16 folder" in done.stderr
+    assert "made: not a Camelyon16 folder" in done.stderr
     assert "training/normal/normal_001.tif" in done.stderr
     both = run(
         tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}", "--labels", place / "made" / "labels.csv"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.formatting import html_table
-from selfvitmil.settings import StudySettings, parse, to_toml
+from selfvitmil.settings import StudySettings, flags_to_toml
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
@@ -127,7 +127,7 @@ class Study:
                 code="study-exists",
             )
         kept = {**({} if preset is None else {"preset": preset}), **(settings or {})}
-        checked = parse(kept, source="settings")
+        text = flags_to_toml(kept)
         source = CohortSource(
             Path(cohort),
             None if labels is None else Path(labels),
@@ -137,7 +137,7 @@ class Study:
         find_cohort(layout.root, source)  # its errors come before anything is written
         with open_study(layout.root, "create"):
             if kept:
-                write_text(layout.settings, to_toml(checked, typed_only=True))
+                write_text(layout.settings, text)
             study_cohort(layout.root, source)
         return cls(root, workers=workers)
 

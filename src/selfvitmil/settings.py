@@ -797,7 +797,8 @@ def _check_pretrain(pretrain: PretrainSettings) -> None:
     """What the fields of this section must agree on."""
     if pretrain.method != "dino" and pretrain.out_dim is not None:
         raise ValueError(
-            f"pretrain.out_dim is for dino: with {pretrain.method} the output width is pretrain.bottleneck"
+            f"pretrain.out_dim is for dino: with {pretrain.method} the output width is pretrain.bottleneck. Leave it "
+            "out, or set pretrain.method to dino, the default before lejepa"
         )
     if pretrain.warmup_steps is not None and pretrain.warmup_epochs is not None:
         raise ValueError("pretrain.warmup_steps and pretrain.warmup_epochs both say how long the warm-up is: give one")
@@ -897,16 +898,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: cannot be read as TOML ({error})", how="Correct the file") from None
 
 
-def to_toml(
-    settings: Settings, sections: set[str] | dict[str, set[str]] | None = None, *, typed_only: bool = False
-) -> str:
+def to_toml(settings: Settings, sections: set[str] | dict[str, set[str]] | None = None) -> str:
     """The settings, or some sections, or some keys of these, as TOML that `resolve_settings` reads back.
 
     Unset optional ones are left out.
-
-    `typed_only` leaves out all that were not given but are at their defaults.
     """
-    told = settings.model_dump_json(exclude_none=True, exclude_unset=typed_only, include=sections)
+    told = settings.model_dump_json(exclude_none=True, include=sections)
+    return _to_toml(json.loads(told), prefix="").lstrip()
+
+
+def flags_to_toml(flags: Mapping[str, Any]) -> str:
+    """Return these settings, and no others, as TOML; ConfigError where they do not fit each other or their preset."""
+    keys: dict[str, Any] = {key: set(_section(flags, key)) or True for key in flags}
+    told = resolve_settings(None, flags).model_dump_json(exclude_none=True, include=keys)
     return _to_toml(json.loads(told), prefix="").lstrip()
 
 

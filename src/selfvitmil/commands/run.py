@@ -21,7 +21,7 @@ from selfvitmil.commands.run_record import RunRecord, new_record, read_record, w
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError
 from selfvitmil.formatting import duration
-from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.settings import StudySettings, flags_to_toml, tiling_name
 from selfvitmil.stages.base import Engines, Stage
 from selfvitmil.stages.run_plan import Request, RunPlan, plan_run
 from selfvitmil.store.failures import Failure
@@ -190,8 +190,7 @@ def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
     if not kept or StudyLayout(study).settings.exists():
         return
     head = "# The settings that the first `selfvitmil run` of this study was given.\n"
-    settings = StudySettings.model_validate(_absolute(kept))
-    write_text(StudyLayout(study).settings, head + to_toml(settings, typed_only=True))
+    write_text(StudyLayout(study).settings, head + flags_to_toml(_absolute(kept)))
     yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
 
 
