@@ -2,8 +2,8 @@
 
     python benchmarks/predict.py [--size-px 8192] [--architecture vit_small_patch16_224] [--seeds 5] [--rounds 3]
 
-The script makes a slide, packages an untrained encoder with untrained aggregators, and judges the slide over and over,
-each time into an empty folder, by the functions that `predict` calls: `tile_slide` (open, tissue, tiles, stain fit),
+The script makes a slide, packages an untrained encoder with untrained aggregators, and predicts the slide several
+times, into an empty folder each, by the functions that `predict` calls: `tile_slide` (open, tissue, tiles, stain fit),
 `embed_slide` (its share of waiting is `read_s`, the rest `encode_s`), `score_tiles` of every seed (`aggregate_s`), the
 map with lesions and warnings (`map_s`), and overlays and GeoJSON (`pictures_s`). Medians over rounds; the first, which
 loads and warms up, is `first_s` and counts for nothing else. `load_s` is opening the package, checksums included.
@@ -33,7 +33,7 @@ from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.thresholds import Choice
 from selfvitmil.localize.maps import write_map
 from selfvitmil.localize.products import ProductJob, make_products
-from selfvitmil.package import SETTINGS, Judge, Measures, Package, PackageParts, expect, open_package, write_package
+from selfvitmil.package import SETTINGS, Measures, Package, PackageParts, Predictor, expect, open_package, write_package
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
@@ -95,19 +95,19 @@ def cut_and_embed(slide: Path, work: Path, encoder: Path, settings: StudySetting
     return read_tiles(table), replace(read_bag(bag), slide=slide.stem), seconds
 
 
-def answer(package: Package, judge: Judge, slide: Path, out: Path, settings: StudySettings) -> tuple[Any, Any]:
+def answer(package: Package, predictor: Predictor, slide: Path, out: Path, settings: StudySettings) -> tuple[Any, Any]:
     """The slide's probability, and seconds of each stage."""
     table, bag, seconds = cut_and_embed(slide, out / "work", package.folder / "encoder", settings)
     start = time.perf_counter()
-    scores = judge.scores(bag)
+    scores = predictor.scores(bag)
     scored = time.perf_counter()
-    told = judge.answer(slide.stem, slide.name, bag, table, scores)
-    judged = time.perf_counter()
+    told = predictor.answer(slide.stem, slide.name, bag, table, scores)
+    answered = time.perf_counter()
     write_map(out / "maps" / f"{slide.stem}.h5", told.slide_map, package.identity)
     make_products(ProductJob(out / "maps" / f"{slide.stem}.h5", slide, None, "auto", settings.localize))
     seconds["aggregate_s"] = scored - start
-    seconds["map_s"] = judged - scored
-    seconds["pictures_s"] = time.perf_counter() - judged
+    seconds["map_s"] = answered - scored
+    seconds["pictures_s"] = time.perf_counter() - answered
     return told.slide_map.verdict.probability, seconds
 
 
@@ -115,12 +115,12 @@ def run(package_folder: Path, slide: Path, arguments: argparse.Namespace, device
     settings = settings_for(arguments, device)
     start = time.perf_counter()
     package = open_package(package_folder)
-    judge = Judge(package, settings.localize, device)
+    predictor = Predictor(package, settings.localize, device)
     load_s = time.perf_counter() - start
     rounds: list[dict[str, float]] = []
     answers = set()
     for number in range(arguments.rounds + 1):
-        probability, seconds = answer(package, judge, slide, folder / f"{device}{number}", settings)
+        probability, seconds = answer(package, predictor, slide, folder / f"{device}{number}", settings)
         answers.add(probability)
         rounds.append(seconds)
     if len(answers) > 1:

@@ -1,4 +1,4 @@
-"""Makes the picture of tiles for the documentation from a made slide; `make docs` calls it."""
+"""Makes the picture of tiles for the documentation from a synthetic slide; `make docs` calls it."""
 
 from __future__ import annotations
 

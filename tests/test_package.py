@@ -499,7 +499,7 @@ def test_one_split_of_several_can_be_chosen_and_equal_packages_are_equal(study: 
     package = open_package(tmp_path / "one")
     assert package.split == "fold1"
     assert package.about["evaluation"] is None
-    assert "were not judged" in (tmp_path / "one" / "MODEL_CARD.md").read_text()
+    assert "were not evaluated" in (tmp_path / "one" / "MODEL_CARD.md").read_text()
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
     assert all((tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes() for path in files)
 

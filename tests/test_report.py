@@ -34,13 +34,13 @@ from selfvitmil.evaluate.protocol import MethodResult, Run
 from selfvitmil.evaluate.result_files import comparison_row, evaluated_on, write_results
 from selfvitmil.localize import overlay
 from selfvitmil.localize.figures import write_lesion_scores, write_lesion_table
-from selfvitmil.localize.judge import LesionCase, judge_lesions
+from selfvitmil.localize.lesion_metrics import LesionCase, score_lesions
 from selfvitmil.localize.lesion_scores import LesionScores
 from selfvitmil.localize.lesions import RANKS_ONLY
 from selfvitmil.localize.maps import Frame, SlideMap, write_map
 from selfvitmil.localize.methods import compare_lesions
 from selfvitmil.pseudonyms import Names, give_pseudonyms
-from selfvitmil.report import contents, curves, judged, markup, slides, write_report
+from selfvitmil.report import contents, curves, markup, result_sections, slides, write_report
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -158,7 +158,7 @@ def lesion_scores() -> LesionScores:
         LesionCase(made_map(GONE, 0.2, lesion=None), patient=PATIENTS[GONE]),
         LesionCase(made_map(WRONG, 0.3), positive=True, patient=PATIENTS[WRONG]),
     ]
-    return judge_lesions(cases, [], LocalizeSettings(), EVALUATE)
+    return score_lesions(cases, [], LocalizeSettings(), EVALUATE)
 
 
 def plant_maps(study: Path) -> None:
@@ -461,7 +461,7 @@ def test_study_with_a_cohort_alone(tmp_path: Path):
         "No comparison of methods yet: run selfvitmil compare .",
         "No results yet: run selfvitmil evaluate .",
         "Maps were not compared with annotations yet: run selfvitmil evaluate --lesions .",
-        "No slide was judged yet: run selfvitmil evaluate .",
+        "No slide was evaluated yet: run selfvitmil evaluate .",
         "No maps yet: run selfvitmil localize .",
         "Failures None.",
         "no label 1 1 1 0",
@@ -496,7 +496,7 @@ def test_what_is_no_study_is_refused(tmp_path: Path, folder: str):
 def test_results_are_chosen_by_name(study: Path, tmp_path: Path):
     made = write_report(study, StudySettings(), out=tmp_path, results=("compare",))
     text = Page(made.path.read_text(encoding="utf-8")).text
-    assert "No method was judged by itself yet" in text
+    assert "No method was evaluated by itself yet" in text
     with pytest.raises(ConfigError, match=f"there are compare, {MODEL}"):
         write_report(study, StudySettings(), results=("other",))
 
@@ -551,12 +551,12 @@ def test_markdown_tables_are_read_back():
     one = result(method="a|b\\c\\|d")
     scored = score_method(one, EVALUATE)
     row = comparison_row(one, scored, evaluated_on(one, "co|hort"))
-    header, rows, notes = judged.parse_markdown_table(table_markdown([row]))
+    header, rows, notes = result_sections.parse_markdown_table(table_markdown([row]))
     assert rows[0][0] == "a|b\\c\\|d"
     assert len(header) == len(rows[0]) == 15
     assert rows[0][2] == f"{row.auc.value:.3f} [{row.auc.low:.3f}, {row.auc.high:.3f}]"
     assert any("co|hort" in note for note in notes)
-    assert judged.parse_markdown_table("nothing") == ([], [], [])
+    assert result_sections.parse_markdown_table("nothing") == ([], [], [])
 
 
 @given(texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\x00")), min_size=1, max_size=4))
@@ -648,7 +648,7 @@ def test_metrics_of_an_earlier_version_that_ranked_splits_together_are_called_st
         write_results(tmp_path / "results" / name, [own], [score_method(own, EVALUATE)], EVALUATE)
         file = tmp_path / "results" / name / "metrics.json"
         file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "format_version": 1}), encoding="utf-8")
-    found = {results.name: judged.is_outdated(results) for results in contents.read_contents(tmp_path).results}
+    found = {each.name: result_sections.is_outdated(each) for each in contents.read_contents(tmp_path).results}
     assert found == {"single": False, "folds": True}
     text = Page(write_report(tmp_path, StudySettings()).path.read_text(encoding="utf-8")).text
     assert text.count("Stale: ") == 1

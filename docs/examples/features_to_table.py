@@ -48,7 +48,7 @@ with (folder / "labels.csv").open("w", newline="") as file:
             h5["coords"].attrs["patch_size_level0"] = 448
         table.writerow([slide, f"patient_{k:02d}", label])
 
-# %% Train and judge several methods on the same slides, splits and seeds
+# %% Train and evaluate several methods on the same slides, splits and seeds
 study = folder / "study"
 settings = study_settings(
     study,

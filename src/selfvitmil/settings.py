@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
 
 class SynthSettings(Settings):
-    """A cohort of made slides with known truth."""
+    """A cohort of synthetic slides with annotated lesions."""
 
     slides: int = Field(default=12, gt=0)
     """How many slides."""
@@ -571,7 +571,7 @@ class TrainSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    """How trained aggregators are judged."""
+    """How trained aggregators are evaluated."""
 
     protocol: Literal["honest", "optimistic"] = "honest"
     """`honest`: all is chosen on validation; `optimistic`: epoch and threshold on the test set, as the authors did."""
@@ -670,7 +670,7 @@ class SupervisedSettings(Settings):
     init: str = "scratch"
     """Where its weights start: `scratch`, or an encoder: a folder, a file, a timm or hub name."""
     epochs: int = Field(default=20, gt=0)
-    """How often validation judges the network; the best of these is kept."""
+    """How often the network is validated; the best of these is kept."""
     steps_per_epoch: int | None = Field(default=None, gt=0)
     """Steps between; none means as many as show every tile of the rarer class once, and 50 at least."""
     batch: int = Field(default=128, gt=1)
@@ -774,7 +774,7 @@ class StudySettings(Settings):
                 "pretrain.transductive (one encoder on all slides) and pretrain.per_split exclude each other"
             )
         if tile.overlap_px >= tile.size_px:
-            raise ValueError(f"tile.overlap_px {tile.overlap_px} leaves no way forward in tiles of {tile.size_px} px")
+            raise ValueError(f"tile.overlap_px {tile.overlap_px} must be smaller than tile.size_px {tile.size_px}")
         if any(mpp <= tile.mpp for mpp in tile.parent_mpp):
             raise ValueError(f"tile.parent_mpp {tile.parent_mpp} must all be coarser than tile.mpp {tile.mpp}")
         if tile.parent_mpp and tile.overlap_px:

@@ -206,7 +206,7 @@ def _find_stains(od_3N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArr
     """
     variances, axes = np.linalg.eigh(np.cov(od_3N))
     if variances[1] < MIN_VARIANCE:
-        raise StainError("all stained pixels have one hue", "two stains cannot be told apart", _HOW, code="one-hue")
+        raise StainError("all stained pixels have one hue", "two stains cannot be separated", _HOW, code="one-hue")
     plane = axes[:, 1:]
     along, across = od_3N.mean(axis=1) @ plane
     length = np.hypot(along, across)

@@ -1,4 +1,4 @@
-"""The whole way on made slides."""
+"""The command `demo`: the full pipeline on synthetic slides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start_demo(study: Path) -> None:
 
 
 def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
-    """The whole way on made slides, from making them to the report: yields a summary after each step."""
+    """Run the full pipeline on synthetic slides, from writing them to the report; yields a summary after each step."""
     slides = StudyLayout(study).synthetic_slides
     if not (StudyLayout(slides).cohort).exists():
         yield synth(slides, SLIDES, engine)

@@ -1,6 +1,6 @@
 """`doctor`: does this machine have what is needed? Every check ends in PASS, WARN or FAIL, the latter with the remedy.
 
-Things are tried and not only looked up: a made slide is read both ways, a GPU multiplies, the study's file system has
+Things are tried, not only looked up: a synthetic slide is read both ways, a GPU multiplies, the study's file system has
 to rename and lock. Nothing is asked of the network.
 """
 
@@ -81,7 +81,7 @@ def doctor_summary(checks: list[Check]) -> Summary:
     return Summary((*lines, end), table=(("", "what", "found"), *rows))
 
 
-def _judged(name: str, good: bool, found: str, remedy: str, otherwise: Verdict = "WARN") -> Check:
+def _check(name: str, good: bool, found: str, remedy: str, otherwise: Verdict = "WARN") -> Check:
     return Check(name, "PASS", found) if good else Check(name, otherwise, found, remedy)
 
 
@@ -90,7 +90,7 @@ def _judged(name: str, good: bool, found: str, remedy: str, otherwise: Verdict =
 
 def _software() -> Iterator[Check]:
     version = platform.python_version()
-    yield _judged(
+    yield _check(
         "Python", sys.version_info >= (3, 11), version, "Use Python 3.11 or newer: python3.12 -m venv .venv", "FAIL"
     )
     broken = [
@@ -100,7 +100,7 @@ def _software() -> Iterator[Check]:
     ]
     remedy = f"pip install {' '.join(repr(each) for each in broken)}"
     found = f"{__version__}, {'needs ' + ', '.join(broken) if broken else 'with all that it needs'}"
-    yield _judged("selfvitmil", not broken, found, remedy, "FAIL")
+    yield _check("selfvitmil", not broken, found, remedy, "FAIL")
 
 
 def _installed(requirement: str) -> bool:
@@ -120,10 +120,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _machine() -> Iterator[Check]:
     cores = num_cores()
-    yield _judged("cores", cores >= 2, str(cores), "More cores cut tiles faster; --workers sets how many are used")
+    yield _check("cores", cores >= 2, str(cores), "More cores cut tiles faster; --workers sets how many are used")
     memory_gb = memory_bytes() / 1e9
     remedy = f"Use --workers {max(1, int(memory_gb // 2))} and smaller batches (--embed.batch 64)"
-    yield _judged("memory", memory_gb >= LOW_MEMORY_GB, f"{memory_gb:.1f} GB", remedy)
+    yield _check("memory", memory_gb >= LOW_MEMORY_GB, f"{memory_gb:.1f} GB", remedy)
 
 
 def memory_bytes() -> int:
@@ -167,14 +167,14 @@ def _gpu(torch: Any, index: int) -> Check:
     if not right:
         return Check(name, "FAIL", f"{found}: a product came out wrong", "The device is broken: choose another one")
     remedy = "Others use it, or it is small: lower --embed.batch, raise --pretrain.accumulate"
-    return _judged(name, free / 1e9 >= LOW_GPU_GB, found, remedy)
+    return _check(name, free / 1e9 >= LOW_GPU_GB, found, remedy)
 
 
 # ---------------------------------------------------------------------------------------------------- slides
 
 
 def _readers() -> Iterator[Check]:
-    """Read a made slide through both readers and compare what comes."""
+    """Read a synthetic slide with both readers and compare the pixels."""
     import numpy as np
     import openslide
 
@@ -196,11 +196,11 @@ def _readers() -> Iterator[Check]:
             except SelfVitMilError as error:
                 yield Check(f"reader {reader}", "FAIL", f"{found}: {error.reason}", READER_REMEDY)
             else:
-                yield Check(f"reader {reader}", "PASS", f"{found}; a made slide was read")
+                yield Check(f"reader {reader}", "PASS", f"{found}; a synthetic slide was read")
     if len(tiles) == 2:
         apart = int(np.abs(tiles["openslide"] - tiles["jpegtiff"]).max())
         remedy = "Use --slide.reader openslide, and report the versions above"
-        yield _judged("readers agree", apart <= 2, f"largest difference {apart} of 255", remedy, "FAIL")
+        yield _check("readers agree", apart <= 2, f"largest difference {apart} of 255", remedy, "FAIL")
 
 
 READER_REMEDY = "pip install --force-reinstall openslide-python openslide-bin simplejpeg tifffile"
@@ -226,7 +226,7 @@ def _viewer() -> Iterator[Check]:
     scripts = [name for name in found if name.endswith(".js")] or [name for name in found if "openseadragon" in name]
     remedy = "Install a wheel, which carries it; in a checkout `pip install -e .` fetches OpenSeadragon while building"
     words = ", ".join(scripts) if scripts else "the browser part is not there: `selfvitmil view` cannot show slides"
-    yield _judged("viewer", bool(scripts), words, remedy)
+    yield _check("viewer", bool(scripts), words, remedy)
 
 
 # ---------------------------------------------------------------------------------------------------- the folder
@@ -239,7 +239,7 @@ def _folder(study: Path) -> Iterator[Check]:
         place = place.parent
     free_gb = shutil.disk_usage(place).free / 1e9
     remedy = f"Free some, or use another disk; `selfvitmil plan {study.name}` says how much a study needs"
-    yield _judged("disk", free_gb >= LOW_DISK_GB, f"{free_gb:.1f} GB free for {study.name}", remedy)
+    yield _check("disk", free_gb >= LOW_DISK_GB, f"{free_gb:.1f} GB free for {study.name}", remedy)
     if not place.is_dir():
         yield Check("writing", "FAIL", f"{place.name} is a file, and a study is a folder", "Name another folder")
         return

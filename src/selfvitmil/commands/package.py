@@ -45,7 +45,7 @@ def package(
     split: str | None = None,
     results: str | None = None,
 ) -> Summary:
-    """Write the models of one split, and all that judging a new slide by them needs, into the folder `out`.
+    """Write the models of one split, and all that inference on new slides needs, into the folder `out`.
 
     `results` is the folder of results that the model card's figures come from, where it has another name than usual.
     """
@@ -246,7 +246,7 @@ def _scale(
         made_from = json.loads(read_bag(files[slide]).attributes.get("made_from", "{}"))
         if made_from.get("encoder") != identity:
             what = f"{slide}: its vectors were made by another encoder than {name} is now"
-            raise ArtefactError(what, "a package of this encoder would judge by other vectors", AGAIN)
+            raise ArtefactError(what, "a package of this encoder would use other embeddings", AGAIN)
     return _Scale(folder, name, mpp, encoder)
 
 

@@ -1,4 +1,4 @@
-"""The command `predict`: new slides judged by a packaged model, without a study.
+"""The command `predict`: inference on new slides with a packaged model, without a study.
 
 A slide goes the way of the stages, by their own functions (`tile_slide`, `embed_slide`, `score_tiles`, `make_map`) and
 with the package's settings, so it gets the numbers that `evaluate` gives it, to the bit on the same machine. Tiles and
@@ -79,21 +79,21 @@ def predict(
 
     An answer replaces that of the same model for the same slide; answers for other slides and of other models stay.
     """
-    from selfvitmil.package import JSON_HEAD, Judge, Predictions, add_answers
+    from selfvitmil.package import JSON_HEAD, Predictions, Predictor, add_answers
 
     if Path(os.path.abspath(out)) == package.folder:
         raise ConfigError(f"{out.name}: this is the folder of the model", "it must stay as it is", "Name another --out")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out.name}: this is a file", "answers go into a folder", "Name another --out")
     cohort = find_new_slides(slides)
-    judge = Judge(package, settings.localize, settings.embed.device)
+    predictor = Predictor(package, settings.localize, settings.embed.device)
     with open_study(out, "predict"):
         before = Predictions.read(out)  # one that cannot be read is told before hours of work
         tried = [row.slide for row in cohort.rows]
         rows, failures = _open(cohort, before)
         rows = _tile(engine, out, rows, package, settings, failures)
         rows = _embed(engine, out, rows, package, settings, failures)
-        answers = _judge(judge, out, rows, package, settings, failures)
+        answers = _predict(predictor, out, rows, package, settings, failures)
         if maps:
             answers = _localize(engine, out, rows, answers, package, settings, failures)
         for stage in ("open", *(_stage(name, package) for name in STAGES)):
@@ -213,8 +213,13 @@ def _embed(
     return rows
 
 
-def _judge(
-    judge: Any, out: Path, rows: Sequence[SlideRow], package: Package, settings: StudySettings, failures: list[Failure]
+def _predict(
+    predictor: Any,
+    out: Path,
+    rows: Sequence[SlideRow],
+    package: Package,
+    settings: StudySettings,
+    failures: list[Failure],
 ) -> list[Answer]:
     """Here, not by workers: how many threads share a sum is part of its bits, and `evaluate` is one process."""
     from selfvitmil.bags import check_bag, read_bag
@@ -226,7 +231,7 @@ def _judge(
             bag = replace(read_bag(_joined(out, row.slide, package, settings)), slide=row.slide)
             check_bag(bag)
             table = read_tiles(_table(out, tiling_name(settings.tile), row.slide))
-            answers.append(judge.judge(row.slide, row.path.name, bag, table))
+            answers.append(predictor.predict(row.slide, row.path.name, bag, table))
         except ConfigError:
             raise  # what was asked for cannot be, whatever the slide
         except (SelfVitMilError, OSError) as error:
@@ -324,6 +329,8 @@ def _summary(
         chosen = sum(package.about["chosen_on"]["slides"].values())
         where = f"{choice.threshold_from}, {chosen} slides of split {package.split}"
         lines.append(f"{package.about['positive']} from {choice.threshold:.4f} on ({where})")
-    lines.append(f"{len(answers)} of {asked} slides judged by {package.name} {package.identity[:12]}; see {out.name}")
+    lines.append(
+        f"{len(answers)} of {asked} slides predicted by {package.name} {package.identity[:12]}; see {out.name}"
+    )
     lines.append(f"{RESEARCH_ONLY}.")
     return Summary(tuple(lines), tuple(failures), tuple(table))

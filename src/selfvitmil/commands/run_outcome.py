@@ -1,6 +1,6 @@
 """What a run came to, for its last lines: how well each method tells slides apart, and whether its maps show why.
 
-Reads what `compare` wrote (`table.csv`) and what the judgement of its maps wrote (`lesions.csv`); computes nothing.
+Reads what `compare` wrote (`table.csv`) and what the scoring of its heatmaps wrote (`lesions.csv`); computes nothing.
 With more than two classes the AUC is the macro AUC, and accuracies stand where sensitivity and specificity would.
 """
 

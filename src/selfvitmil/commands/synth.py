@@ -12,12 +12,14 @@ from selfvitmil.study.folder import Summary, map_slides
 
 
 def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
-    """Write a cohort of made slides into `folder`."""
+    """Write a cohort of synthetic slides into `folder`."""
     from selfvitmil.slides import synthetic
 
     if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
         raise ConfigError(
-            f"{folder.name}: this folder is not empty", "made slides would mix with what is there", "Name a new one"
+            f"{folder.name}: this folder is not empty",
+            "synthetic slides would mix with existing files",
+            "Name a new one",
         )
     plans = synthetic.plan_cohort(
         slides=settings.slides,

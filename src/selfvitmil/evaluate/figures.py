@@ -679,7 +679,7 @@ def draw_history(
     """
     if not histories or not all(histories):
         raise MetricError("a training history without epochs", "there is nothing to draw", "Pass one row per epoch")
-    judge = "test slides, OPTIMISTIC" if protocol == "optimistic" else "validation"
+    chosen_on = "test slides, OPTIMISTIC" if protocol == "optimistic" else "validation"
     several = len(histories) > 1
     count = f"{len(histories)} trainings, thin lines; thick: their mean while all ran." if several else "One training."
     caption = [count, f"{'Marks: the epochs' if several else 'Mark: the epoch'} kept." if chosen else ""]
@@ -688,7 +688,7 @@ def draw_history(
     handles: dict[str, Any] = {}
     for field, name, color, dashes in (
         ("train_loss", "training", BLUE, "-"),
-        ("val_loss", judge, ORANGE, (0, (5, 1.5))),
+        ("val_loss", chosen_on, ORANGE, (0, (5, 1.5))),
     ):
         lines = [_loss_line(history, field) for history in histories]
         if all(np.isnan(loss).all() for _, loss in lines):

@@ -7,5 +7,5 @@ lesions.py   connected regions of high score, and points
 overlay.py   pictures for people
 pyramid.py   the map as a pyramidal TIFF for any viewer
 export.py    GeoJSON for QuPath, XML for ASAP
-judge.py     maps beside annotations: FROC, coverage, false-positive area ...
+lesion_metrics.py  heatmaps against annotations: FROC, coverage, false-positive area ...
 """

@@ -45,12 +45,12 @@ def draw_froc(
 ) -> Figure:
     """Sensitivity for lesions over false positives per slide, by the name of each model; marks at the challenge's six.
 
-    All must be judged on the same slides. MetricError where none has a curve.
+    All must be scored on the same slides. MetricError where none has a curve.
     """
     curves = {name: own.froc for name, own in scores.items() if own.froc is not None}
     if not curves:
         why = next((own.reasons.get("froc", "") for own in scores.values()), "") or "there is none to draw"
-        raise MetricError("a FROC curve of nothing", why, "Judge maps of positive slides with their outlines")
+        raise MetricError("a FROC curve of nothing", why, "Score heatmaps of positive slides with their annotations")
     figure = Figure()
     axes = figure.subplots()
     handles: dict[str, Any] = {}

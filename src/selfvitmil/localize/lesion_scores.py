@@ -1,7 +1,7 @@
 """The numbers of maps beside annotations: of every slide, over slides, with limits; as JSON and csv.
 
-`judge.py` makes them and says what each means. All scores but FROC are sums over slides, divided by each other, so that
-a bootstrap over slides is a product of matrices; `FrocDraws` does the same for FROC.
+`lesion_metrics.py` computes them and says what each means. All scores but FROC are sums over slides, divided by each
+other, so that a bootstrap over slides is a product of matrices; `FrocDraws` does the same for FROC.
 
 N slides, R resamples.
 """
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class JudgedSlide:
+class ScoredSlide:
     """One slide at the threshold; NaN, or None, where something is not defined for it."""
 
     slide: str
@@ -104,9 +104,9 @@ class Threshold:
 class LesionScores:
     """How the maps of one model agree with the outlines of the test slides."""
 
-    slides: tuple[JudgedSlide, ...]
+    slides: tuple[ScoredSlide, ...]
     left_out: tuple[tuple[str, str], ...]
-    """Slides that cannot be judged, with the reason; of validation too."""
+    """Slides that cannot be scored, with the reason; of validation too."""
     threshold: Threshold
     froc: Froc | None
     """Its `cases` are in the order of `slides`."""
@@ -161,7 +161,7 @@ class LesionScores:
 
     @cached_property
     def drawn(self) -> Floats:
-        """(R, scores) of bootstrap resamples. Models judged on the same slides have the same resamples."""
+        """(R, scores) of bootstrap resamples. Models scored on the same slides have the same resamples."""
         patients = check_groups([slide.patient for slide in self.slides], len(self.slides))
         most = int(np.bincount(patients).max()) * (int(patients.max()) + 1)
         draws = None if self.froc is None else FrocDraws(self.froc.cases, most)
@@ -248,8 +248,8 @@ def limits(value: float, values_R: Floats, level: float) -> Interval:
     return percentile_interval(value, defined if len(defined) else np.array([value]), level)
 
 
-def _plain(slide: JudgedSlide) -> dict[str, Any]:
-    told = {name: getattr(slide, name) for name in JudgedSlide.__dataclass_fields__}
+def _plain(slide: ScoredSlide) -> dict[str, Any]:
+    told = {name: getattr(slide, name) for name in ScoredSlide.__dataclass_fields__}
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in told.items()}
 
 

@@ -1,4 +1,4 @@
-"""The maps of several models beside each other, judged on the same slides: what each covers, and what it marks wrongly.
+"""Heatmaps of several models scored on the same slides: what each covers, and what it marks wrongly.
 
 In come the `LesionScores` of every model, out go a table for terminal, Markdown and csv, and JSON. Every model has the
 threshold that its own validation maps chose. Differences to the baseline are paired: the same resamples of slides for
@@ -18,7 +18,7 @@ from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.comparison_table import holm
 from selfvitmil.evaluate.method_metrics import interval_json
 from selfvitmil.formatting import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
-from selfvitmil.localize.judge import LesionCase
+from selfvitmil.localize.lesion_metrics import LesionCase
 from selfvitmil.localize.lesion_scores import SCORES, LesionScores, limits, record_csv
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics.intervals import bootstrap_p_value
@@ -162,7 +162,7 @@ def common_cases(
 
 
 def compare_lesions(scores: Mapping[str, LesionScores], baseline: str) -> LesionTable:
-    """Rows in the given order, each but the baseline compared with it; MetricError unless judged alike."""
+    """Rows in the given order, each but the baseline compared with it; MetricError unless scored alike."""
     if baseline not in scores:
         raise MetricError(f"no maps of the baseline {baseline!r}", f"there are those of {listing(scores)}", "Name one")
     _check_alike(scores)
@@ -193,7 +193,7 @@ def _check_alike(scores: Mapping[str, LesionScores]) -> None:
         same_rules = own.evaluate == first.evaluate and all(own.about[key] == first.about[key] for key in told)
         if not (same_slides and same_rules):
             raise MetricError(
-                f"maps of {names[0]} and of {name} were judged on different slides or in different ways",
+                f"heatmaps of {names[0]} and of {name} were scored on different slides or in different ways",
                 "side by side they would look comparable",
-                "Judge the maps of the slides that all models have (common_cases), with the same settings",
+                "Score the heatmaps of the slides that all models have (common_cases), with the same settings",
             )

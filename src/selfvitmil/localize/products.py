@@ -86,7 +86,7 @@ class Record:
             told = json.loads(path.read_text(encoding="utf-8"))
             return cls(str(told["map"]), {str(name): dict(value) for name, value in told["products"].items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()  # then everything is made again
+            return cls()  # then everything is rebuilt
 
     def files(self, product: str) -> list[str]:
         """Return the names of the files of a product."""

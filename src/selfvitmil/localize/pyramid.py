@@ -28,7 +28,7 @@ LEAST_PX = 16
 
 
 def downsample_of(slide_map: SlideMap) -> int:
-    """Level-0 pixels per pixel of the heat-map's largest level."""
+    """Level-0 pixels per pixel of the heatmap's largest level."""
     return 2 ** max(0, math.floor(math.log2(slide_map.frame.extent_l0 / LEAST_PX)))
 
 

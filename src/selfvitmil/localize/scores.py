@@ -7,7 +7,7 @@ the population's deviation):
 
     winsor          z cut off at -limit and +limit, then from the least to the most of what is left
     zero-outliers   what lies above +limit is 0, the rest from its least to its most: the paper's rule to the letter,
-                    which may erase the very tile that the slide was judged by
+                    which may erase the very tile that decided the prediction
     percentile      share of the other tiles that score less; ties share the mean of their ranks
     none            from the least to the most
 

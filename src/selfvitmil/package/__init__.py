@@ -3,7 +3,7 @@
     expected.py   what the training slides were like, and in what a new slide differs from them
     files.py      the folder: written whole, opened only when unaltered
     card.py       the model card
-    judge.py      one slide's bag to an answer
+    inference.py  one slide's bag to an answer
     predictions.py   predictions.json and predictions.csv of all calls into one folder
 
 The commands are `commands.package` and `commands.predict`.
@@ -23,7 +23,7 @@ from selfvitmil.package.files import (
     open_package,
     write_package,
 )
-from selfvitmil.package.judge import JSON_HEAD, Answer, Judge, add_answers, short_fingerprint
+from selfvitmil.package.inference import JSON_HEAD, Answer, Predictor, add_answers, short_fingerprint
 from selfvitmil.package.predictions import Predictions
 
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
     "SETTINGS",
     "Answer",
     "Expected",
-    "Judge",
     "Measures",
     "Outside",
     "Package",
     "PackageParts",
     "PackagedEncoder",
     "Predictions",
+    "Predictor",
     "add_answers",
     "check_target",
     "expect",

@@ -19,7 +19,7 @@ FIGURES = (
     "brier", "ece",
 )  # fmt: skip
 """Of the test slides, those that the card shows."""
-NOT_EVALUATED = "These very models were not judged on test slides before they were packaged."
+NOT_EVALUATED = "These very models were not evaluated on test slides before they were packaged."
 
 
 def model_card(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:

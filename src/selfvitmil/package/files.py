@@ -197,7 +197,7 @@ def check_target(folder: Path) -> None:
 
 
 def write_package(folder: Path, contents: PackageParts) -> None:
-    """Write the folder beside its place and move it there: it is whole or not there."""
+    """Write the folder atomically: under a temporary name, then renamed."""
     from selfvitmil.encoder import save_encoder
 
     folder = Path(os.path.abspath(folder))

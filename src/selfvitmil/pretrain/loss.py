@@ -246,7 +246,7 @@ NEAR = 0.01
 
 
 def collapse_reason(entropy: float, kl: float, num_outputs: int) -> str | None:
-    """What went wrong, with advice, judged by the teacher's entropy and the KL divergence; None while all is well.
+    """What went wrong, with advice, by the teacher's entropy and the KL divergence; None while all is well.
 
     Both should be averages over many steps, after the warm-up: an untrained student starts at a loss of log K. A low
     entropy alone is no collapse, as a sharp teacher is low on purpose; it is one when the student agrees everywhere.

@@ -7,7 +7,7 @@ that is watched learns nothing from the labels; the two classifiers here do, and
 What is unusual: all is deterministic and draws from no generator of torch, so that a run comes out the same with and
 without probes. The tiles are taken with the colours they have; nothing normalizes their stains.
 
-Axes in names: N tiles to learn from, M tiles to judge by, D length of a vector, C classes, F fits, B images.
+Axes in names: N tiles to learn from, M test tiles, D length of a vector, C classes, F fits, B images.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Mask = NDArray[np.bool_]
 
 
 class Accuracy(NamedTuple):
-    """How many of the tiles to judge by were told right."""
+    """Share of the test tiles that are classified correctly."""
 
     plain: float
     balanced: float
@@ -77,7 +77,7 @@ def knn_accuracy(
     k: int = NEIGHBOURS,
     temperature: float = TEMPERATURE,
 ) -> Accuracy:
-    """Accuracy of a vote among the `k` tiles with the largest cosine similarity, as DINO is judged.
+    """Accuracy of a vote among the `k` tiles with the largest cosine similarity, as DINO is evaluated.
 
     A neighbour of similarity s votes with weight exp(s / temperature). Of equally similar tiles those that come first
     are neighbours, of classes with equal votes the one with the lowest number wins. Labels are 0 ... C - 1.
@@ -96,7 +96,7 @@ def knn_accuracy(
             # Less 1, so that no weight overflows; votes are compared only with each other.
             votes_MC = (((similar_MN - 1) / temperature).exp() * chosen_MN) @ target_NC
             guesses.append(votes_MC.argmax(dim=1))
-    return _judge(torch.cat(guesses), test_labels)
+    return _accuracy(torch.cat(guesses), test_labels)
 
 
 def linear_accuracy(
@@ -124,7 +124,7 @@ def linear_accuracy(
     with exact_products():
         strength, weights = _choose_strength(x_ND, target_NC, held_NF, sorted(strengths, reverse=True))
         guesses = [weights.logits((part - mean_D) / std_D)[:, -1].argmax(dim=1) for part in test_MD.split(4096)]
-    return LinearAccuracy(*_judge(torch.cat(guesses), test_labels), strength)
+    return LinearAccuracy(*_accuracy(torch.cat(guesses), test_labels), strength)
 
 
 class LinearWeights(NamedTuple):
@@ -217,7 +217,7 @@ def _num_classes(*labels: Ints) -> int:
     return int(max(part.max() for part in labels)) + 1
 
 
-def _judge(guesses_M: Tensor, labels_M: Ints) -> Accuracy:
+def _accuracy(guesses_M: Tensor, labels_M: Ints) -> Accuracy:
     right = guesses_M.cpu().numpy() == labels_M
     return Accuracy(float(right.mean()), float(np.mean([right[labels_M == c].mean() for c in np.unique(labels_M)])))
 
@@ -273,7 +273,7 @@ class ProbeTable:
     """Numbers of `classes`."""
     classes: tuple[str, ...]
     test: Mask
-    """Which tiles to judge by; the others are there to learn from."""
+    """Which tiles are test tiles; the others are training tiles."""
     patients: tuple[str, ...] | None
     shape_px: tuple[int, int]
     """(height, width) of every tile."""
@@ -340,7 +340,7 @@ def _existing(sheet: Sheet, tiles: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _sides(sheet: Sheet, labels: Ints, patients: tuple[str, ...] | None, seed: int) -> tuple[Mask, tuple[str, ...]]:
-    """Which tiles to judge by, and what there is to say about that."""
+    """Which tiles are test tiles, and warnings about that."""
     column = sheet.find("split")
     if column is None:
         by = (
@@ -352,12 +352,12 @@ def _sides(sheet: Sheet, labels: Ints, patients: tuple[str, ...] | None, seed: i
     if odd:
         raise CohortError(
             f"{sheet.name}: neither train nor test: {listing(odd)}",
-            "a probe learns from the one and is judged by the other",
+            "a probe learns from the one and is tested on the other",
             "Correct the column split, or remove these rows",
         )
     test = np.array([side == "test" for side in sides])
-    learned, judged = ({p for p, t in zip(patients or (), test, strict=False) if t == side} for side in (False, True))
-    both = sorted(learned & judged)
+    learned, tested = ({p for p, t in zip(patients or (), test, strict=False) if t == side} for side in (False, True))
+    both = sorted(learned & tested)
     torn = f"{sheet.name}: patients with tiles in both splits make its numbers too good: {listing(both)}"
     return test, (torn,) if both else ()
 
@@ -369,7 +369,7 @@ def _check_classes(sheet: Sheet, labels: Ints, classes: Sequence[str], test: Mas
         if absent:
             raise CohortError(
                 f"{sheet.name}: no {side} tile of {listing(absent)}",
-                "a class is learned from train tiles and judged by test tiles",
+                "a class is learned from train tiles and tested on test tiles",
                 "Move some of its tiles, or patients, to the other split, or remove the class",
             )
 

@@ -9,7 +9,7 @@ samples.py    training tiles and the views made of them
 neighbors.py  tiles and those of other patients with the most similar embeddings
 pretraining.py the part about encoders
 sections.py   the parts of the page about the study as a whole
-judged.py     the parts about how well methods do
+result_sections.py  the parts about how well methods do
 slides.py     the part of one slide
 page.py       all of it together, written to a file
 """

@@ -174,7 +174,7 @@ class Contents:
         return self.cohort[slide].label if self.cohort and slide in self.cohort else None
 
     def lesion_row(self, model: str, slide: str) -> Record:
-        """How the map of a slide agrees with its outlines; empty where that was not judged."""
+        """How the heatmap of a slide agrees with its annotation; empty where that was not scored."""
         own = next((results for results in self.results if results.name == model), None)
         return {} if own is None else dict(own.lesion_slides.get(slide, {}))
 

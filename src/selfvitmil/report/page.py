@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from selfvitmil.pseudonyms import Names, names_of
-from selfvitmil.report import judged, pretraining, sections, slides
+from selfvitmil.report import pretraining, result_sections, sections, slides
 from selfvitmil.report.contents import Contents, read_contents
 from selfvitmil.report.markup import Markup, join, map_text, tag
 from selfvitmil.settings import StudySettings
@@ -75,7 +75,10 @@ def make_page(
     chosen = slides.choose(contents, names, findings, most_slides)
     simple = [part(contents, names) for part in (sections.overview, sections.cohort, sections.tissue)]
     simple.append(pretraining.pretraining(contents, names, settings))
-    simple += [part(contents, names) for part in (judged.comparison, judged.evaluation, judged.localization)]
+    simple += [
+        part(contents, names)
+        for part in (result_sections.comparison, result_sections.evaluation, result_sections.localization)
+    ]
     about_slides = [
         slides.slide_table(contents, names, findings, chosen),
         slides.slide_sections(contents, names, settings, findings, chosen),

@@ -1,7 +1,7 @@
 """Training tiles and the views that pretraining made of them, made once more for people to look at.
 
 The views of a training step are a function of seed, tile, step and settings (`pretrain.views`), so those of the first
-step can be made again from the slides: the same tiles, the same crops, the same colours. Where the tiles of the study
+step can be reproduced from the slides: the same tiles, the same crops, the same colours. Where the tiles of the study
 are no longer those of the training, nothing is shown, and a line says why.
 """
 

@@ -13,9 +13,9 @@ from selfvitmil import __version__
 from selfvitmil.formatting import duration
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, EncoderFolder, Record, Results
-from selfvitmil.report.judged import counted, is_optimistic
 from selfvitmil.report.markup import Markup, bullets, join, missing, section, table, tag, unfold
 from selfvitmil.report.pictures import picture_file
+from selfvitmil.report.result_sections import counted, is_optimistic
 from selfvitmil.settings import StudySettings
 
 RESEARCH = "For research use only. Not a medical device."

@@ -49,7 +49,7 @@ class Chosen:
 
 
 def choose(study: Contents, names: Names, findings: dict[str, Finding], most: int) -> Chosen:
-    """Slides that have a map: all that were found positive or judged wrongly before others, test slides before others.
+    """Slides that have a map: all that were found positive or misclassified before others, test slides before others.
 
     They come in the order of the page: test slides first, the most suspicious first.
     """
@@ -86,8 +86,8 @@ def slide_table(study: Contents, names: Names, findings: dict[str, Finding], cho
 
     def order(slide: str) -> tuple[bool, float, str]:
         finding = findings.get(slide)
-        unjudged = finding is None or finding.part != "test"
-        return unjudged, -(finding.probability if finding else -1.0), names.slide(slide)
+        not_tested = finding is None or finding.part != "test"
+        return not_tested, -(finding.probability if finding else -1.0), names.slide(slide)
 
     rows: list[tuple[str, ...]] = []
     for slide in sorted(study.slides, key=order):
@@ -103,7 +103,7 @@ def slide_table(study: Contents, names: Names, findings: dict[str, Finding], cho
                 tiles,
                 f"{finding.probability:.3f}" if finding else "",
                 finding.decision if finding else "",
-                _judged(finding),
+                _outcome(finding),
             )
         )
     if not rows:
@@ -114,7 +114,7 @@ def slide_table(study: Contents, names: Names, findings: dict[str, Finding], cho
 
 def _decided_words(study: Contents, findings: dict[str, Finding]) -> Markup:
     if not findings:
-        return missing("No slide was judged yet", "evaluate")
+        return missing("No slide was evaluated yet", "evaluate")
     shown = " or ".join(sorted({finding.shown for finding in findings.values()}))
     whose = f"maps/{study.maps[0].model}" if study.maps else "the ensemble of the main method"
     wrong = sum(finding.is_right is False for finding in findings.values() if finding.part == "test")
@@ -122,7 +122,7 @@ def _decided_words(study: Contents, findings: dict[str, Finding]) -> Markup:
     return tag("p", f"Probability of {shown}, by {whose}. {wrong} of {tested} test slides are called wrongly.")
 
 
-def _judged(finding: Finding | None) -> str:
+def _outcome(finding: Finding | None) -> str:
     if finding is None or finding.is_right is None:
         return ""
     where = "" if finding.part == "test" else f" ({finding.part} slide)"

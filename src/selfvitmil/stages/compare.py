@@ -62,7 +62,7 @@ def compare(
     engine: Engine,
     name: str | None = None,
 ) -> Summary:
-    """Judge many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
+    """Evaluate many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, score_method, write_results
     from selfvitmil.evaluate.baseline_advice import better_simple_rows

@@ -48,7 +48,7 @@ def evaluate(
     engine: Engine,
     name: str | None = None,
 ) -> Summary:
-    """Judge an aggregator on the test slides, training what is not there yet; writes `results/<name>/`."""
+    """Evaluate an aggregator on the test set, training missing models first; writes `results/<name>/`."""
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, hold_out_test_labels, score_method, write_results
     from selfvitmil.evaluate.figure_files import write_figures
 

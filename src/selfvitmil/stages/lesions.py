@@ -1,4 +1,4 @@
-"""Maps judged by annotations: what `evaluate --lesions` and `compare --lesions` add to the results of slides.
+"""Heatmaps scored against annotations: what `evaluate --lesions` and `compare --lesions` add to the results of slides.
 
 Test and validation slides are mapped first (by models that never saw them), then the labels are opened, then outlined
 lesions and normal slides are compared with the maps. Thresholds come from validation.
@@ -28,29 +28,29 @@ from selfvitmil.study.preflight import annotated_slides
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import Cohort
-    from selfvitmil.localize.judge import LesionCase
+    from selfvitmil.localize.lesion_metrics import LesionCase
 
 
 PARTS = ("test", "val")
-Judged = dict[str, list["LesionCase"]]
+ScoredCases = dict[str, list["LesionCase"]]
 """Part -> its cases."""
 
 
 def evaluate_lesions(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
 ) -> Summary:
-    """Judge the maps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
+    """Score the heatmaps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
     from selfvitmil.localize.figures import write_lesion_scores
-    from selfvitmil.localize.judge import judge_lesions
+    from selfvitmil.localize.lesion_metrics import score_lesions
 
     with open_study(study, "evaluate"):
-        judged, encoder, failures, lines = _judged(
+        found_cases, encoder, failures, lines = _lesion_cases(
             study, source, choice, settings, [settings.train.aggregator], "evaluate"
         )
-        (own,) = judged.values()
+        (own,) = found_cases.values()
         folder = StudyLayout(study).results(results_name(name or f"{encoder}_{settings.train.aggregator}", settings))
         _remove_earlier(folder)
-        scores = judge_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
+        scores = score_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
     lines += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
     lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {below(study, folder)}")
@@ -62,9 +62,9 @@ def evaluate_lesions(
 def compare_lesions(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
 ) -> Summary:
-    """Judge the maps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
+    """Score the heatmaps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
     from selfvitmil.localize.figures import write_lesion_table
-    from selfvitmil.localize.judge import judge_lesions
+    from selfvitmil.localize.lesion_metrics import score_lesions
     from selfvitmil.localize.methods import common_cases
     from selfvitmil.localize.methods import compare_lesions as side_by_side
 
@@ -74,12 +74,12 @@ def compare_lesions(
     if baseline not in methods:
         raise ConfigError(f"compare.baseline {baseline!r} is not among the methods that have heatmaps")
     with open_study(study, "compare"):
-        judged, _, failures, lines = _judged(study, source, choice, settings, methods, "compare")
+        found_cases, _, failures, lines = _lesion_cases(study, source, choice, settings, methods, "compare")
         folder = StudyLayout(study).results(results_name(name or "compare", settings))
         _remove_earlier(folder)
-        common, warned = common_cases({method: own["test"] for method, own in judged.items()})
+        common, warned = common_cases({method: own["test"] for method, own in found_cases.items()})
         scores = {
-            method: judge_lesions(common[method], judged[method]["val"], settings.localize, settings.evaluate)
+            method: score_lesions(common[method], found_cases[method]["val"], settings.localize, settings.evaluate)
             for method in common
         }
         table = side_by_side(scores, baseline)
@@ -92,14 +92,14 @@ def compare_lesions(
 # ---------------------------------------------------------------------------------------------------- both
 
 
-def _judged(
+def _lesion_cases(
     study: Path,
     source: CohortSource,
     choice: FeatureChoice,
     settings: StudySettings,
     methods: Sequence[str],
     stage: str,
-) -> tuple[dict[str, Judged], str, list[Failure], list[str]]:
+) -> tuple[dict[str, ScoredCases], str, list[Failure], list[str]]:
     """Method -> its maps beside annotations; the encoder; slides that failed; lines to print."""
     from selfvitmil.evaluate import FINAL_SCORING, hold_out_test_labels
 
@@ -115,33 +115,33 @@ def _judged(
         model = results_name(f"{features.encoder}_{method}", settings)
         mapper = Mapper(study, own, trial, cases.cohort, features, model)
         mapped, unmapped = split_failures(mapper.map_all(wanted))
-        # A slide that failed now may have a map of other models: it is not judged.
+        # A slide that failed now may have a map of other models: it is not scored.
         maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
         failures += [replace(failure, stage="lesions") for failure in unmapped]
     if not trial.optimistic:
         trial.labels.open(FINAL_SCORING)
-    judged: dict[str, Judged] = {}
+    found_cases: dict[str, ScoredCases] = {}
     for method, paths in maps.items():
-        judged[method], unjudged = _cases_of(paths, cases.cohort)
-        failures += unjudged
+        found_cases[method], unscored = _cases_of(paths, cases.cohort)
+        failures += unscored
     failures = list(dict.fromkeys(failures))
     record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
-    return judged, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
+    return found_cases, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
 
 
 def _remove_earlier(folder: Path) -> None:
-    """Remove an earlier judgement, which would pass for today's where maps cannot be judged any more."""
+    """Remove earlier scores, which would pass for current ones where heatmaps can no longer be scored."""
     from selfvitmil.localize.figures import LESION_FILES
 
     for name in LESION_FILES:
         (folder / name).unlink(missing_ok=True)
 
 
-def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[Judged, list[Failure]]:
+def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[Failure]]:
     """The maps of a model beside the slides' annotations, by part."""
-    from selfvitmil.localize.judge import lesion_case
+    from selfvitmil.localize.lesion_metrics import lesion_case
 
-    found: Judged = {part: [] for part in PARTS}
+    found: ScoredCases = {part: [] for part in PARTS}
     failures: list[Failure] = []
     for path in maps:
         try:

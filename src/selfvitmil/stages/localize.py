@@ -1,6 +1,6 @@
 """The command `localize`: maps of the slides of a study by trained models, and what is made from maps.
 
-Models are not trained here: they must be there and current, so that a map shows what the evaluation judged. A slide is
+Models are not trained here: they must exist and be up to date, so that heatmaps show what was evaluated. A slide is
 mapped by the models of a split in which it is a test slide (or has another of `localize.parts`); threshold and decision
 come from that split's validation slides as in `evaluate`, and the labels of test slides stay held out.
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 VERSION = 3
-"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM judges a tile's classes one by one;
+"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM scores the classes of a tile one by one;
 since 3 `auto` chooses by annotated validation slides, and prefers tile scores to attention without them."""
 SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
 MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
@@ -160,7 +160,7 @@ def choose_slides(
     if several := [slide for slide in chosen if slide in again]:
         notes.append(f"{listing(several)}: in the same part of several splits; mapped by the models of the first")
     if learned := [slide for slide, each in chosen.items() if each.part == "train"]:
-        notes.append(f"the models were trained on {listing(learned)}: their maps flatter")
+        notes.append(f"the models were trained on {listing(learned)}: their heatmaps are optimistic")
     return chosen, notes
 
 
@@ -300,7 +300,7 @@ class Mapper:
         """Positive validation slides with an annotation, where these may choose what heatmaps show.
 
         With several splits a validation slide of one may be a test slide of another: then none may. Nor where several
-        classes are told apart, since annotations tell tumour from normal tissue only.
+        classes are distinguished, since annotations mark tumour against normal tissue only.
         """
         first, *others = self.trial.splits
         if self.settings.localize.score != "auto" or others or self.trial.num_classes > 1:

@@ -33,7 +33,7 @@ def make_models(
 ) -> dict[Path, BuildOutcome]:
     """Make models that are missing or stale, some of them in other processes; the outcome of each, by its folder.
 
-    A training that fails elsewhere is left out: it is made again by who asked, whose error then tells why.
+    A training that fails in another process is left out: the caller repeats it, and its error says why.
     """
     from selfvitmil.evaluate.models import make_model
 

@@ -84,7 +84,7 @@ class SupervisedRow:
         seconds = time.perf_counter() - begin
         folder = self._place(self.models / "probe-supervised", split, seed)
         save_probe(folder, trained, {"encoder": self.trial.encoder, "split": split.name, "seed": seed})
-        wanted = self._judged(split)
+        wanted = self._evaluated(split)
         scored = score(trained.module, [self.trial.bag(case) for case in wanted], store=self.store)
         return _Learned(scored, 1, BUILT, seconds, trained.warnings)
 
@@ -99,7 +99,7 @@ class SupervisedRow:
             stain_method=stain, reader=slide.reader,
             report=lambda line: self.report({**where, **line}),
         )  # fmt: skip
-        wanted = [self._slide(case) for case in self._judged(split)]
+        wanted = [self._slide(case) for case in self._evaluated(split)]
         scored = score_slides(trained.network, wanted, settings.supervised, stain_method=stain, reader=slide.reader)
         seconds = sum(float(line["seconds"]) for line in trained.history)
         return _Learned(scored, trained.epoch, trained.outcome, seconds, trained.warnings)
@@ -108,7 +108,7 @@ class SupervisedRow:
         """Folder of a model: the protocols do not overwrite each other's."""
         return model_folder(folder, model_name(split.name, self.trial.optimistic), seed)
 
-    def _judged(self, split: TrialSplit) -> list[BagFile]:
+    def _evaluated(self, split: TrialSplit) -> list[BagFile]:
         """The slides whose scores are wanted, each once."""
         return list({case.slide: case for case in (*self.trial.chosen_on(split), *split.test)}.values())
 

@@ -1,4 +1,4 @@
-"""Commands from vectors and slide labels to judged classifiers: `train`, `evaluate`, `compare`.
+"""The stage `train`, and what `train`, `evaluate` and `compare` share: labelled slides, splits, features, models.
 
 All three find the same cases (labelled slides with a sound feature file) and the same splits. `train` stops before any
 test slide is opened; `evaluate` goes on to score them and writes one method's results; `compare` does so for many rows
@@ -62,7 +62,7 @@ def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: St
     ]
     lines += evidence_lines(name, fitted)
     lines += [f"note: {warning}" for warning in (*trial.warnings, *run_warnings(fitted))]
-    lines.append(f"{len(fitted.runs)} models in {below(study, features.models / name)}; judge them with `evaluate`")
+    lines.append(f"{len(fitted.runs)} models in {below(study, features.models / name)}; evaluate them with `evaluate`")
     return Summary(tuple(lines), cases.failures, tuple(table))
 
 
@@ -263,7 +263,9 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
         return []
     for name in old:
         (folder / name).unlink()
-    return [f"note: {', '.join(old)} removed: they judged maps of earlier models; --lesions judges those of today"]
+    return [
+        f"note: {', '.join(old)} removed: they scored heatmaps of earlier models; --lesions scores the present ones"
+    ]
 
 
 MODEL_BYTES = 3_000_000

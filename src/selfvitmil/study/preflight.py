@@ -125,5 +125,5 @@ def _nothing_done(error: SelfVitMilError, how: str) -> SelfVitMilError:
 
 
 def annotated_slides(cohort: Cohort) -> list[str]:
-    """Slides by whose outlined lesions maps are judged."""
+    """Test slides with annotated lesions, which heatmaps are scored against."""
     return [row.slide for row in cohort.rows if row.annotation is not None and row.split in ("test", None)]

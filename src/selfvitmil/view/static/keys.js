@@ -9,7 +9,7 @@ export const KEYS = [
   ["] [", "next, previous slide"],
   ["+ - 0", "zoom in, zoom out, whole slide"],
   ["← ↑ → ↓", "move the slide"],
-  ["h", "heat-map on or off"],
+  ["h", "heatmap on or off"],
   ["v", "next value: score, detection, attention…"],
   ["c", "next colours"],
   ["f", "fade low values"],

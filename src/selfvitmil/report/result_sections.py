@@ -99,11 +99,11 @@ def _record_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]
 
 
 def evaluation(study: Contents, names: Names) -> Markup:
-    """Headline figures with intervals, and curves, of every method that was judged by itself."""
+    """Headline figures with intervals, and curves, of every method that was evaluated by itself."""
     found = [results for results in study.results if not results.is_comparison and results.methods]
     found.sort(key=_main_first)
     parts = [_evaluation(results, names) for results in found]
-    where = "No method was judged by itself yet" if study.results else "No results yet"
+    where = "No method was evaluated by itself yet" if study.results else "No results yet"
     return section("evaluation", "Evaluation", *(parts or [missing(where, "evaluate")]))
 
 
@@ -277,12 +277,12 @@ def _figure_order(name: str) -> tuple[int, str]:
 
 def localization(study: Contents, names: Names) -> Markup:
     """How well maps agree with annotations: comparisons of models, then single models beside each other."""
-    judged = sorted((one for one in study.results if one.lesions is not None), key=_main_first)
-    if not judged:
+    scored = sorted((one for one in study.results if one.lesions is not None), key=_main_first)
+    if not scored:
         lacking = "Maps were not compared with annotations yet"
         return section("localization", "Localization", missing(lacking, "evaluate --lesions"))
-    compared = [results for results in judged if results.lesion_table is not None]
-    single = [results for results in judged if results not in compared]
+    compared = [results for results in scored if results.lesion_table is not None]
+    single = [results for results in scored if results not in compared]
     models = {
         f"{results.name}: {key}" if key else results.name: told
         for results in single

@@ -1,6 +1,6 @@
 """Maps beside annotations: how well a map finds outlined lesions, and what it shows where there is none.
 
-A case is the map of a slide and what is known of the slide's lesions. Slides that cannot be judged fairly, as positive
+A case is the map of a slide and what is known of the slide's lesions. Slides that cannot be scored fairly, as positive
 ones without an outline or with some lesions not outlined, are left out of all numbers here and named with the reason.
 
 Scores, of the test cases:
@@ -44,7 +44,7 @@ from selfvitmil.annotations import Annotation, box_coverage, read_annotations, t
 from selfvitmil.cohort.table import SlideRow, listing
 from selfvitmil.errors import ArtefactError, CohortError, MetricError
 from selfvitmil.evaluate.method_metrics import attempt
-from selfvitmil.localize.lesion_scores import Json, JudgedSlide, LesionScores, Threshold
+from selfvitmil.localize.lesion_scores import Json, LesionScores, ScoredSlide, Threshold
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import SlideMap, read_map
 from selfvitmil.localize.places import check_outlines
@@ -111,7 +111,7 @@ class LesionCase:
 
     @property
     def refused(self) -> str:
-        """Why it cannot be judged; empty where it can."""
+        """Why it cannot be scored; empty where it can."""
         if not len(self.slide_map):
             return "its map has no tile"
         if not self.complete:
@@ -135,7 +135,9 @@ def lesion_case(row: SlideRow, slide_map: SlideMap | Path) -> LesionCase:
     found = slide_map if isinstance(slide_map, SlideMap) else read_map(slide_map)
     if found.slide != row.slide:
         raise ArtefactError(
-            f"{row.slide}: its map is of {found.slide}", "maps are judged by the slide's own lesions", "Localize again"
+            f"{row.slide}: its map is of {found.slide}",
+            "heatmaps are scored against the slide's own lesions",
+            "Localize again",
         )
     if row.label is None:
         raise CohortError(
@@ -204,7 +206,7 @@ class _Tiles:
     tumour: NDArray[np.bool_]
 
 
-def _judge_slide(case: LesionCase, threshold: float, frame: str) -> tuple[JudgedSlide, _Tiles]:
+def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[ScoredSlide, _Tiles]:
     slide_map, areas = case.slide_map, _Areas.of(case)
     marked, covered = (float(area[0]) for area in areas.at(np.array([threshold])))
     apart = slide_map.frame.stride_l0 >= slide_map.frame.extent_l0
@@ -217,7 +219,7 @@ def _judge_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Judged
     hottest = hottest_tile(slide_map)
     found = bool(slide_map.score[hottest] > 0)
     x, y = slide_map.centres_l0[hottest].tolist()
-    judged = JudgedSlide(
+    scored = ScoredSlide(
         slide=case.slide,
         patient=case.patient,
         positive=bool(case.positive),
@@ -245,7 +247,7 @@ def _judge_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Judged
         hit=found and bool(share[hottest] >= NORMAL_SHARE) if case.positive else None,
         hit_half=found and bool(tumour[hottest]) if case.positive else None,
     )
-    return judged, _Tiles(slide_map.detection[known], tumour[known])
+    return scored, _Tiles(slide_map.detection[known], tumour[known])
 
 
 # ---------------------------------------------------------------------------------------------------- FROC
@@ -328,7 +330,7 @@ def choose_threshold(val_cases: Sequence[LesionCase], settings: LocalizeSettings
     return Threshold(float(THRESHOLDS[chosen]), words, float(dice[chosen]), names)
 
 
-def judge_lesions(
+def score_lesions(
     test_cases: Sequence[LesionCase],
     val_cases: Sequence[LesionCase],
     settings: LocalizeSettings,
@@ -336,7 +338,7 @@ def judge_lesions(
 ) -> LesionScores:
     """All scores of the maps of one model.
 
-    MetricError where no slide can be judged, or cases do not belong together.
+    MetricError where no slide can be scored, or cases do not belong together.
     """
     _check_together(test_cases, val_cases)
     left_out = tuple((case.slide, case.refused) for case in (*test_cases, *val_cases) if case.refused)
@@ -344,10 +346,10 @@ def judge_lesions(
     if not cases:
         listed = listing(f"{slide}: {why}" for slide, why in left_out)
         raise MetricError(
-            f"none of {len(test_cases)} maps can be judged", listed or "there is no map of a test slide", "Localize"
+            f"none of {len(test_cases)} heatmaps can be scored", listed or "there is no map of a test slide", "Localize"
         )
     threshold = choose_threshold(val_cases, settings)
-    judged = [_judge_slide(case, threshold.value, settings.froc_frame) for case in cases]
+    scored = [_score_slide(case, threshold.value, settings.froc_frame) for case in cases]
     reasons: dict[str, str] = {}
     warnings = [f"{slide} takes no part in lesion scores: {why}" for slide, why in left_out]
     warnings += [f"{case.slide}: {text}" for case in cases for text in case.warnings]
@@ -357,7 +359,7 @@ def judge_lesions(
     num_positive = sum(bool(case.positive) for case in cases)
     if 0 < num_positive < FEW:
         warnings.append(f"limits rest on {num_positive} positive slides and are rough")
-    tiles = [tiles for _, tiles in judged]
+    tiles = [tiles for _, tiles in scored]
     detection, tumour = (np.concatenate([getattr(each, name) for each in tiles]) for name in ("detection", "tumour"))
     splits, split_of = np.unique([case.slide_map.verdict.split for case in cases], return_inverse=True)
     if len(splits) > 1:
@@ -368,7 +370,7 @@ def judge_lesions(
         for name, score in (("auc", metrics.auc), ("average_precision", metrics.average_precision))
     }
     return LesionScores(
-        slides=tuple(slide for slide, _ in judged),
+        slides=tuple(slide for slide, _ in scored),
         left_out=left_out,
         threshold=threshold,
         froc=froc,
@@ -384,7 +386,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
     names = [case.slide for case in (*test_cases, *val_cases)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MetricError(
-            f"several maps of {listing(twice)}", "a slide counts once, and chooses or judges", "Pass each slide once"
+            f"several maps of {listing(twice)}", "a slide counts once, to choose or to evaluate", "Pass each slide once"
         )
     told = {(case.slide_map.model, case.slide_map.kind, case.slide_map.scale, case.slide_map.gated,
              case.slide_map.verdict.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
@@ -395,13 +397,13 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             f"model, what is mapped, scale, gating and class are {listed}",
             "Localize all slides by one model with the same settings",
         )
-    for cases, parts, what in ((test_cases, ("test", "new"), "judge"), (val_cases, ("val",), "choose a threshold")):
+    for cases, parts, what in ((test_cases, ("test", "new"), "evaluate"), (val_cases, ("val",), "choose a threshold")):
         wrong = [f"{case.slide} ({part})" for case in cases if (part := case.slide_map.verdict.part) not in parts]
         if wrong:
             raise MetricError(
                 f"maps of slides that may not {what}: {listing(wrong)}",
-                "a model is judged on slides that took no part in making it, by a threshold that these did not choose",
-                "Pass maps of test slides to be judged, of validation slides to choose by",
+                "a model is evaluated on slides that neither trained it nor chose its threshold",
+                "Pass heatmaps of test slides to evaluate, of validation slides to choose the threshold",
             )
 
 

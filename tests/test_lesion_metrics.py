@@ -23,13 +23,13 @@ from selfvitmil.annotations import Annotation, box_coverage, to_mask, write_anno
 from selfvitmil.cohort.table import SlideRow
 from selfvitmil.errors import AnnotationError, ArtefactError, CohortError, MetricError
 from selfvitmil.localize.figures import draw_froc, froc_figure, write_lesion_scores, write_lesion_table
-from selfvitmil.localize.judge import (
+from selfvitmil.localize.lesion_metrics import (
     ONE_ORDER,
     THRESHOLDS,
     LesionCase,
     choose_threshold,
-    judge_lesions,
     lesion_case,
+    score_lesions,
 )
 from selfvitmil.localize.lesion_scores import SCORES, FrocDraws, froc_curve
 from selfvitmil.localize.lesions import find_points, hottest_tile
@@ -111,7 +111,7 @@ def test_areas_are_those_of_shapely(stride):
     frame, threshold = lesion.slide_map.frame, 0.6
     tumour, mm2 = union_of(lesion.annotations), frame.slide_mpp**2 / 1e6
     found = marked(lesion, threshold, frame.stride_l0)
-    scores = judge_lesions([lesion], [], LocalizeSettings(lesion_threshold=threshold), EVALUATE)
+    scores = score_lesions([lesion], [], LocalizeSettings(lesion_threshold=threshold), EVALUATE)
     (slide,) = scores.slides
     assert slide.tumour_mm2 == pytest.approx(tumour.area * mm2)
     assert slide.marked_mm2 == pytest.approx(found.area * mm2)
@@ -135,14 +135,14 @@ def test_tumour_where_no_tile_lies_counts_as_missed():
     fields = {name: getattr(full.slide_map, name)[kept] for name in ("coords_l0", "score", "detection")}
     holed = LesionCase(replace(full.slide_map, columns={}, annotated=None, **fields), full.annotations)
     for lesion, coverage in ((full, 1.0), (holed, 12 / 16)):
-        (slide,) = judge_lesions([lesion], [], SETTINGS, EVALUATE).slides
+        (slide,) = score_lesions([lesion], [], SETTINGS, EVALUATE).slides
         assert slide.covered_mm2 / slide.tumour_mm2 == pytest.approx(coverage)
 
 
 def test_excluded_tissue_is_no_tumour():
     plain = case(0, found=(4, 3, 4, 4), truth=((4, 3, 4, 4),))
     holed = LesionCase(plain.slide_map, plain.annotations + outline((5, 4, 2, 2), group="Exclusion"))
-    (slide,) = judge_lesions([holed], [], SETTINGS, EVALUATE).slides
+    (slide,) = score_lesions([holed], [], SETTINGS, EVALUATE).slides
     assert slide.tumour_mm2 == pytest.approx(12 * 0.112**2)
     assert slide.false_mm2 == pytest.approx(4 * 0.112**2)
     assert slide.normal_tiles == 14 * 11 - 12
@@ -162,7 +162,7 @@ def test_scores_over_slides_by_hand():
     cases[5] = LesionCase(
         replace(cases[5].slide_map, verdict=replace(cases[5].slide_map.verdict, decision="normal")), positive=False
     )
-    scores = judge_lesions(cases, [], SETTINGS, EVALUATE)
+    scores = score_lesions(cases, [], SETTINGS, EVALUATE)
     value = {name: one.value for name, one in scores.intervals.items() if one is not None}
     assert value["coverage"] == pytest.approx(0.75)
     assert value["coverage_pooled"] == pytest.approx(18 / 24)
@@ -194,7 +194,7 @@ def test_threshold_is_the_best_of_validation_by_a_loop():
     assert max(means) == pytest.approx(chosen.val_dice)
     assert means[list(THRESHOLDS).index(chosen.value)] == pytest.approx(max(means))
     assert chosen.words == "largest mean Dice over 3 outlined validation slides"
-    assert judge_lesions([blob(9)], val, SETTINGS, EVALUATE).threshold == chosen
+    assert score_lesions([blob(9)], val, SETTINGS, EVALUATE).threshold == chosen
 
 
 def test_of_equal_thresholds_the_middle_one():
@@ -233,7 +233,7 @@ def step_ap(label, score):
 
 def test_tile_scores_by_pairs_and_steps():
     lesions = [blob(4), blob(5), negative(6)]
-    scores = judge_lesions(lesions, [], SETTINGS, EVALUATE)
+    scores = score_lesions(lesions, [], SETTINGS, EVALUATE)
     labels, detections, aucs, aps = [], [], [], []
     for lesion, slide in zip(lesions, scores.slides, strict=True):
         boxes = shapely.box(*lesion.slide_map.boxes_l0.T)
@@ -267,12 +267,12 @@ def test_tiles_of_different_models_are_ranked_within_splits_and_froc_warns():
     lesions = [blob(seed) for seed in (1, 2, 3)]
     splits = ("fold0", "fold1", "fold1")
     alike, dimmer = (
-        judge_lesions([of_split(*one) for one in zip(lesions, splits, factors, strict=True)], [], SETTINGS, EVALUATE)
+        score_lesions([of_split(*one) for one in zip(lesions, splits, factors, strict=True)], [], SETTINGS, EVALUATE)
         for factors in ((1.0, 1.0, 1.0), (1.0, 0.25, 0.25))
     )
     assert alike.pooled["auc"] is not None
     assert dimmer.pooled == pytest.approx(alike.pooled)
-    parts = [judge_lesions(some, [], SETTINGS, EVALUATE) for some in (lesions[:1], lesions[1:])]
+    parts = [score_lesions(some, [], SETTINGS, EVALUATE) for some in (lesions[:1], lesions[1:])]
     pairs = [sum(s.tumour_tiles for s in one.slides) * sum(s.normal_tiles for s in one.slides) for one in parts]
     assert alike.pooled["auc"] == pytest.approx(np.average([one.pooled["auc"] for one in parts], weights=pairs))
     assert ONE_ORDER.format(2) in alike.warnings
@@ -283,7 +283,7 @@ def test_hit_rate_of_the_hottest_tile():
     right = case(0)
     wrong = case(1, found=(0, 0, 2, 2))
     brushed = case(2, found=(4, 3, 1, 1), truth=((4.8, 3.0, 4, 4),))  # a fifth of the tile is outlined
-    scores = judge_lesions([right, wrong, brushed, negative(3)], [], SETTINGS, EVALUATE)
+    scores = score_lesions([right, wrong, brushed, negative(3)], [], SETTINGS, EVALUATE)
     assert [slide.hit for slide in scores.slides] == [True, False, True, None]
     assert [slide.hit_half for slide in scores.slides] == [True, False, False, None]
     assert scores.intervals["hit_rate"] == wilson(2, 3)
@@ -300,7 +300,7 @@ def test_a_map_that_points_nowhere_hits_nothing():
     plain = case(0)
     blank = np.zeros(154, np.float32)
     flat = LesionCase(replace(plain.slide_map, score=blank, detection=blank), plain.annotations)
-    scores = judge_lesions([flat], [], SETTINGS, EVALUATE)
+    scores = score_lesions([flat], [], SETTINGS, EVALUATE)
     assert (scores.slides[0].hit, scores.slides[0].touched) == (False, 0)
     assert scores.froc.score == 0
 
@@ -355,7 +355,7 @@ def test_froc_agrees_with_monai(frame, monai_froc):
     mpps = (0.25, 0.22, 0.5)
     lesions = [blob(seed, mpp=mpp) for seed, mpp in zip((0, 1, 2), mpps, strict=True)]
     normal = [negative(7), negative(8, called=False)]
-    scores = judge_lesions([*lesions, *normal], [], settings, EVALUATE)
+    scores = score_lesions([*lesions, *normal], [], settings, EVALUATE)
     false, true, num_targets = [], [], 0
     for lesion, mpp in zip(lesions, mpps, strict=True):
         own = 0.243 if frame == "microns" else mpp
@@ -388,8 +388,8 @@ def test_frames_differ_where_pixels_are_not_the_challenges():
         frame=replace(plain.slide_map.frame, slide_mpp=0.5, extent_l0=224.0, stride_l0=224.0, size_l0=(3136, 2464)),
     )
     lesion = LesionCase(coarse, outline((4, 3, 3, 2), tile=224.0))
-    (in_microns,) = judge_lesions([lesion], [], LocalizeSettings(froc_frame="microns"), EVALUATE).slides
-    in_pixels = judge_lesions([lesion], [], LocalizeSettings(froc_frame="challenge"), EVALUATE)
+    (in_microns,) = score_lesions([lesion], [], LocalizeSettings(froc_frame="microns"), EVALUATE).slides
+    in_pixels = score_lesions([lesion], [], LocalizeSettings(froc_frame="challenge"), EVALUATE)
     assert (in_microns.lesions, in_microns.itc, in_microns.touched) == (1, 0, 1)
     assert (in_pixels.slides[0].lesions, in_pixels.slides[0].itc, in_pixels.slides[0].itc_touched) == (0, 1, 1)
     assert in_pixels.froc is None
@@ -407,7 +407,7 @@ def dimmed(lesion: LesionCase, *, right: bool) -> LesionCase:
 def test_lesions_touched_by_a_loop_over_pixels(stride):
     settings = LocalizeSettings(lesion_threshold=0.97)
     lesions = [dimmed(blob(seed, stride=stride), right=seed % 2 == 0) for seed in range(4)]
-    scores = judge_lesions(lesions, [], settings, EVALUATE)
+    scores = score_lesions(lesions, [], settings, EVALUATE)
     counts = []
     for lesion in lesions:
         mask, labels, _ = slow_detections(lesion, settings, 0.243 * 32, 0.243)
@@ -456,7 +456,7 @@ def test_draws_of_slides_are_the_froc_of_repeated_slides(seed, most):
 
 def test_limits_of_froc_are_those_of_slides_drawn_one_by_one():
     lesions = [blob(seed) for seed in range(6)] + [negative(seed) for seed in (10, 11, 12, 13)]
-    scores = judge_lesions(lesions, [], LocalizeSettings(point_min=0.3), EvaluateSettings(bootstrap=2000))
+    scores = score_lesions(lesions, [], LocalizeSettings(point_min=0.3), EvaluateSettings(bootstrap=2000))
     rng, cases = np.random.default_rng(1), scores.froc.cases
     kinds = [[case for case in cases if (case.num_lesions > 0) == positive] for positive in (True, False)]
     drawn = [
@@ -477,7 +477,7 @@ def test_patients_are_drawn_whole():
         case(2, found=(4, 3, 4, 3), truth=((6, 3, 4, 3),), patient="b"),
     ]
     place = list(SCORES).index("coverage")
-    drawn = np.unique(judge_lesions(cases, [], SETTINGS, EVALUATE).drawn[:, place].round(6))
+    drawn = np.unique(score_lesions(cases, [], SETTINGS, EVALUATE).drawn[:, place].round(6))
     np.testing.assert_allclose(drawn, [0.5, (1 + 2 * 0.5) / 3, 1.0], atol=1e-6)
 
 
@@ -493,7 +493,7 @@ def test_slides_that_cannot_be_judged_are_left_out_and_named():
         LesionCase(case(4).slide_map, outline((1, 1, 2, 2), group="Lymphocytes"), file="s4.xml"),
         negative(5),
     ]
-    scores = judge_lesions(cases, [], SETTINGS, EVALUATE)
+    scores = score_lesions(cases, [], SETTINGS, EVALUATE)
     assert [slide.slide for slide in scores.slides] == ["s0", "s5"]
     assert dict(scores.left_out) == {
         "s1": "it is positive and has no annotation",
@@ -514,10 +514,12 @@ def test_slides_that_cannot_be_judged_are_left_out_and_named():
 
 
 def test_nothing_to_judge():
-    with pytest.raises(MetricError, match=r"none of 1 maps can be judged, s1: it is positive and has no annotation"):
-        judge_lesions([case(1, truth=(), positive=True)], [], SETTINGS, EVALUATE)
+    with pytest.raises(
+        MetricError, match=r"none of 1 heatmaps can be scored, s1: it is positive and has no annotation"
+    ):
+        score_lesions([case(1, truth=(), positive=True)], [], SETTINGS, EVALUATE)
     with pytest.raises(MetricError, match="there is no map of a test slide"):
-        judge_lesions([], [], SETTINGS, EVALUATE)
+        score_lesions([], [], SETTINGS, EVALUATE)
 
 
 def test_annotations_outside_the_slide_are_refused_by_name():
@@ -540,7 +542,7 @@ def test_the_part_of_an_outline_outside_the_slide_is_told_and_counts_nowhere():
         LesionCase(slide_map, (Annotation("a", "tumor", np.concatenate([right, end])),), file="a.xml")
         for end in (tip, edge)
     )
-    told, expected = (judge_lesions([each], [], SETTINGS, EVALUATE) for each in (far, cut))
+    told, expected = (score_lesions([each], [], SETTINGS, EVALUATE) for each in (far, cut))
     assert "s0: 4.8% of the points in a.xml lie outside the slide" in told.warnings
     assert not any("outside" in text for text in expected.warnings)
     assert told.csv() == expected.csv()
@@ -552,11 +554,11 @@ def test_the_part_of_an_outline_outside_the_slide_is_told_and_counts_nowhere():
 def test_cases_that_do_not_belong_together():
     def fails(match, test, val=()):
         with pytest.raises(MetricError, match=match):
-            judge_lesions(test, val, SETTINGS, EVALUATE)
+            score_lesions(test, val, SETTINGS, EVALUATE)
 
     fails("several maps of s0", [case(0), case(0)])
     fails("several maps of s0", [case(0)], [case(0, part="val")])
-    fails(r"may not judge: s1 \(train\)", [case(0), case(1, part="train")])
+    fails(r"may not evaluate: s1 \(train\)", [case(0), case(1, part="train")])
     fails(r"may not choose a threshold: s1 \(test\)", [case(0)], [case(1)])
     other = case(1)
     fails("maps of different kinds", [case(0), LesionCase(replace(other.slide_map, model="b"), other.annotations)])
@@ -593,7 +595,7 @@ def test_case_of_a_cohorts_row(tmp_path: Path):
 @pytest.fixture(scope="module")
 def some():
     test = [blob(seed) for seed in range(3)] + [negative(seed) for seed in (10, 11)]
-    return judge_lesions(test, [blob(20, part="val")], SETTINGS, EVALUATE)
+    return score_lesions(test, [blob(20, part="val")], SETTINGS, EVALUATE)
 
 
 def test_json_and_csv_are_plain(some):
@@ -614,7 +616,7 @@ def test_json_and_csv_are_plain(some):
 @pytest.mark.parametrize("kind", ["positive", "negative"])
 def test_one_kind_of_slides_leaves_the_other_scores_out_with_reasons(kind):
     cases = [case(0), case(1)] if kind == "positive" else [negative(0), negative(1)]
-    told = judge_lesions(cases, [], SETTINGS, EVALUATE).to_json()
+    told = score_lesions(cases, [], SETTINGS, EVALUATE).to_json()
     json.dumps(told, allow_nan=False)
     missing = {name for name, found in told["scores"].items() if found is None}
     of_negative = {name for name in SCORES if name.endswith("negative")}
@@ -647,8 +649,8 @@ def rival(lesion: LesionCase, noise: float) -> LesionCase:
 def table():
     test = [blob(seed) for seed in range(6)] + [negative(seed) for seed in (10, 11, 12)]
     settings = LocalizeSettings(point_min=0.3)
-    good = judge_lesions(test, [], settings, EVALUATE)
-    bad = judge_lesions([rival(one, 0.6) for one in test], [], settings, EVALUATE)
+    good = score_lesions(test, [], settings, EVALUATE)
+    bad = score_lesions([rival(one, 0.6) for one in test], [], settings, EVALUATE)
     return compare_lesions({"dsmil": bad, "self-vit-mil": good, "again": good}, "dsmil")
 
 
@@ -698,8 +700,8 @@ def test_table_in_all_forms(table):
 
 
 def test_only_what_was_judged_alike_stands_side_by_side(some):
-    other = judge_lesions([blob(seed) for seed in range(3)], [], SETTINGS, EVALUATE)
-    with pytest.raises(MetricError, match="maps of a and of b were judged on different slides"):
+    other = score_lesions([blob(seed) for seed in range(3)], [], SETTINGS, EVALUATE)
+    with pytest.raises(MetricError, match="heatmaps of a and of b were scored on different slides"):
         compare_lesions({"a": some, "b": other}, "a")
     with pytest.raises(MetricError, match="no maps of the baseline 'mean'"):
         compare_lesions({"a": some}, "mean")
@@ -749,7 +751,7 @@ def test_files(tmp_path: Path, some, table):
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
         "lesions.json", "lesions.csv", "lesions.md", "froc.svg"
     }  # fmt: skip
-    without = judge_lesions([negative(0)], [], SETTINGS, EVALUATE)
+    without = score_lesions([negative(0)], [], SETTINGS, EVALUATE)
     (note,) = write_lesion_scores(tmp_path / "one", without)
     assert note.startswith(
         "froc.svg is not drawn: a FROC curve of nothing, FROC of 1 slides, none of them has a lesion"

@@ -1,4 +1,4 @@
-"""One new slide judged by a packaged model: its bag and its tile table come in, an `Answer` goes out.
+"""Inference on one new slide with a packaged model: its bag and its tile table come in, an `Answer` goes out.
 
 Scores and verdict come from `score_by_seeds` and `make_verdict`, as those of a study's maps do, so the numbers are the
 ones that `evaluate` gives the same slide. What `predictions.json` and `predictions.csv` say of an answer is here too.
@@ -77,7 +77,7 @@ class Answer:
         return (*(each.text for each in self.outside), *self.warnings)
 
 
-class Judge:
+class Predictor:
     """A packaged model in memory."""
 
     def __init__(self, package: Package, localize: LocalizeSettings, device: str = "auto"):
@@ -89,7 +89,7 @@ class Judge:
         self._store = BagStore(device, cache_gb=0)  # a bag is seen once
         shown_class(package.classes, 0, localize.of_class)  # refused here rather than with every slide
 
-    def judge(self, slide: str, file: str, bag: Bag, table: TileTable) -> Answer:
+    def predict(self, slide: str, file: str, bag: Bag, table: TileTable) -> Answer:
         """The answer for a slide; BagError where its bag does not fit the model."""
         return self.answer(slide, file, bag, table, self.scores(bag))
 
