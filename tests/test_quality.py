@@ -452,8 +452,7 @@ PROCESS = """
     import torch
     import torch.distributed as dist
     torch.set_num_threads(1)
-    from selfvitmil.stages import pretrain as stage
-from selfvitmil.pretrain import quality, train
+    from selfvitmil.pretrain import quality, train
     from selfvitmil.pretrain.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
 
