@@ -29,6 +29,8 @@ from selfvitmil.pretrain.sources import ImageTiles, TensorTiles
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import PretrainSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 METHODS = get_args(PretrainSettings.model_fields["method"].annotation)
 TINY: dict[str, Any] = {
     "batch": 8,
@@ -49,14 +51,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "architecture": "vit_tiny_patch16_convstem_224", "width": 32, "depth": 2, "heads": 2, "patch_px": 8
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +234,7 @@ def check_statistics(encoder: Encoder, tiles: torch.Tensor) -> None:
     np.testing.assert_allclose(own["bn1.running_var"], first.var((0, 2, 3), ddof=1), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("dino", marks=pytest.mark.slow), "simclr"])
 def test_a_resumed_run_and_one_with_probes_give_the_same_weights(images: Path, tmp_path: Path, method: str):
     class Killed(Exception):

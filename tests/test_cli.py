@@ -82,6 +82,7 @@ def test_from_made_slides_to_tile_tables(made: Path, tmp_path: Path):
     assert "4 were up to date" in again.stdout
 
 
+@pytest.mark.slow
 def test_processes_and_calling_process_give_the_same_bytes(made: Path, tmp_path: Path):
     for name, workers in (("one", 0), ("two", 2)):
         done = selfvitmil("tile", tmp_path / name, "--cohort", made / "cohort.csv", "--workers", workers)
@@ -109,7 +110,7 @@ def test_synth_refuses_a_folder_with_things_in_it(tmp_path: Path):
         (["tile", "study", "--workers", "0", "another"], "another: more than this command takes"),
         (["run", "."], "here: this folder is empty"),
         (["run", "./"], "here: this folder is empty"),
-        (["tile", "study", "--tile.overlap-px", "224"], "leaves no way forward"),
+        (["tile", "study", "--tile.overlap-px", "224"], "must be smaller than tile.size_px"),
         (["tile", "study"], "no cohort.csv yet"),
         (["tile", "study", "--cohort", "nowhere"], "nowhere"),
         (["tile", "study", "--workers", "1", "--cluster", "tls://host:1"], "exclude each other"),

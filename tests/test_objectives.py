@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from selfvitmil.encoder import load_encoder
@@ -27,6 +26,9 @@ from selfvitmil.pretrain.optim import update_teacher
 from selfvitmil.pretrain.sources import ImageTiles
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings
+from waves import wave_tiles
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 METHODS = get_args(PretrainSettings.model_fields["method"].annotation)
 TINY: dict[str, Any] = {
@@ -48,24 +50,12 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 tiles of four kinds."""
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    y, x = np.mgrid[:32, :32]
-    for k in range(48):
-        wave = np.sin((x * (1 + k % 4) + y * (4 - k % 4)) * 0.25 + rng.uniform(0, 6))
-        pixels = 150 + 60 * wave[..., None] * rng.uniform(0.5, 1, 3) + rng.normal(0, 8, (32, 32, 3))
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{k:02}.png")
+    for k, tile in enumerate(wave_tiles(48, 32)):
+        tile.save(folder / f"{k:02}.png")
     return folder
 
 

@@ -38,6 +38,9 @@ from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.provenance import Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from waves import wave_tiles
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY: dict[str, Any] = {
     "method": "dino",
@@ -62,26 +65,13 @@ ORIGIN = Origin(trained_on="train split of made tiles")
 TIMES = ("tiles_per_s", "data_wait_share", "mfu", "phase_s")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four folders of twelve tiles each; every folder has a pattern of its own."""
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    y, x = np.mgrid[:32, :32]
-    for k in range(48):
-        kind = k % 4
-        wave = np.sin((x * (1 + kind) + y * (4 - kind)) * 0.25 + rng.uniform(0, 6))
-        pixels = 150 + 60 * wave[..., None] * rng.uniform(0.5, 1, 3) + rng.normal(0, 8, (32, 32, 3))
-        (folder / f"kind{kind}").mkdir(exist_ok=True)
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"kind{kind}" / f"{k:02}.png")
+    for k, tile in enumerate(wave_tiles(48, 32)):
+        (folder / f"kind{k % 4}").mkdir(exist_ok=True)
+        tile.save(folder / f"kind{k % 4}" / f"{k:02}.png")
     return folder
 
 
@@ -238,6 +228,7 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
             np.testing.assert_array_equal(batch.maps_B33[number], fit.map_od())
 
 
+@pytest.mark.slow
 def test_worker_processes_change_nothing(slides: list[TrainSlide]):
     source = SlideTiles(slides, stain_method="none")
     order = Order(source.counts, batch=8, seed=3, pool=16)
@@ -387,6 +378,7 @@ def test_smaller_views_make_an_encoder_for_coarser_tiles(slides: list[TrainSlide
     assert any("tiles of 32 px at 1 microns" in warning for warning in result.warnings)
 
 
+@pytest.mark.slow
 def test_simclr_learns(slides: list[TrainSlide], tmp_path: Path):
     changes = dict.fromkeys(("architecture", "width", "depth", "heads", "patch_px"))
     settings = tiny(method="simclr", steps=12, lr=6e-4, jitter=0.0, grey=0.0, **changes)

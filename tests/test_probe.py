@@ -45,6 +45,8 @@ from selfvitmil.pretrain.sources import ImageTiles, TensorTiles
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import PretrainSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY: dict[str, Any] = {
     "method": "dino",
     "architecture": "vit_tiny_patch16_224",
@@ -65,14 +67,6 @@ TINY: dict[str, Any] = {
     "lr": 5e-3,
 }
 ORIGIN = Origin(trained_on="train split of made tiles")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(**changes: Any) -> PretrainSettings:

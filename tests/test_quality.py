@@ -44,6 +44,8 @@ from selfvitmil.report import sections
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ORIGIN = Origin(trained_on="train split of synthetic tiles")
 TIMES = ("tiles_per_s", "data_wait_share", "mfu", "phase_s", "quality_s")
 
@@ -258,14 +260,6 @@ def test_evaluations_before_the_end_of_the_warm_up_do_not_count():
 
 
 # ---------------------------------------------------------------------------------------------------- runs
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from PIL import Image
 from torch import nn
 
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder, save_encoder
@@ -25,6 +24,9 @@ from selfvitmil.pretrain.sources import ImageTiles
 from selfvitmil.pretrain.surroundings import Place
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, resolve_settings
+from waves import wave_tiles
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHORT: dict[str, Any] = {
     "method": "dino",
@@ -43,25 +45,12 @@ SMALL_VIT = {"embed_dim": 32, "depth": 4, "num_heads": 2}
 MEAN, STD = (0.7, 0.58, 0.7), (0.21, 0.23, 0.18)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 images of 56 px (a multiple of 8 and 14) with waves of four directions."""
     folder = tmp_path_factory.mktemp("tiles")
-    rng = np.random.default_rng(0)
-    y, x = np.mgrid[:56, :56]
-    for k in range(48):
-        kind = k % 4
-        wave = np.sin((x * (1 + kind) + y * (4 - kind)) * 0.2 + rng.uniform(0, 6))
-        pixels = 150 + 60 * wave[..., None] * rng.uniform(0.5, 1, 3) + rng.normal(0, 8, (56, 56, 3))
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{k:02}.png")
+    for k, tile in enumerate(wave_tiles(48, 56, frequency=0.2)):
+        tile.save(folder / f"{k:02}.png")
     return folder
 
 

@@ -50,15 +50,9 @@ from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
 from selfvitmil.store.provenance import Change, ChangeKind, Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BUILT_FROM = Provenance("tile", FORMAT_VERSION, {}, {})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------------- labels
