@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,4 +187,4 @@ class Stage(ABC):
 
 def unknown(*, on_gpu: bool) -> Estimate:
     """Return the estimate of a stage whose rate is not known."""
-    return replace(Estimate(on_gpu=on_gpu), seconds=float("nan"), basis="not known")
+    return Estimate(seconds=float("nan"), basis="not known", on_gpu=on_gpu)
