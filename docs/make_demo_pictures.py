@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import viewing  # pyright: ignore[reportMissingImports]
+from helpers import browser as viewing  # pyright: ignore[reportMissingImports]
 
 PICTURES = Path(__file__).parent / "pictures"
 MODEL = "demo_self-vit-mil"

@@ -1,6 +1,6 @@
 """Makes the pictures of the web viewer for the documentation, in a real browser; needs Chromium and Playwright.
 
-It opens the same made study as the browser tests do (tests/viewing.py), with larger slides.
+It opens the same made study as the browser tests do (tests/helpers/browser.py), with larger slides.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import viewing  # pyright: ignore[reportMissingImports]
-from viewing import Planned  # pyright: ignore[reportMissingImports]
+from helpers import browser as viewing  # pyright: ignore[reportMissingImports]
+from helpers.browser import Planned  # pyright: ignore[reportMissingImports]
 
 PICTURES = Path(__file__).parent / "pictures"
 PLAN = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import shutil
@@ -11,40 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from helpers.cli import rows_of, selfvitmil
 from selfvitmil.bags import read_bag
-from selfvitmil.cli import _show, main
+from selfvitmil.cli import _show
 from selfvitmil.slides import synthetic
 from selfvitmil.store.failures import Failure
 from selfvitmil.study.folder import Summary
 from selfvitmil.tiles import read_tiles
 
 TILING = "0.5mpp_224px_0px"
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def selfvitmil(*arguments: object) -> Done:
-    """Run a command in this process; what it does not raise on purpose fails the test with its traceback."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    return Done(int(end.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def artefacts(study: Path) -> dict[str, bytes]:

@@ -14,8 +14,8 @@ import tifffile
 import torch
 from PIL import Image
 
-from error_codes import has_code
-from outcomes import changed
+from helpers.error_codes import has_code
+from helpers.outcomes import changed
 from selfvitmil import embed, stain
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from outcomes import changed
+from helpers.outcomes import changed
 from selfvitmil import packs
 from selfvitmil.errors import ArtefactError, ConfigError, SlideError
 from selfvitmil.packs import PackJob, open_pack, pack_slide, runs

@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from error_codes import has_code
+from helpers.cli import selfvitmil
+from helpers.error_codes import has_code
+from helpers.tiny_package import SMALL, make_model, make_package
 from selfvitmil.aggregate.train import load_model
 from selfvitmil.annotations import read_annotations
 from selfvitmil.bags import read_bag
@@ -35,8 +37,6 @@ from selfvitmil.slides import synthetic
 from selfvitmil.store.files import hash_of, sha256
 from selfvitmil.tiles import _relevant, read_tiles
 from selfvitmil.untrusted import file_problem, open_hdf5, read_json
-from test_cli import selfvitmil
-from tiny_package import SMALL, make_model, make_package
 
 
 @pytest.fixture(scope="module")

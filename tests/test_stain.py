@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from error_codes import has_code
+from helpers.error_codes import has_code
 from selfvitmil import stain
 from selfvitmil.errors import StainError
 from selfvitmil.stain import REFERENCE, StainFit, apply, apply_maps, fit_slide, normalize_tile

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from error_codes import has_code
-from outcomes import changed
+from helpers.error_codes import has_code
+from helpers.outcomes import changed
 from selfvitmil import annotations, stain, tiles
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, SlideError, TissueError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from error_codes import has_code
+from helpers.error_codes import has_code
 from selfvitmil import tissue
 from selfvitmil.errors import TissueError
 from selfvitmil.settings import TissueSettings

@@ -1,0 +1,709 @@
+"""`init`, `plan`, `run` and `status`: the whole way on tiny slides, and what they say when something is amiss."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from helpers.cli import Done, rows_of, selfvitmil
+from helpers.studies import MICRO, TILING
+from selfvitmil import stages as all_stages
+from selfvitmil.cohort import read_cohort
+from selfvitmil.commands.init import commented_settings
+from selfvitmil.commands.run import PAPER_TILES, camelyon16_lines
+from selfvitmil.commands.run_record import RunRecord, read_record, write_record
+from selfvitmil.encoder import build_encoder, save_encoder
+from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.settings import (
+    STUDY_ENGINE,
+    CompareSettings,
+    LocalizeSettings,
+    StudySettings,
+    TrainSettings,
+    all_keys,
+    resolve_settings,
+)
+from selfvitmil.slides import synthetic
+from selfvitmil.stages.run_plan import Request, plan_run
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.lock import study_lock
+from selfvitmil.study.folder import study_settings
+from selfvitmil.study.methods import heatmap_settings, lesion_baseline
+
+STAGES = tuple(stage.name for stage in all_stages.STAGES if stage.in_run)
+
+
+def cohort_of(study: Path) -> list[dict[str, str]]:
+    return rows_of(study / "cohort.csv")
+
+
+def write_rows(study: Path, rows: list[dict[str, str]]) -> None:
+    lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+    (study / "cohort.csv").write_text("\n".join(lines) + "\n")
+
+
+def snapshot(study: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a study with its time and content: equal ones mean that nothing was touched."""
+    return {
+        path.relative_to(study).as_posix(): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(study.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "run.json")
+    }
+
+
+def run(study: Path, *flags: object) -> Done:
+    return selfvitmil("run", study, *flags)
+
+
+def said(done: Done) -> str:
+    """What was printed, with line breaks and columns as single blanks."""
+    return " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten tiny slides, each of another patient, and a finished study of them."""
+    place = tmp_path_factory.mktemp("place")
+    synthetic.make_cohort(place / "made", slides=10, seed=1, size=(1024, 1024), slides_per_patient=1)
+    (place / "finished").mkdir()
+    (place / "finished" / "study.toml").write_text(MICRO)
+    done = run(place / "finished", "--cohort", place / "made" / "cohort.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (place / "said.txt").write_text(done.stdout)
+    return place
+
+
+@pytest.fixture
+def study(place: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of the finished study, to be changed."""
+    copy = place / re.sub(r"\W", "_", request.node.name)
+    shutil.copytree(place / "finished", copy)
+    return copy
+
+
+@pytest.fixture
+def fresh(place: Path, request: pytest.FixtureRequest) -> Path:
+    """A study that knows its slides and has done nothing."""
+    new = place / re.sub(r"\W", "_", f"fresh_{request.node.name}")
+    new.mkdir()
+    (new / "study.toml").write_text(MICRO)
+    shutil.copy(place / "finished" / "cohort.csv", new)
+    return new
+
+
+# ---------------------------------------------------------------------------------------------------- init
+
+
+@pytest.mark.parametrize("preset", ["default", "quick", "paper", "authors-code", "dsmil-simclr"])
+def test_init_shows_every_setting_and_uncommenting_all_changes_none(preset: str, tmp_path: Path):
+    study = tmp_path / "study"
+    done = selfvitmil("init", study, "--preset", preset)
+    assert done.returncode == 0, done.stderr
+    text = (study / "study.toml").read_text()
+    wanted = resolve_settings(None, {"preset": preset})
+    assert resolve_settings(study / "study.toml") == wanted
+    bare = re.sub(r"(?m)^#(?=\w+ = )", "", text)
+    told = tomllib.loads(bare)
+    assert StudySettings.model_validate(told) == wanted
+    named = {f"{section}.{key}" for section, keys in told.items() if isinstance(keys, dict) for key in keys}
+    unset = {key for key in all_keys() if re.search(rf"(?m)^# {key.split('.')[-1]} is not set$", text)}
+    not_of_a_study = {key for key in all_keys() if key.startswith("engine.") and key.split(".")[1] not in STUDY_ENGINE}
+    assert set(all_keys()) - {"preset"} - not_of_a_study <= named | unset | set(told)
+    assert not named & not_of_a_study
+    assert "Edge of a tile as the encoder sees it" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_init_does_not_overwrite(tmp_path: Path):
+    (tmp_path / "study.toml").write_text("# mine\n")
+    done = selfvitmil("init", tmp_path)
+    assert done.returncode == 2
+    assert "not overwritten" in done.stderr
+    assert (tmp_path / "study.toml").read_text() == "# mine\n"
+    assert commented_settings() != "# mine\n"
+
+
+# ---------------------------------------------------------------------------------------------------- the whole way
+
+
+def test_a_run_says_first_what_it_will_do_and_last_what_it_did(place: Path):
+    text = (place / "said.txt").read_text()
+    first, last = text.index("what will be done"), text.index("what was done")
+    before, after = text[first : text.index("slides in the cohort")], text[last:]
+    for stage in STAGES:
+        assert re.search(rf"(?m)^{stage} ", before), stage
+        assert re.search(rf"(?m)^{stage} +done +[\d.]+ (s|min)", after), stage
+    finished = place / "finished"
+    assert (finished / "report" / "index.html").stat().st_size > 1000
+    assert (finished / "results" / "compare" / "table.csv").exists()
+    assert list((finished / "maps" / "dino_self-vit-mil").glob("*.h5"))
+    assert (finished / "results" / "compare" / "lesions.json").exists()
+    record = read_record(finished)
+    assert record is not None
+    assert record.ended == "finished"
+    assert tuple(record.seconds) == STAGES
+
+
+def test_heatmaps_of_compared_methods_fall_back_where_they_lack_the_asked_score():
+    asked = LocalizeSettings(score="attention")
+    train = TrainSettings(aggregator="max")
+    assert heatmap_settings("max", train, 1, asked, main="self-vit-mil").score == "auto"
+    assert (
+        heatmap_settings("abmil", TrainSettings(aggregator="abmil"), 1, asked, main="self-vit-mil").score == "attention"
+    )
+    with pytest.raises(ConfigError, match="attention"):
+        heatmap_settings("max", train, 1, asked, main="max")
+    published = StudySettings(compare=CompareSettings(baseline="dsmil (published)"))
+    assert lesion_baseline(published) == "dsmil"
+
+
+def test_a_run_ends_with_the_comparison_and_where_to_look(place: Path):
+    text = (place / "said.txt").read_text()
+    last = text[text.index("all of it took") :]
+    with (place / "finished" / "results" / "compare" / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    with (place / "finished" / "results" / "compare" / "lesions.csv").open(newline="") as file:
+        hits = {row["maps_of"]: row["hit_rate"] for row in csv.DictReader(file)}
+    for row in rows:
+        name = row["display_name"]
+        auc = f"{float(row['auc']):.3f} [{float(row['auc_low']):.3f}, {float(row['auc_high']):.3f}]"
+        hit = f"{float(hits[name]):.2f}" if hits.get(name) else "-"
+        assert re.search(rf"(?m)^{re.escape(name)} +{row['recipe']} +{re.escape(auc)} .* {hit} *$", last), name
+    assert re.search(r"AUC of self-vit-mil: [\d.]+ \[", last)
+    assert last.index("AUC of self-vit-mil") < last.index("index.html") < last.index("viewer: selfvitmil view")
+
+
+def test_a_second_run_redoes_nothing(study: Path):
+    before = snapshot(study)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert said(done).count("up to date (10 slides)") == 6  # check, tile and embed, first and last
+    assert "up to date (encoders/dino)" in said(done)
+    assert snapshot(study) == before
+
+
+def test_a_broken_slide_stops_no_other_and_ends_with_3(fresh: Path):
+    rows = cohort_of(fresh)
+    broken = fresh / "broken.svs"
+    broken.write_bytes(b"this is no slide")
+    write_rows(fresh, [*rows, {**rows[0], "slide": "broken", "path": "broken.svs", "patient": "p", "annotation": ""}])
+    done = run(fresh, "--until", "embed")
+    assert done.returncode == 3
+    assert "1 slides failed in one stage or another" in said(done)
+    assert len(list((fresh / "bags" / TILING / "features_dino").glob("*.h5"))) == 10
+    again = run(fresh, "--until", "embed")
+    assert again.returncode == 3
+    assert "1 that failed the last time (broken)" in said(again)
+    assert "up to date (encoders/dino)" in said(again)  # what fails again changes nothing
+
+
+def test_an_interrupted_run_goes_on_with_the_same_command(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("selfvitmil.stages.embed.embed", interrupted)
+        stopped = run(fresh, "--until", "embed")
+    assert stopped.returncode == 130
+    assert "was interrupted in embed" in said(selfvitmil("status", fresh))
+    before = snapshot(fresh)
+    done = run(fresh, "--until", "embed")
+    assert done.returncode == 0
+    assert {name: before[name] for name in before if "tiles" in name or "encoders" in name} == {
+        name: content for name, content in snapshot(fresh).items() if "tiles" in name or "encoders" in name
+    }
+    assert "10 slides to do: 10 new" in said(done)
+
+
+def test_training_that_was_stopped_goes_on(fresh: Path):
+    assert run(fresh, "--until", "pretrain").returncode == 0
+    (fresh / "encoders" / "dino" / "config.json").unlink()  # as if it had been killed before its end
+    done = run(fresh, "--until", "pretrain")
+    assert done.returncode == 0, done.stderr
+    assert "resume encoders/dino from step 2, of 2 steps" in said(done)
+    (fresh / "encoders" / "dino" / "config.json").unlink()
+    changed = run(fresh, "--until", "pretrain", "--pretrain.steps", 5)
+    assert changed.returncode == 2
+    assert "was begun with other settings, other tiles" in changed.stderr
+
+
+def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise ConfigError("of a test")
+
+    monkeypatch.setattr("selfvitmil.stages.compare.compare", refuse)
+    done = run(fresh)
+    assert done.returncode == 2
+    assert re.search(r"(?m)^embed +done", done.stdout)
+    assert re.search(r"(?m)^compare +could not be done", done.stdout)
+    assert "of a test" in done.stderr
+
+
+def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path):
+    folder = fresh.parent / "tiny_vit"
+    args = {"embed_dim": 8, "depth": 1, "num_heads": 1, "patch_size": 16}
+    encoder = build_encoder("vit_tiny_patch16_224", img_size=32, model_args=args, layout="cls")
+    save_encoder(folder, encoder)
+    done = run(fresh, "--encoder", folder, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "pretrain" not in done.stdout
+    assert len(list((fresh / "bags" / TILING / "features_tiny_vit").glob("*.h5"))) == 10
+    again = run(fresh, "--until", "embed")
+    assert "pretrain" not in again.stdout
+    assert "up to date (10 slides)" in said(again)
+    assert str(fresh.parent) not in (fresh / "run.json").read_text()
+    refused = run(fresh, "--until", "pretrain")
+    assert refused.returncode == 2
+    assert "this run has no such stage" in refused.stderr
+
+
+def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
+    study = place / "flags"
+    flags = (
+        "--tile.mpp",
+        1,
+        "--tile.size-px",
+        64,
+        "--pretrain.probe-table",
+        "p.csv",
+        "--until",
+        "tile",
+        "--workers",
+        0,
+    )
+    done = run(study, "--cohort", place / "made" / "cohort.csv", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "study.toml written" in done.stdout
+    told = tomllib.loads((study / "study.toml").read_text())
+    assert told == {"tile": {"mpp": 1.0, "size_px": 64}, "pretrain": {"probe_table": str(Path("p.csv").absolute())}}
+    assert "up to date (10 slides)" in said(selfvitmil("run", study, "--until", "tile", "--workers", 0))
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_an_empty_folder(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    for name, says in (("empty", "this folder is empty"), ("absent", "does not exist yet")):
+        done = run(tmp_path / name)
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert "--cohort" in done.stderr
+    assert not (tmp_path / "absent").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+    no_slides = run(tmp_path / "study", "--cohort", tmp_path / "empty")
+    assert no_slides.returncode == 3
+    assert "no slides in this folder" in no_slides.stderr
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_folder_of_slides_is_no_study(place: Path):
+    done = run(place / "made" / "slides")
+    assert done.returncode == 2
+    assert "A study is a folder of its own: name a new one, and give this one with --cohort slides" in done.stderr
+
+
+def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_path: Path):
+    slides = place / "made" / "slides"
+    done = run(tmp_path / "study", "--cohort", slides)
+    assert done.returncode == 2
+    assert "no labelled slide" in done.stderr
+    assert "--until embed" in done.stderr
+    unsplit = run(tmp_path / "study", "--cohort", slides, "--until", "pretrain")
+    assert unsplit.returncode == 2
+    assert "--pretrain.transductive" in unsplit.stderr
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"train": {"aggregator": "dsml"}}, "unknown aggregator 'dsml', did you mean 'dsmil'"),
+        ({"train": {"positive": "tumour"}}, "train.positive 'tumour', the classes are normal, tumor"),
+        ({"train": {"options": {"hiden": 8}}}, "self-vit-mil has no option 'hiden'"),
+        ({"train": {"options": {"mean": {"hiden": 8}}}}, "unknown setting 'hiden' of aggregator mean"),
+        ({"train": {"options": {"q": "liner"}}}, "q='liner', did you mean 'linear'"),
+        ({"train": {"warmup_epochs": 9}}, "warmup_epochs=9"),
+        ({"train": {"aggregator": "dsmil-lc"}}, "tile.parent_mpp names no coarser scale"),
+        ({"tile": {"parent_mpp": [2.0]}, "compare": {"methods": []}}, "dsmil-lc needs vectors of tiles at 2 um/px too"),
+        ({"compare": {"methods": ["mean", "abmill"]}}, "unknown method 'abmill', did you mean 'abmil'"),
+        ({"compare": {"baseline": "mena"}}, "compare.baseline 'mena' is not among the methods, did you mean 'mean'"),
+        ({"compare": {"baseline": "dsmil-lc", "methods": ["dsmil-lc"]}}, "compare.baseline 'dsmil-lc' has no heatmaps"),
+        ({"localize": {"of_class": "tumour"}}, "localize.of_class 'tumour', the classes are normal, tumor"),
+        ({"localize": {"parts": []}}, "localize.parts"),
+        ({"localize": {"score": "attention"}, "train": {"aggregator": "mean"}}, "localize.score 'attention' with mean"),
+        ({"train": {"positive": "normal"}, "compare": {"supervised": "probe"}}, "no slide of normal has an annotation"),
+    ],
+)
+def test_what_learning_would_refuse_is_refused_before_any_work(fresh: Path, flags: dict[str, Any], says: str):
+    settings = study_settings(fresh, flags)
+    with pytest.raises(ConfigError) as refused:
+        plan_run(fresh, Request(), settings)
+    assert says in str(refused.value)
+    assert "Nothing was done" in str(refused.value)
+    plan_run(fresh, Request(until="tile"), settings)  # who stops before that need not care
+
+
+def test_three_classes_are_refused_what_is_for_two(fresh: Path):
+    one = {**cohort_of(fresh)[0], "split": "", "annotation": ""}
+    names = [(f"{label}{k}", label) for label in "abc" for k in range(6)]
+    write_rows(fresh, [{**one, "slide": name, "label": label, "patient": name} for name, label in names])
+    asked = {
+        "evaluate": {"calibration": "platt"},
+        "compare": {"supervised": "probe"},
+        "train": {"positive": "a"},
+        "localize": {"of_class": "d"},
+    }
+    for section, values in asked.items():
+        settings = study_settings(fresh, {"train": {"folds": 2}, section: values})
+        with pytest.raises(ConfigError, match=f"{section}.{next(iter(values))}"):
+            plan_run(fresh, Request(), settings)
+
+
+@pytest.mark.parametrize("section", ["embed", "train", "supervised"])
+def test_a_device_that_is_none_is_refused_before_any_work(fresh: Path, section: str):
+    before = snapshot(fresh)
+    done = run(fresh, f"--{section}.device", "gpu")
+    assert done.returncode == 2
+    assert f"{section}.device 'gpu' cannot be used here" in done.stderr
+    assert snapshot(fresh) == before
+
+
+def test_an_untrained_encoder_needs_one_of_the_study_to_be_like(fresh: Path):
+    folder = fresh.parent / "from_elsewhere"
+    save_encoder(folder, build_encoder("mean_color", img_size=32))
+    settings = study_settings(fresh, {"compare": {"random_encoder": True}})
+    request = Request(encoder=str(folder))
+    with pytest.raises(ConfigError, match=r"Copy its folder to encoders/from_elsewhere"):
+        plan_run(fresh, request, settings)
+    shutil.copytree(folder, fresh / "encoders" / "from_elsewhere")
+    plan_run(fresh, Request(encoder="from_elsewhere"), settings)
+
+
+def test_an_encoder_that_does_not_fit_is_refused_before_any_work(fresh: Path):
+    folder = fresh.parent / "other_scale"
+    save_encoder(folder, build_encoder("mean_color", img_size=32, mpp=4.0))
+    with pytest.raises(EncoderError, match="made for 4 microns per pixel"):
+        plan_run(fresh, Request(encoder=str(folder)), study_settings(fresh, {}))
+    with pytest.raises(ConfigError, match=r"does not do as a folder's name.*a_b"):
+        plan_run(fresh, Request(name="a b"), study_settings(fresh, {}))
+
+
+def set_format(table: Path, version: int) -> None:
+    with h5py.File(table, "r+") as file:
+        file.attrs["format_version"] = version
+
+
+@pytest.mark.parametrize(("folder", "stage"), [(f"tiles/{TILING}", "tile"), (f"bags/{TILING}/features_dino", "embed")])
+def test_an_older_format_is_made_again_and_said_so(study: Path, folder: str, stage: str):
+    table = study / folder / f"{cohort_of(study)[0]['slide']}.h5"
+    before = snapshot(study)
+    set_format(table, 0)
+    done = run(study, "--until", stage)
+    assert done.returncode == 0, done.stderr
+    assert f"1 stale: {stage} version 0 -> 1 ({table.stem}); 9 up to date" in said(done)
+    after = snapshot(study)
+    assert after[f"{folder}/{table.name}"][1] == before[f"{folder}/{table.name}"][1]
+    untouched = [name for name in before if name.endswith(".h5") and table.stem not in name]
+    assert {name: after[name] for name in untouched} == {name: before[name] for name in untouched}
+
+
+@pytest.mark.parametrize("kind", ["tiles", "bags", "encoder"])
+def test_a_newer_format_is_left_alone(study: Path, kind: str):
+    slide = cohort_of(study)[0]["slide"]
+    if kind == "encoder":
+        config = study / "encoders" / "dino" / "config.json"
+        config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 2'))
+    else:
+        folder = study / "tiles" / TILING if kind == "tiles" else study / "bags" / TILING / "features_dino"
+        set_format(folder / f"{slide}.h5", 2)
+    before = snapshot(study)
+    done = run(study)
+    assert done.returncode == 3
+    assert "a newer selfvitmil wrote it" in done.stderr
+    assert snapshot(study) == before
+
+
+def test_a_changed_tile_setting_is_said_before_it_is_done(study: Path):
+    planned = selfvitmil("plan", study, "--tile.min-tissue", 0.9, "--until", "embed")
+    done = run(study, "--tile.min-tissue", 0.9, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    for text in (said(planned), said(done)):
+        assert "10 stale: tile.min_tissue 0.5 -> 0.9" in text
+        assert "encoders/dino is kept, though its tiles have changed" in text
+        assert "10 stale: its tiles are rebuilt" in text
+    assert re.search(r"\d+ slides rebuilt: .*tiles changed", said(done))
+
+
+def test_another_resolution_leaves_the_tiles_that_are_there(study: Path):
+    before = snapshot(study)
+    done = run(study, "--tile.mpp", 2, "--until", "tile")
+    assert "stay as they are: 1mpp_32px_0px" in said(done)
+    assert "10 slides to do: 10 new" in said(done)
+    after = snapshot(study)
+    assert {name: after[name] for name in before if name.startswith("tiles/")} == {
+        name: before[name] for name in before if name.startswith("tiles/")
+    }
+
+
+def test_other_settings_of_the_encoder_throw_none_away(study: Path):
+    before = snapshot(study)
+    done = run(study, "--pretrain.steps", 3, "--tile.min-tissue", 0.9)
+    assert done.returncode == 2
+    assert "pretrain.steps 2 -> 3" in done.stderr
+    assert "--name" in done.stderr
+    assert "--encoder dino" in done.stderr
+    assert snapshot(study) == before
+    named = run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
+    assert named.returncode == 0, named.stderr
+    assert (study / "encoders" / "other" / "config.json").exists()
+    assert snapshot(study)["encoders/dino/model.safetensors"] == before["encoders/dino/model.safetensors"]
+    kept = run(study, "--pretrain.steps", 3, "--encoder", "dino", "--until", "embed")
+    assert "up to date (10 slides)" in said(kept)
+    assert "up to date (encoders/other)" in said(
+        run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
+    )
+    assert run(study, "--encoder", "dino", "--name", "other").returncode == 2
+
+
+def test_a_slide_added(study: Path, place: Path):
+    synthetic.make_slide(study / "new.svs", seed=77, size=(1024, 1024), mpp=0.25)
+    rows = cohort_of(study)
+    new = {**rows[0], "slide": "new", "path": "new.svs", "label": "normal", "patient": "new", "annotation": ""}
+    write_rows(study, [*rows, new])
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "1 new (new); 10 up to date" in said(done)
+    assert "encoders/dino is kept" in said(done)
+    assert (study / "bags" / TILING / "features_dino" / "new.h5").exists()
+
+
+def test_a_slide_removed_from_the_table_or_from_the_disk(study: Path, place: Path):
+    first, second, *rest = cohort_of(study)
+    gone = {**second, "path": "nowhere.svs"}
+    write_rows(study, [gone, *rest])
+    before = snapshot(study)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 3  # the slide whose file is gone
+    assert f"found 1 slides that cohort.csv no longer names: {first['slide']}" in said(done)
+    assert f"found 1 slides whose files are not there any more: {second['slide']}" in said(done)
+    after = snapshot(study)
+    for slide in (first["slide"], second["slide"]):
+        for name in (f"tiles/{TILING}/{slide}.h5", f"bags/{TILING}/features_dino/{slide}.h5"):
+            assert after[name] == before[name]
+
+
+def test_a_slide_that_the_encoder_has_seen_is_not_tested_on_unnoticed(study: Path):
+    rows = cohort_of(study)
+    moved = next(row for row in rows if row["split"] == "train")
+    moved["split"] = "test"
+    write_rows(study, rows)
+    done = run(study, "--until", "embed")
+    assert done.returncode == 2
+    assert f"trained on slides of patients that are tested on now ({moved['slide']})" in done.stderr
+    allowed = run(study, "--encoder", "dino", "--until", "embed")
+    assert allowed.returncode == 0
+    assert f"was trained on 1 test slides or other slides of their patients: {moved['slide']}" in said(allowed)
+
+
+def test_the_gpu_is_gone(study: Path):
+    record = read_record(study)
+    assert record is not None
+    (study / "bags" / TILING / "features_dino" / f"{cohort_of(study)[0]['slide']}.h5").unlink()
+    write_record(study, RunRecord(**{**record.__dict__, "device": "NVIDIA H200"}))
+    required = run(study, "--embed.device", "cuda", "--until", "embed")
+    assert required.returncode == 2
+    assert "the last run had NVIDIA H200" in required.stderr
+    assert "--embed.device auto" in required.stderr
+    done = run(study, "--until", "embed")
+    assert done.returncode == 0, done.stderr
+    assert "the last run had a GPU (NVIDIA H200), and none can be used now: embed will run on the CPU" in said(done)
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, study: Path) -> None:
+    """Let every attempt to make or open a file of the study for writing fail, as on a read-only file system."""
+    honest: Callable[..., int] = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(study)):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return honest(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_read_only_folder(study: Path, monkeypatch: pytest.MonkeyPatch):
+    before = snapshot(study)
+    with monkeypatch.context() as patch:
+        read_only(patch, study)
+        done = run(study)
+        planned = selfvitmil("plan", study, "--until", "embed")
+        asked = selfvitmil("status", study)
+    assert done.returncode == 3
+    assert "up to date (10 slides)" in said(done)  # what it found
+    assert "nothing can be written into this study" in done.stderr
+    assert "choose another folder" in done.stderr
+    assert planned.returncode == asked.returncode == 0
+    assert snapshot(study) == before
+
+
+def test_torchrun_is_for_pretraining(study: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run(study)
+    assert done.returncode == 2
+    assert "torchrun" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- Camelyon16
+
+
+def test_camelyon16_by_its_name(tmp_path: Path):
+    folder = tmp_path / "c16"
+    synthetic.make_cohort(folder, slides=6, seed=3, size=(1024, 1024), layout="camelyon16")
+    small = ("--tile.size-px", 32, "--tile.mpp", 1, "--tissue.thumbnail-downsample", 16)
+    flags = ("--preset", "paper", *small, "--until", "tile", "--workers", 0)
+    done = run(tmp_path / "study", "--cohort", f"camelyon16:{folder}", *flags)
+    assert done.returncode == 0, done.stderr
+    counts = {row["slide"]: int(row["tiles"]) for row in rows_of(tmp_path / "study" / "tiles" / TILING / "tiles.csv")}
+    for split, (tiles, slides) in PAPER_TILES.items():
+        own = [count for slide, count in counts.items() if slide.startswith("test") == (split == "test")]
+        deviation = sum(own) / len(own) / (tiles / slides) - 1
+        assert f"{split}: {sum(own):,} tiles of {len(own)} slides; the paper has {tiles:,} of {slides};" in said(done)
+        assert f"the paper {tiles / slides:,.0f} ({deviation:+.1%})" in said(done)
+    study, cohort = tmp_path / "study", read_cohort(tmp_path / "study" / "cohort.csv")
+    assert camelyon16_lines(study, cohort, resolve_settings(None, {"tile": {"mpp": 1, "size_px": 32}})) == []
+
+
+def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
+    done = run(tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}")
+    assert done.returncode == 3
+    assert "made: not a Camelyon16 folder" in done.stderr
+    assert "training/normal/normal_001.tif" in done.stderr
+    both = run(
+        tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}", "--labels", place / "made" / "labels.csv"
+    )
+    assert both.returncode == 2
+
+
+# ---------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_counts_what_is_there_estimates_what_is_not_and_writes_nothing(study: Path, fresh: Path):
+    before = snapshot(study), snapshot(fresh)
+    counted, estimated = selfvitmil("plan", study), selfvitmil("run", fresh, "--dry-run")
+    assert counted.returncode == estimated.returncode == 0, counted.stderr + estimated.stderr
+    true = sum(int(row["tiles"]) for row in rows_of(study / "tiles" / TILING / "tiles.csv"))
+    assert f"10 slides, {true:,} tiles (counted)" in counted.stdout
+    found = re.search(r"10 slides, ([\d,]+) tiles \(estimated from 5 slides", estimated.stdout)
+    assert found is not None
+    assert int(found[1].replace(",", "")) == pytest.approx(true, rel=0.3)
+    for stage in STAGES:
+        assert re.search(rf"(?m)^{stage} ", estimated.stdout)
+    assert "nothing was written" in estimated.stdout
+    assert (snapshot(study), snapshot(fresh)) == before
+    assert not (fresh / ".lock").exists()
+
+
+def test_the_disk_of_a_plan_is_that_of_the_files(study: Path, fresh: Path):
+    """The vectors are the bulk of a real study: their size must come out right."""
+    slides = 10
+    true = sum(path.stat().st_size for path in (study / "bags" / TILING).rglob("*.h5"))
+    row = re.search(
+        r"(?m)^embed .* ([\d.]+) (kB|MB) +[\d.]+ [kMG]B +[\d.]+ s +measured", selfvitmil("plan", fresh).stdout
+    )
+    assert row is not None
+    told = float(row[1]) * {"kB": 1e3, "MB": 1e6}[row[2]]
+    assert told == pytest.approx(true, abs=20_000 * slides)
+
+
+# ---------------------------------------------------------------------------------------------------- status
+
+
+def test_status_of_a_finished_study(study: Path):
+    done = selfvitmil("status", study, "--json")
+    assert done.returncode == 0
+    told = json.loads(done.stdout)
+    assert told["slides"] == 10
+    assert told["running"] == ""
+    stages = {each["stage"]: each for each in told["stages"]}
+    assert {*STAGES, "train"} == set(stages)
+    assert stages["tile"]["done"] == stages["embed"]["done"] == stages["check"]["done"] == 10
+    assert stages["tile"]["newest"] == (max(p.stat().st_mtime for p in (study / "tiles" / TILING).glob("*.h5")))
+    assert "finished" in stages["pretrain"]["words"]
+    assert "selfvitmil view" in told["next"]
+
+
+def test_status_beside_a_process_that_works_on_the_study(study: Path):
+    with study_lock(study, "embed"):
+        done = selfvitmil("status", study)
+        assert f"`embed` works on it, process {os.getpid()}" in said(done)
+        assert "wait" in said(done)
+    record = read_record(study)
+    assert record is not None
+    working = RunRecord(**{**record.__dict__, "ended": None, "now": "compare", "pid": os.getpid()})
+    write_record(study, working)
+    told = said(selfvitmil("status", study))
+    assert "`run` works on it" in told
+    assert "after this come evaluate, localize, lesions, report" in told
+    write_record(study, RunRecord(**{**working.__dict__, "pid": 2**22 + 1}))  # no process has that number
+    assert "the last run was killed in compare" in said(selfvitmil("status", study))
+
+
+def test_status_tells_failures_and_unfinished_training(study: Path):
+    encoder = study / "encoders" / "dino"
+    (encoder / "config.json").unlink()
+    with (encoder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.25, "tiles_per_s": 3')  # a line that is being written
+    failure = Failure("s1", "tile", "s1.svs: no tissue found", "Look at the slide")
+    record_failures(study, "tile", ["s1"], [failure])
+    told = said(selfvitmil("status", study))
+    assert "not finished, step 2" in told
+    assert "failed in tile: 1, for instance s1.svs: no tissue found. Look at the slide" in told
+    assert "see failures.csv" in told
+
+
+def test_status_of_what_is_no_study(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert "file: this is a file" in selfvitmil("status", tmp_path / "file").stderr
+    assert selfvitmil("status", tmp_path / "nowhere").returncode == 2
+    told = said(selfvitmil("status", tmp_path))
+    assert "no cohort.csv yet" in told
+
+
+# ---------------------------------------------------------------------------------------------------- looking ahead
+
+
+def test_the_plan_is_what_happens(study: Path):
+    """Whatever is stale: the slides that `plan_run` names are those whose files are other afterwards."""
+    rng = np.random.default_rng(0)
+    slides = [row["slide"] for row in cohort_of(study)]
+    tables, bags = study / "tiles" / TILING, study / "bags" / TILING / "features_dino"
+    for slide in rng.choice(slides, 3, replace=False):
+        (tables / f"{slide}.jpg").unlink()
+    for slide in rng.choice(slides, 3, replace=False):
+        (bags / f"{slide}.h5").write_bytes(b"damaged")
+    settings = study_settings(study, {})
+    plan = plan_run(study, Request(until="embed"), settings)
+    before = snapshot(study)
+    assert run(study, "--until", "embed").returncode == 0
+    after = snapshot(study)
+    for stage, folder in (("tile", tables), ("embed", bags)):
+        names = {slide: f"{folder.relative_to(study).as_posix()}/{slide}.h5" for slide in slides}
+        touched = {slide for slide, name in names.items() if after[name] != before[name]}
+        assert touched <= set(plan.pending(stage).todo)
+        damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
+        assert damaged <= touched
+    assert len(plan.pending("tile").todo) == 3
+    assert len(plan.pending("embed").todo) >= 3

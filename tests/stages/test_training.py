@@ -1,0 +1,79 @@
+"""Trainings in several processes: the same models as in one, and nothing of the test slides leaves this one."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from helpers.planted import planted
+from selfvitmil.aggregate.train import BagStore
+from selfvitmil.engine import Engine
+from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits
+from selfvitmil.evaluate.models import Training, trainings_of
+from selfvitmil.evaluate.protocol import fit_method
+from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
+from selfvitmil.stages import parallel_training as pipeline_training
+from selfvitmil.stages.parallel_training import make_models
+from selfvitmil.store.outcome import BUILT, UP_TO_DATE
+
+TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    cases = planted(tmp_path, patients=12, shift=6.0)
+    return hold_out_test_labels(cases, make_splits(cases, TRAIN), EvaluateSettings())
+
+
+def made(trial: Trial, folder: Path, workers: int) -> tuple[list[Training], dict[Path, str]]:
+    trainings = trainings_of("dsmil", trial, TRAIN, folder)
+    with Engine(EngineSettings(workers=workers)) as engine:
+        notes = make_models([(trial, each) for each in trainings], engine, BagStore("cpu"), lambda line: None)
+    return trainings, notes
+
+
+def weights_of(trainings: list[Training]) -> list[bytes]:
+    return [(each.place / "model.safetensors").read_bytes() for each in trainings if each.place is not None]
+
+
+@pytest.mark.slow
+def test_other_processes_make_the_same_models(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pipeline_training, "WORTH_STARTING_S", 0.0)
+    blocked = tmp_path / "elsewhere" / "fold0" / "seed1"
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file where the folder of a model should be")
+    elsewhere, outcomes = made(trial, tmp_path / "elsewhere", workers=2)
+    assert outcomes == {each.place: BUILT for each in elsewhere if each.place != blocked}
+    blocked.unlink()  # what failed elsewhere is left to who asked
+    fitted = fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere", outcomes=outcomes)
+    assert [run.outcome for run in fitted.runs] == [BUILT] * 4
+    here = trainings_of("dsmil", trial, TRAIN, tmp_path / "here")
+    fit_method("dsmil", trial, TRAIN, folder=tmp_path / "here")
+    assert weights_of(elsewhere) == weights_of(here)
+    assert len(set(weights_of(here))) == 4
+    assert made(trial, tmp_path / "elsewhere", workers=2)[1] == {}
+    assert [run.outcome for run in fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere").runs] == [
+        UP_TO_DATE
+    ] * 4
+
+
+def test_short_trainings_start_no_process(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Engine, "_outcomes", None)
+    trainings, notes = made(trial, tmp_path / "models", workers=2)
+    assert set(notes) == {each.place for each in trainings}
+
+
+def test_all_is_left_to_who_asked_without_further_processes(trial: Trial, tmp_path: Path):
+    assert made(trial, tmp_path / "models", workers=0)[1] == {}
+    assert not (tmp_path / "models").exists()
+
+
+def test_what_is_sent_away_knows_no_test_label(trial: Trial, tmp_path: Path):
+    for training in trainings_of("dsmil", trial, TRAIN, tmp_path / "models"):
+        (split,) = (each for each in trial.splits if each.name == training.split)
+        sent = pickle.loads(pickle.dumps(training))
+        told = {case.slide for case in (*sent.training, *sent.chosen_on)}
+        assert told.isdisjoint(case.slide for case in split.test)
+        assert not any(case.slide.encode() in pickle.dumps(training) for case in split.test)

@@ -1,0 +1,85 @@
+"""A study's cohort: what the flags that name slides and labels add to it, and that none of them is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.cli import rows_of, selfvitmil
+from selfvitmil.cohort import read_cohort
+from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.study.folder import CohortSource, find_cohort, study_cohort
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Three slides, one of them labelled; their files need not exist."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "cohort.csv").write_text("slide,path,label\na,a.svs,normal\nb,b.svs,\nc,c.svs,\n")
+    return folder
+
+
+def table(study: Path, text: str) -> Path:
+    path = study.parent / "labels.csv"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["alone", "beside the study's own table"])
+def test_labels_fill_the_studys_own_cohort_and_it_is_said(study: Path, named: bool):
+    labels = table(study, "slide,label\nb.svs,tumor\nc,normal\n")
+    source = CohortSource(study / "cohort.csv" if named else None, labels)
+    before = (study / "cohort.csv").read_bytes()
+    found, lines = find_cohort(study, source)
+    assert [row.label for row in found.rows] == ["normal", "tumor", "normal"]
+    assert "cohort.csv: fields filled: b, c" in lines
+    assert (study / "cohort.csv").read_bytes() == before  # looked at, and not stored
+    study_cohort(study, source)
+    assert {row["slide"]: row["label"] for row in rows_of(study / "cohort.csv")} == {
+        "a": "normal",
+        "b": "tumor",
+        "c": "normal",
+    }
+    stored = (study / "cohort.csv").stat().st_mtime_ns
+    assert study_cohort(study, source)[1] == []  # the same again changes nothing
+    assert (study / "cohort.csv").stat().st_mtime_ns == stored
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slide,label\na,tumor\n", r"a \(label: normal or tumor\)"),
+        ("slide,label\nd,tumor\n", r"labels of unknown slides: .*\(d\)"),
+        ("slide,isMSIH,grade\nb,1,2\n", "Name it with --label-column"),
+        (None, "labels.csv: no such file"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_and_nothing_is_stored(study: Path, text: str | None, says: str):
+    labels = study.parent / "labels.csv" if text is None else table(study, text)
+    before = (study / "cohort.csv").read_bytes()
+    with pytest.raises(SelfVitMilError, match=says):
+        study_cohort(study, CohortSource(labels=labels))
+    assert (study / "cohort.csv").read_bytes() == before
+
+
+def test_the_column_of_the_label_can_be_named(study: Path):
+    labels = table(study, "slide,isMSIH,grade\nb,1,2\n")
+    study_cohort(study, CohortSource(labels=labels, label_column="grade"))
+    assert read_cohort(study / "cohort.csv")["b"].label == "2"
+
+
+def test_flags_on_how_to_read_a_table_need_one(study: Path):
+    with pytest.raises(ConfigError, match=r"--label-column grade without a table.*Give the table with --labels"):
+        find_cohort(study, CohortSource(label_column="grade"))
+    with pytest.raises(ConfigError, match=r"--slides-folder slides without a table.*Give the table with --cohort"):
+        find_cohort(study, CohortSource(slides_folder=Path("slides")))
+
+
+def test_the_command_takes_labels_for_a_study_that_has_its_slides(study: Path):
+    labels = table(study, "slide,label\nb,tumor\nc,tumor\n")
+    done = selfvitmil("check", study, "--labels", labels, "--workers", 0)
+    assert done.returncode == 3  # there are no such files
+    assert "cohort.csv: fields filled: b, c" in done.stdout
+    assert [row["label"] for row in rows_of(study / "cohort.csv")] == ["normal", "tumor", "tumor"]
