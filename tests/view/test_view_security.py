@@ -480,7 +480,7 @@ def test_nothing_is_taken_in(app: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- what leaks
 
 
-def test_errors_name_no_folder(app: Any, study: Path, tmp_path: Path) -> None:
+def test_messages_name_no_folder(app: Any, study: Path, tmp_path: Path) -> None:
     known = addresses(app)
     made = make_hostile(tmp_path / "hostile")
     slide, map_file = study / "slides/Meier_01.svs", next(study.glob("maps/vit_abmil/Meier_01.h5"))
