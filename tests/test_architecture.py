@@ -28,7 +28,7 @@ STAGES = [
     "embed",
 ]
 STAGES += ["aggregate", "aggregators", "evaluate", "localize", "report", "view"]
-EDGE = ["package", "study", "stages", "commands", "api", "cli", "__main__", "__init__"]
+EDGE = ["package", "study", "stages", "commands", "rendering", "api", "cli", "__main__", "__init__"]
 FLOW = [*BELOW, *STAGES, *EDGE]
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import cyclopts
 from cyclopts import App, Parameter
@@ -37,9 +37,6 @@ from selfvitmil.settings import (
     TrainSettings,
     describe,
 )
-
-if TYPE_CHECKING:
-    from selfvitmil.study.folder import Summary
 
 app = App(
     name="selfvitmil",
@@ -732,36 +729,37 @@ def _typed(**sections: Any) -> dict[str, Any]:
     return {name: value for name, value in typed.items() if value not in (None, {})}
 
 
-def _end(summaries: Any) -> int:
+def _end(results: Iterable[Any]) -> int:
     """Print what was done; return the exit status."""
     status = 0
-    for summary in summaries:
-        _show(summary)
-        status = 130 if summary.interrupted else 3 if summary.failures else status
+    for result in results:
+        _show(result)
+        status = 130 if result.interrupted else 3 if result.failures else status
     return status
 
 
-def _show(summary: Summary) -> None:
+def _show(result: Any) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from selfvitmil.rendering import failure_line, render
 
     # Names of slides and figures in brackets are no markup, and `:x:` in a name is no picture.
     width = None if sys.stdout.isatty() else 160
     console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False, width=width)
-    if summary.table:
-        header, *rows = summary.table
+    words = render(result)
+    if words.table:
+        header, *rows = words.table
         table = Table(*header, box=None, pad_edge=False)
         for row in rows[:MAX_ROWS]:
             table.add_row(*row)
         console.print(table)
         if len(rows) > MAX_ROWS:
             console.print(f"... and {len(rows) - MAX_ROWS} more")
-    for line in summary.lines:
+    for line in (*words.lines, *map(failure_line, result.failures[:MAX_ROWS])):
         console.print(line)
-    for failure in summary.failures[:MAX_ROWS]:
-        console.print(f"FAILED {failure.slide} ({failure.stage}): {failure.reason}. {failure.remedy}")
-    if summary.failures:
-        console.print(f"{len(summary.failures)} failed; see failures.csv")
+    if result.failures:
+        console.print(f"{len(result.failures)} failed; see failures.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -67,7 +67,7 @@ class EmbedJob:
 
 
 @dataclass(frozen=True)
-class EmbedResult:
+class EmbeddedSlide:
     """Result for one slide."""
 
     num_tiles: int
@@ -77,7 +77,7 @@ class EmbedResult:
     warnings: tuple[str, ...] = ()
 
 
-def embed_slide(job: EmbedJob) -> EmbedResult:
+def embed_slide(job: EmbedJob) -> EmbeddedSlide:
     """Embed one slide, unless its feature file is up to date. Raises SelfVitMilError on failure."""
     table = read_tiles(job.table)
     model = load_for(job.encoder, job.settings)
@@ -85,12 +85,12 @@ def embed_slide(job: EmbedJob) -> EmbedResult:
     now = _provenance(job, model.identity, table, layout=model.encoder.config.layout)
     freshness = _freshness(job.bag, now)
     if freshness.is_up_to_date:
-        return EmbedResult(len(table), UP_TO_DATE, 0.0)
+        return EmbeddedSlide(len(table), UP_TO_DATE, 0.0)
     check_tiled(table, job.path, job.mpp)
     features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
     write_bag(job.bag, features_ND, table, job.name, {**now.settings, **now.inputs, "precision": str(model.dtype)})
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
-    return EmbedResult(len(table), outcome_of(freshness), wait_share, warnings)
+    return EmbeddedSlide(len(table), outcome_of(freshness), wait_share, warnings)
 
 
 def features_freshness(job: EmbedJob, identity: str) -> Freshness:

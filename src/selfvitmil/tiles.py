@@ -195,7 +195,7 @@ class TileJob:
 
 
 @dataclass(frozen=True)
-class TileResult:
+class TiledSlide:
     """Result for one slide."""
 
     num_tiles: int
@@ -203,7 +203,7 @@ class TileResult:
     attributes: Mapping[str, Any]
 
 
-def tile_slide(job: TileJob) -> TileResult:
+def tile_slide(job: TileJob) -> TiledSlide:
     """Tile one slide and write its files, unless they are up to date. Raises SelfVitMilError on failure.
 
     If a slide can be read but not tiled with these settings (no tissue, a mask that does not fit, no microns per
@@ -215,7 +215,7 @@ def tile_slide(job: TileJob) -> TileResult:
     target = job.folder / tiling_name(job.settings.tile) / f"{job.slide}.h5"
     if freshness.is_up_to_date:
         table = read_tiles(target)
-        return TileResult(len(table), UP_TO_DATE, table.attributes)
+        return TiledSlide(len(table), UP_TO_DATE, table.attributes)
     try:
         given = job.settings.slide
         with open_slide(
@@ -236,7 +236,7 @@ def tile_slide(job: TileJob) -> TileResult:
     outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
     annotations.write_annotations(target.with_suffix(".geojson"), outline)
     write_tiles(target, fine, provenance)
-    return TileResult(len(fine), outcome_of(freshness), fine.attributes)
+    return TiledSlide(len(fine), outcome_of(freshness), fine.attributes)
 
 
 def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:

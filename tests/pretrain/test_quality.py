@@ -37,7 +37,7 @@ from selfvitmil.pretrain.quality import (
     view_recipe,
 )
 from selfvitmil.pretrain.sources import ImageTiles
-from selfvitmil.pretrain.train import Origin, PretrainResult, pretrain
+from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
 from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.pretrain.watch import Course, Ending, patience_of
 from selfvitmil.report import sections
@@ -505,7 +505,7 @@ def test_the_summary_of_pretrain_says_which_weights_were_kept(
     ending: Ending, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "encoders" / "dino").mkdir(parents=True)
-    result = PretrainResult(tmp_path, ending.ended_step, 3400, True, "made", {"loss": 1.25}, (), ending)
+    result = TrainedEncoder(tmp_path, ending.ended_step, 3400, True, "made", {"loss": 1.25}, (), ending)
     monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
     source = SimpleNamespace(names=("s1",))
     lines, interrupted = stage._train(source, tmp_path, "dino", "train split", resolve_settings())

@@ -100,7 +100,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class PretrainResult:
+class TrainedEncoder:
     """What became of a run."""
 
     folder: Path
@@ -126,7 +126,7 @@ def pretrain(
     device: str | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
     snapshots: Mapping[int, Path] | None = None,
-) -> PretrainResult:
+) -> TrainedEncoder:
     """Train an encoder and write its folder `out`, or go on with one that was begun there.
 
     `source` is `sources.SlideTiles(...)` or `sources.ImageTiles(...)`; `report` gets every line of metrics when it is
@@ -266,10 +266,10 @@ class _Run:
             "Choose another name, or remove its folder to train it again",
         )
 
-    def result(self, note: str, finished: bool, last: dict[str, Any]) -> PretrainResult:
+    def result(self, note: str, finished: bool, last: dict[str, Any]) -> TrainedEncoder:
         total = self.numbers.total_steps
         ending = self.ending if finished else None
-        return PretrainResult(self.out, self.step, total, finished, note, last, tuple(self.warnings), ending)
+        return TrainedEncoder(self.out, self.step, total, finished, note, last, tuple(self.warnings), ending)
 
     # ------------------------------------------------------------------------------------------------ before
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfvitmil.store.failures import Failure
 from selfvitmil.store.layout import StudyLayout
 
 if TYPE_CHECKING:
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
     from selfvitmil.stages.measure import Measures
     from selfvitmil.stages.run_plan import RunPlan
     from selfvitmil.study.folder import Summary
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage or a command did, as data; `rendering` has the words for it. Subclasses add what they produced."""
+
+    failures: tuple[Failure, ...] = field(default=(), kw_only=True)
+    """Slides that could not be processed."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What was noticed on the way and deserves a line."""
+    interrupted: bool = field(default=False, kw_only=True)
+    """Whether a signal ended the work early."""
+
+    def _repr_html_(self) -> str:
+        from selfvitmil.rendering import to_html
+
+        return to_html(self)
 
 
 @dataclass(frozen=True)
