@@ -18,7 +18,7 @@ same, and ends in one JSON line. `python benchmarks/all.py` runs all that fit a 
 
 *Limit* is what must be reached, *aim* what is hoped for. Ratios hold from machine to machine; seconds do not. *Busy*:
 other work ran on the machine at the same time, so the figure is worse than it should be. *Log*: there is no result in
-`results/`; the figure was measured earlier and is written down in the project's `LOG.md`.
+`results/`; the figure was measured earlier and is written down in the [experiments](../experiments/README.md).
 """
 
 
@@ -38,7 +38,7 @@ class Row:
     limit: float | None = None
     aim: float | None = None
     log: float | None = None
-    """The figure of LOG.md, shown where there is no result."""
+    """The figure of docs/experiments, shown where there is no result."""
 
 
 SECTIONS: dict[str, list[Row]] = {

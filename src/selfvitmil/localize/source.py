@@ -2,7 +2,7 @@
 
 `localize.score` names it, or leaves it to the evidence (`auto`): where validation slides are annotated, the one that
 ranks annotated tiles highest on them is taken; else the tiles' own scores where the method has them, which gave the
-better heatmaps on every set measured (LOG.md, "Guided attention"). No annotation of a test slide has a say.
+better heatmaps on every set measured (docs/experiments/attention.md). No annotation of a test slide has a say.
 
 N tiles.
 """
