@@ -25,6 +25,7 @@ from selfvitmil.evaluate.comparison_table import (
     PairedRow,
     holm,
     paired_rows,
+    read_table,
     table_cells,
     table_csv,
     table_markdown,
@@ -372,6 +373,39 @@ def test_csv_reads_back():
     assert (first["baseline"], first["test_against_baseline"]) == ("mean", "paired DeLong test")
     assert (second["published_auc"], second["p_value"], second["warnings"]) == ("", "", 'a; b "c", d')
     assert None not in first
+
+
+@pytest.mark.parametrize("method", ["dsmil", "mean", "abmil"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"warnings": ("a", 'b "c", d'), "evidence": ("few tiles (1; 2)", "many"), "transductive": True},
+        {"recipe": "ours", "recipe_words": "ours: lr 0.1 (published 0.2); x", "training_seconds": None},
+        {"evaluated_on": replace(ON, counts=(("a=b;c", 5), ("tumor", 6)), protocol="optimistic")},
+        {"evaluated_on": replace(ON, counts=(("a", 5), ("b", 6), ("c", 7)), estimator=Estimator.WITHIN_FOLDS)},
+        {"sensitivity": None, "specificity": None, "seed_aucs": (0.8,)},
+        {"evaluated_on": replace(ON, camelyon16_test=True)},
+    ],
+)
+def test_rows_are_read_back_from_the_csv(method: str, changes: dict[str, Any]):
+    rows = [row(method, **changes), row("mean", **changes), row("topk", **changes)]
+    found = read_table(table_csv(rows))
+    assert [table_cells(found, intervals=True), table_notes(found)] == [
+        table_cells(comparisons_of(rows), intervals=True),
+        table_notes(comparisons_of(rows)),
+    ]
+    assert [each.method for each in found] == [each.method for each in rows]
+    assert table_csv(found) == table_csv(rows)
+
+
+def comparisons_of(rows: list[ComparisonRow]) -> list[ComparisonRow]:
+    """The rows with the number of comparisons that their table has."""
+    number = sum(each.paired is not None for each in rows)
+    return [
+        each if each.paired is None else replace(each, paired=replace(each.paired, num_comparisons=number))
+        for each in rows
+    ]
 
 
 def test_markdown_is_one_table_whatever_the_names():

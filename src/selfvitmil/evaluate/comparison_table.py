@@ -1,7 +1,8 @@
 """Comparison table: one row per method, paired tests against a baseline, published results of the paper's Table 1.
 
 Input: the scores of every method's ensemble on the same slides (`paired_rows`) and one `ComparisonRow` per method.
-Output: text for a file (`table_csv`, `table_markdown`) and cells for a terminal (`table_cells` with `table_notes`).
+Output: text for a file (`table_csv`, which `read_table` reads back, and `table_markdown`) and cells for a terminal or
+the report (`table_cells` with `table_notes`).
 
 Measured and published metrics never share a column: published ones used other features, often selected epoch and
 threshold on the test set, and are on Camelyon16 only. `PUBLISHED` states what is known about each, and every table that
@@ -10,6 +11,9 @@ shows one says so in a note. Rows with different test sets or protocols raise an
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -343,13 +347,14 @@ def table_csv(rows: Sequence[ComparisonRow]) -> str:
     return csv_text([list(records[0]), *(record.values() for record in records)])
 
 
-def table_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
-    """Return header and rows for a terminal of 160 columns; header cells may have two lines."""
+def table_cells(rows: Sequence[ComparisonRow], *, intervals: bool = False) -> list[list[str]]:
+    """Return header and rows; header cells may have two lines.
+
+    Without `intervals` only the AUC has its interval, and names are shortened, to fit a terminal of 160 columns.
+    """
     check_rows(rows)
     _, marks = _notes(rows)
-    header = _header(rows, intervals=False)
-    lines = _lines(rows, marks, intervals=False)
-    return [header, *lines]
+    return [_header(rows, intervals=intervals), *_lines(rows, marks, intervals=intervals)]
 
 
 def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -360,16 +365,13 @@ def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
 
 def table_markdown(rows: Sequence[ComparisonRow], advice: Sequence[str] = ()) -> str:
     """Return the table as Markdown with intervals; below it `advice`, the notes and the recipe of each row."""
-    check_rows(rows)
-    notes, marks = _notes(rows)
-    notes = [
-        *advice,
-        *notes,
-        *(f"Recipe of {row.display_name}: {row.recipe_words}" for row in rows if row.recipe_words),
-    ]
-    header = _header(rows, intervals=True)
-    lines = _lines(rows, marks, intervals=True)
-    return f"{markdown_table([header, *lines])}\n\n{markdown_list(notes)}\n"
+    cells = table_cells(rows, intervals=True)
+    return f"{markdown_table(cells)}\n\n{markdown_list([*advice, *table_notes(rows), *recipe_notes(rows)])}\n"
+
+
+def recipe_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the recipe of each row that has one."""
+    return [f"Recipe of {row.display_name}: {row.recipe_words}" for row in rows if row.recipe_words]
 
 
 def check_rows(rows: Sequence[ComparisonRow]) -> None:
@@ -582,3 +584,83 @@ def _interval_record(name: str, interval: Interval | None) -> dict[str, str]:
 def _full(value: float | None) -> str:
     """Return six significant digits; empty for None and NaN."""
     return "" if value is None or np.isnan(value) else f"{value:.6g}"
+
+
+def read_table(text: str) -> list[ComparisonRow]:
+    """Return the rows of a `table_csv`, with six significant digits.
+
+    The CSV joins warnings with a semicolon, so a warning that has one comes back as two. Raises KeyError or ValueError
+    for a table of another kind.
+    """
+    records = list(csv.DictReader(io.StringIO(text)))
+    camelyon16_test = any(record["published_on_these_slides"] == "yes" for record in records)
+    num_comparisons = sum(bool(record["baseline"]) for record in records)
+    return [_row(record, num_comparisons, camelyon16_test) for record in records]
+
+
+def _row(record: Mapping[str, str], num_comparisons: int, camelyon16_test: bool) -> ComparisonRow:
+    level, method = record["auc_limits"].split(" %, ", 1)
+
+    def interval(name: str) -> Interval | None:
+        value, low, high = (_number(record[f"{name}{end}"]) for end in ("", "_low", "_high"))
+        return None if np.isnan(value) else Interval(value, low, high, method, float(level) / 100)
+
+    auc, accuracy, balanced = (
+        interval(name) or Interval(np.nan, np.nan, np.nan, method, float(level) / 100)
+        for name in ("auc" if "auc" in record else "macro_auc", "accuracy", "balanced_accuracy")
+    )
+    counts = re.findall(r"(.*?)=(\d+)(?:;|$)", record["test_slides"])
+    on = EvaluatedOn(
+        record["cohort"],
+        record["test"],
+        tuple((name, int(count)) for name, count in counts),
+        "optimistic" if record["protocol"] == "optimistic" else "honest",
+        Estimator(record["estimator"]),
+        camelyon16_test,
+    )
+    difference = interval("auc_difference")
+    paired = difference and PairedRow(
+        method=record["display_name"],
+        baseline=record["baseline"],
+        difference=difference,
+        test=record["test_against_baseline"],
+        p_value=_number(record["p_value"]),
+        holm_p_value=_number(record["p_value_holm"]),
+        bootstrap_p_value=_number(record["bootstrap_p_value"]),
+        bootstrap_holm_p_value=_number(record["bootstrap_p_value_holm"]),
+        num_comparisons=num_comparisons,
+    )
+    published = Published(
+        name=record["published_name"],
+        accuracy=float(record["published_accuracy"]) if record["published_accuracy"] else None,
+        auc=_number(record["published_auc"]),
+        features=record["published_features"],
+        trained_on=record["published_trained_on"],
+        protocol=record["published_protocol"],
+        source=record["published_source"],
+    )
+    return ComparisonRow(
+        method=record["method"],
+        display_name=record["display_name"],
+        features=record["features"],
+        evaluated_on=on,
+        seed_aucs=tuple(_number(value) for value in record["seed_aucs"].split(";")),
+        auc=auc,
+        accuracy=accuracy,
+        balanced_accuracy=balanced,
+        sensitivity=interval("sensitivity"),
+        specificity=interval("specificity"),
+        threshold_from=record["threshold_from"],
+        paired=paired,
+        training_seconds=float(record["training_seconds"]) if record["training_seconds"] else None,
+        warnings=tuple(filter(None, record["warnings"].split("; "))),
+        transductive=record["transductive"] == "yes",
+        published=published if published.name else None,
+        recipe=record["recipe"],
+        recipe_words=record["recipe_words"],
+        evidence=tuple(filter(None, record["evidence"].split(" | "))),
+    )
+
+
+def _number(text: str) -> float:
+    return float(text) if text else float("nan")

@@ -23,14 +23,19 @@ FORMAT_VERSION = 2
 
 
 def write_results(
-    folder: Path, results: Sequence[MethodResult], scores: Sequence[Scores], evaluate: EvaluateSettings
+    folder: Path,
+    results: Sequence[MethodResult],
+    scores: Sequence[Scores],
+    evaluate: EvaluateSettings,
+    advice: Sequence[str] = (),
 ) -> None:
-    """Write `predictions.csv` and `metrics.json` of one or more methods on the same classes."""
+    """Write `predictions.csv` and `metrics.json` of one or more methods on the same classes, with any `advice`."""
     rows = [row for result in results for row in result.predictions]
     write_predictions(folder / "predictions.csv", rows, results[0].class_names)
     told = {
         "format_version": FORMAT_VERSION,
         "settings": evaluate.model_dump(mode="json"),
+        **({"advice": list(advice)} if advice else {}),
         "methods": [scored.to_json() for scored in scores],
     }
     text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)

@@ -84,8 +84,8 @@ def compare(
         scores = [score_method(result, settings.evaluate) for result in results]
         folder = StudyLayout(study).results(results_name(name or "compare", settings))
         lines += remove_earlier_results(folder, results)
-        write_results(folder, results, scores, settings.evaluate)
         advice = [row.words for row in simple]
+        write_results(folder, results, scores, settings.evaluate, advice)
         cells, notes = _write_table(study, folder, splits, results, scores, settings, advice)
         write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
     lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
