@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import functools
 import os
 import re
 import signal
@@ -21,13 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
-from distributed import KilledWorker
 
-from selfvitmil.engine import Engine, Outcome, batch, external, is_transient, run, work
-from selfvitmil.engine.engine import _open_workers
+from selfvitmil.engine import Engine, Outcome, _Map, cluster, is_transient, work
 from selfvitmil.engine.progress import Progress
-from selfvitmil.engine.run import Run
-from selfvitmil.engine.workers import Workers
+from selfvitmil.engine.work import Job, Receiver, WorkerDied, Workers
 from selfvitmil.errors import ConfigError, EngineError, SlideError
 from selfvitmil.settings import ClusterSettings, EngineSettings
 from selfvitmil.store.failures import Failure
@@ -114,7 +109,6 @@ def two_workers() -> Iterator[Engine]:
     try:
         with Engine(EngineSettings(workers=2)) as engine:
             by_name(engine.map(square, {"a": 1, "b": 2}, stage="check"))
-            wait_for(lambda: engine._workers is not None and len(engine._workers.alive()) == 2)
             yield engine
     finally:
         del os.environ["OMP_NUM_THREADS"]
@@ -140,6 +134,11 @@ def by_name(outcomes: Iterator[Outcome[Any]]) -> dict[str, Outcome[Any]]:
 def reason_of(outcome: Outcome[Any]) -> str:
     assert outcome.failure is not None
     return outcome.failure.reason
+
+
+def code_of(outcome: Outcome[Any]) -> str:
+    assert outcome.failure is not None
+    return outcome.failure.code
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -205,7 +204,6 @@ def test_a_map_left_halfway_does_not_disturb_the_next(two_workers: Engine, tmp_p
 
 
 DEEDS = {f"s{k}": "nap" for k in range(8)} | {"s0": "crash", "s3": "exit", "s5": "kill once"}
-"""So few that each travels by itself even while there is but one worker."""
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +220,8 @@ def test_only_slides_that_crash_their_worker_fail(after_deaths: tuple[dict[str, 
     found, _ = after_deaths
     assert found.keys() == DEEDS.keys()
     assert {name for name, outcome in found.items() if outcome.failure} == {"s0", "s3"}
+    assert code_of(found["s0"]) == "worker-crashed"
+    assert code_of(found["s3"]) == "worker-exited"
     for name, sign in {"s0": "SIGSEGV", "s3": "status 3"}.items():
         assert "its worker process died while processing this slide" in reason_of(found[name])
         assert sign in reason_of(found[name])
@@ -235,107 +235,69 @@ def test_only_a_slide_whose_worker_was_killed_is_done_twice(
     assert calls == {name: 2 if deed == "kill once" else 1 for name, deed in DEEDS.items()}
 
 
-class PretendedFuture:
-    """Of a task for a worker at an address; it ends when the pretended client says so."""
-
-    def __init__(self, key: str, address: str, names: list[str], task: Callable[[], list[bytes]]):
-        self.key, self.address, self.names, self.task = key, address, names, task
-        self.status = "pending"
-        self.callback: Callable[[Any], None]
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self.callback = callback
-
-    def end(self, status: str) -> None:
-        self.status = status
-        self.callback(self)
-
-    def result(self, timeout: float) -> list[bytes]:
-        if self.status == "error":
-            raise KilledWorker(self.key, None, 0)  # pyright: ignore[reportArgumentType]
-        return self.task()
-
-    def cancel(self) -> None:
-        self.status = "cancelled"
-
-
-class PretendedClient:
+class PretendedWorkers(Workers):
     """Two workers in this process that die of some slides and are then replaced."""
 
-    def __init__(self, deadly: set[str]):
-        self.deadly = deadly
-        self.addresses = {"worker 0", "worker 1"}
-        self.in_work: list[PretendedFuture] = []
-        self.history: list[list[list[str]]] = []  # names of the slides in work together, by task
-
-    def nthreads(self) -> dict[str, int]:
-        return dict.fromkeys(self.addresses, 1)
-
-    def submit(self, function: Any, version: str, jobs: Any, *rest: Any, workers: list[str], pure: bool) -> Any:
-        key = f"task {len(self.history)} of {workers[0]}"
-        task = functools.partial(function, version, jobs, *rest)
-        self.in_work.append(PretendedFuture(key, workers[0], [name for name, _ in jobs], task))
-        return self.in_work[-1]
-
-    def work(self) -> None:
-        """Let all that is in work end; nothing happens where the worker is dead."""
-        futures, self.in_work = [f for f in self.in_work if f.address in self.addresses], []
-        self.history.append([future.names for future in futures])
-        for future in futures:
-            dies = not self.deadly.isdisjoint(future.names)
-            if dies:
-                self.addresses = self.addresses - {future.address} | {f"{future.address}'"}
-            future.end("error" if dies else "finished")
-
-
-class PretendedWorkers(Workers):
     local = True
 
-    def __init__(self, client: Any, exit_code: int):
-        super().__init__(client)
-        self._exit_code = exit_code
+    def __init__(self, deadly: set[str], exit_code: int):
+        self.deadly, self.exit_code = deadly, exit_code
+        self.workers = {"worker 0", "worker 1"}
+        self.in_work: dict[str, tuple[Job, Receiver]] = {}
+        self.history: list[list[str]] = []  # names of the slides in work at the same time
 
-    def alive(self) -> set[str]:
-        self._client.work()  # pyright: ignore[reportAttributeAccessIssue]
-        return super().alive()
+    def ask_for(self, number: int) -> None:
+        pass
 
-    def exit_code(self, address: str) -> int | None:
-        return self._exit_code
+    def any_alive(self) -> bool:
+        return bool(self.workers)
+
+    def free(self) -> list[str]:
+        return sorted(self.workers - self.in_work.keys())
+
+    def submit(self, worker: str, job: Job, receive: Receiver) -> None:
+        assert worker in self.free()
+        self.in_work[worker] = job, receive
+
+    def wait(self, seconds: float) -> None:
+        in_work, self.in_work = self.in_work, {}
+        self.history.append(sorted(job.name for job, _ in in_work.values()))
+        for worker, (job, receive) in in_work.items():
+            if job.name in self.deadly:
+                self.workers = self.workers - {worker} | {f"{worker}'"}
+                receive((job.name, WorkerDied(self.exit_code)))
+            else:
+                receive((job.name, job.run()))
+
+    def interrupt(self, receive: Receiver) -> None:
+        raise AssertionError("nothing is in work")
 
 
-def run_pretending(deadly: set[str], exit_code: int, number: int) -> tuple[dict[str, Outcome[int]], Any]:
-    client = PretendedClient(deadly)
-    items = {str(k): k for k in range(100, 100 + number)}
-    mapping: Run[int] = Run(PretendedWorkers(client, exit_code), square, items, "tile", retries=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "POLL_S", 0.001)  # nothing comes by itself, so there is nothing to wait for
-        found = by_name(mapping.outcomes(Progress("tile", "slides", number)))
+def run_pretending(deadly: set[str], exit_code: int) -> tuple[dict[str, Outcome[int]], list[list[str]]]:
+    """Outcomes and history of a map over seven slides."""
+    workers = PretendedWorkers(deadly, exit_code)
+    items = {str(k): k for k in range(100, 107)}
+    mapping: _Map[int] = _Map(workers, square, items, "tile", retries=0)
+    found = by_name(mapping.outcomes(Progress("tile", "slides", len(items))))
+    mapping.stop()
     assert found.keys() == items.keys()
     assert {name for name, outcome in found.items() if outcome.failure} == deadly
     assert all(outcome.value == items[name] ** 2 for name, outcome in found.items() if name not in deadly)
-    return found, [moment for moment in client.history if moment]
+    return found, workers.history
 
 
-def test_a_crash_among_slides_that_travel_together_is_told_apart() -> None:
-    found, history = run_pretending({"300", "400", "401"}, -signal.SIGSEGV, number=600)
-    assert "SIGSEGV" in reason_of(found["400"])
-    tasks = [task for moment in history for task in moment]
-    together, *alone = [task for task in tasks if "400" in task]
-    assert len(together) > 1
-    assert alone == [["400"]]
-    assert all([name] in tasks for name in together)
-
-
-def test_a_dead_worker_is_given_no_further_slide() -> None:
-    _, history = run_pretending({"100", "102", "103", "105"}, -signal.SIGSEGV, number=7)
-    assert sorted(name for moment in history for [name] in moment) == [str(k) for k in range(100, 107)]
+def test_a_crash_is_conclusive() -> None:
+    found, history = run_pretending({"100", "102", "103", "105"}, -signal.SIGSEGV)
+    assert code_of(found["100"]) == "worker-crashed"
+    assert sorted(name for together in history for name in together) == [str(k) for k in range(100, 107)]
 
 
 def test_a_suspect_runs_after_all_others_with_none_beside_it() -> None:
-    found, history = run_pretending({"101", "103"}, -signal.SIGKILL, number=7)
+    found, history = run_pretending({"101", "103"}, -signal.SIGKILL)
+    assert code_of(found["101"]) == "worker-killed"
     assert "twice, the second time with no other slide running (SIGKILL)" in reason_of(found["101"])
-    assert sorted(map(str, history[-2:])) == ["[['101']]", "[['103']]"]
-    assert sorted(name for moment in history[:-2] for [name] in moment) == [str(k) for k in range(100, 107)]
+    assert sorted(history[-2:]) == [["101"], ["103"]]
+    assert sorted(name for together in history[:-2] for name in together) == [str(k) for k in range(100, 107)]
 
 
 @pytest.mark.slow
@@ -414,34 +376,61 @@ def test_a_hiccup_that_our_error_hides_from_the_reader_may_still_pass() -> None:
 def test_workers_use_one_thread_and_leave_our_environment_alone(two_workers: Engine) -> None:
     found = by_name(two_workers.map(threads_of_worker, dict.fromkeys("abcd", 0), stage="tile"))
     assert {outcome.value for outcome in found.values()} == {"1"}
-    wait_for(lambda: os.environ["OMP_NUM_THREADS"] == "7", seconds=5)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
-def test_local_workers_listen_on_loopback_and_greet_nobody(two_workers: Engine) -> None:
+def test_local_workers_open_no_port(two_workers: Engine) -> None:
     by_name(two_workers.map(square, {"a": 1, "b": 2}, stage="tile"))
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = [c.laddr for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert len(listening) >= 3
-    assert {address.ip for address in listening} == {"127.0.0.1"}
-    for address in listening:  # an unencrypted dask port speaks first
-        with socket.create_connection(address, timeout=2) as stranger:
-            stranger.settimeout(0.1)
-            with contextlib.suppress(TimeoutError):
-                assert stranger.recv(1) == b""
+    workers = psutil.Process().children(recursive=True)
+    assert len(workers) >= 2
+    assert [process.net_connections("inet") for process in workers] == [[]] * len(workers)
 
 
-def test_neither_dask_nor_rich_nor_torch_is_loaded_for_work_in_this_process() -> None:
-    program = """
+@pytest.mark.parametrize("workers", [0, 1])
+def test_neither_dask_nor_rich_nor_torch_is_loaded_for_work_on_this_machine(workers: int) -> None:
+    program = f"""
 import sys
 from selfvitmil.engine import Engine
 from selfvitmil.settings import EngineSettings
-with Engine(EngineSettings(workers=0)) as engine:
-    assert [outcome.value for outcome in engine.map(abs, {"a": -1}, stage="tile")] == [1]
-print(sorted({"dask", "distributed", "rich", "torch", "openslide"} & set(sys.modules)))
+with Engine(EngineSettings(workers={workers})) as engine:
+    assert [outcome.value for outcome in engine.map(abs, {{"a": -1}}, stage="tile")] == [1]
+print(sorted({{"dask", "distributed", "rich", "torch", "openslide"}} & set(sys.modules)))
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
     assert answer.stderr.startswith("tile: 1/1 slides, 0 failed, ")
+
+
+UNGUARDED = """
+from selfvitmil.engine import Engine
+from selfvitmil.errors import EngineError
+from selfvitmil.settings import EngineSettings
+try:
+    with Engine(EngineSettings(workers=1)) as engine:
+        list(engine.map(abs, {"a": -1}, stage="tile"))
+except EngineError as error:
+    print(error.code)
+"""
+
+
+def test_a_script_that_would_start_itself_in_every_worker_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert set(answer.stdout.split()) == {"unguarded-script"}, answer
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment)
+    wait_for(lambda: len(list(tmp_path.glob(".*.part"))) == 2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 INTERRUPTED = """
@@ -524,37 +513,39 @@ def test_a_running_tls_cluster_is_used_and_its_settings_do_not_matter(
         local_directory=str(tmp_path),
         silence_logs=100,
     ) as started:
-        cluster: Any = started
-        settings = EngineSettings(cluster=cluster.scheduler_address, **{name: tmp_path / name for name in files})
+        running: Any = started
+        settings = EngineSettings(cluster=running.scheduler_address, **{name: tmp_path / name for name in files})
         with Engine(settings) as engine:
             deeds = {f"s{k}": "kill" if k == 1 else "nap" for k in range(8)}
             found = by_name(engine.map(act, {k: (calls, k, deed) for k, deed in deeds.items()}, stage="tile"))
-        assert cluster.scheduler_address.startswith("tls://")
+        assert running.scheduler_address.startswith("tls://")
     assert [name for name, outcome in found.items() if outcome.failure] == ["s1"]
     assert calls_of(calls) == {name: 2 if deed == "kill" else 1 for name, deed in deeds.items()}
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.3)
     with socket.socket() as reserved:  # bound but not listening
         reserved.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
         settings = EngineSettings(cluster=address, insecure=True)
-        with Engine(settings) as engine, pytest.raises(EngineError, match="cannot be reached"):
+        with Engine(settings) as engine, pytest.raises(EngineError) as caught:
             list(engine.map(square, {"a": 1}, stage="tile"))
+        assert caught.value.code == "scheduler-unreachable"
 
 
 @pytest.mark.parametrize(
-    ("address", "complaint"),
+    ("address", "code", "complaint"),
     [
-        ("tcp://10.0.0.1:8786", "not encrypted.*--insecure"),
-        ("10.0.0.1:8786", "not a scheduler address"),
-        ("tls://10.0.0.1:8786", "engine.tls_ca, engine.tls_cert, engine.tls_key missing"),
+        ("tcp://10.0.0.1:8786", "insecure-scheduler", "--insecure"),
+        ("10.0.0.1:8786", "invalid-scheduler-address", "tls://host:port"),
+        ("tls://10.0.0.1:8786", "tls-files-missing", "engine.tls_ca, engine.tls_cert, engine.tls_key"),
     ],
 )
-def test_an_address_is_checked_before_anybody_is_called(address: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_an_address_is_checked_before_anybody_is_called(address: str, code: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
         Engine(EngineSettings(cluster=address))
+    assert caught.value.code == code
 
 
 def test_a_certificate_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -562,6 +553,7 @@ def test_a_certificate_that_is_not_there_is_named(tmp_path: Path) -> None:
     there, missing = tmp_path / "ca.pem", tmp_path / "me.pem"
     with pytest.raises(ConfigError, match=r"me\.pem: no such file, set in engine\.tls_key") as caught:
         Engine(EngineSettings(cluster="tls://a:1", tls_ca=there, tls_cert=there, tls_key=missing))
+    assert caught.value.code == "tls-file-not-found"
     assert str(tmp_path) not in str(caught.value)
 
 
@@ -580,11 +572,8 @@ def test_the_job_script(kind: Any, lines: list[str], tmp_path: Path) -> None:
     settings = ClusterSettings(
         kind=kind, queue="long", account="lab", directives=("--gres=x",), prologue=("module load p",)
     )
-    cluster = batch._batch_cluster(settings, tmp_path, batch.Answers())
-    try:
-        script = cluster.job_script().splitlines()
-    finally:
-        cluster.close()
+    with cluster._batch_cluster(settings, tmp_path, cluster.Answers()) as started:
+        script = started.job_script().splitlines()
     assert set(lines) <= set(script)
     assert script.index("export OMP_NUM_THREADS=1") < script.index("module load p") < len(script) - 1
     [worker] = [line for line in script if "dask_worker" in line]
@@ -635,21 +624,22 @@ def test_a_job_that_is_refused_is_an_error_in_slurms_own_words(slurm: Path) -> N
     put_command(slurm / "sbatch", "echo 'sbatch: error: invalid partition specified: lnog' >&2; exit 1")
     put_command(slurm / "scancel", "true")
     settings = EngineSettings(batch=ClusterSettings(kind="slurm", queue="lnog"))
-    with Engine(settings) as engine, pytest.raises(EngineError, match=r"rejects the job.*invalid partition.*lnog"):
+    with Engine(settings) as engine, pytest.raises(EngineError, match=r"invalid partition.*lnog") as caught:
         list(engine.map(square, {"a": 1}, stage="tile"))
+    assert caught.value.code == "job-rejected"
 
 
 def test_a_refused_job_is_submitted_again_and_counts_no_more_once_it_is_taken(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(cluster, "_AGAIN_S", 0.1)
     recovered = tmp_path / "recovered"
     refusal = "{ echo 'sbatch: error: Socket timed out' >&2; exit 1; }"
     put_command(slurm / "sbatch", f"[ -e {recovered} ] || {refusal}; echo Submitted batch job 7")
     put_command(slurm / "scancel", "true")
     settings = EngineSettings(batch=ClusterSettings(kind="slurm", jobs=2))
-    with _open_workers(settings) as workers:
-        assert isinstance(workers, batch._BatchWorkers)
+    with cluster.open_workers(settings) as workers:
+        assert isinstance(workers, cluster.BatchWorkers)
         workers.ask_for(2)
         answers = workers._answers
         wait_for(lambda: len(answers.refused) == 2)
@@ -662,8 +652,8 @@ def test_a_refused_job_is_submitted_again_and_counts_no_more_once_it_is_taken(
 
 
 def test_jobs_that_are_all_refused_at_once_late_in_a_run_end_it_only_after_a_while(tmp_path: Path) -> None:
-    answers = batch.Answers(accepted=9, refused={"job 1": "Socket timed out", "job 2": "Socket timed out"})
-    workers = batch._BatchWorkers(None, None, ClusterSettings(kind="slurm"), answers, tmp_path)  # pyright: ignore[reportArgumentType]
+    answers = cluster.Answers(accepted=9, refused={"job 1": "Socket timed out", "job 2": "Socket timed out"})
+    workers = cluster.BatchWorkers(None, None, ClusterSettings(kind="slurm"), answers, tmp_path)  # pyright: ignore[reportArgumentType]
     workers._number = 3
     workers.check_timeout(10_000)
     workers._number = 2
@@ -677,14 +667,17 @@ def test_what_a_batch_system_needs_is_named(slurm: Path, monkeypatch: pytest.Mon
         with Engine(EngineSettings(batch=ClusterSettings(kind=kind, memory=memory))) as engine:
             list(engine.map(square, {"a": 1}, stage="tile"))
 
-    with pytest.raises(EngineError, match="command bsub not found"):
+    with pytest.raises(EngineError, match="bsub") as caught:
         start("lsf")
+    assert caught.value.code == "batch-command-not-found"
     put_command(slurm / "sbatch", "true")
-    with pytest.raises(ConfigError, match=r"engine\.batch: .*gigs"):
+    with pytest.raises(ConfigError, match=r"engine\.batch: .*gigs") as caught:
         start("slurm", memory="8 gigs")
+    assert caught.value.code == "invalid-batch-settings"
     monkeypatch.setitem(sys.modules, "dask_jobqueue", None)
-    with pytest.raises(ConfigError, match=re.escape("selfvitmil[cluster]")):
+    with pytest.raises(ConfigError, match=re.escape("selfvitmil[cluster]")) as caught:
         start("slurm")
+    assert caught.value.code == "missing-package"
 
 
 # ------------------------------------------------------------------------------- progress

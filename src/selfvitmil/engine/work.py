@@ -1,18 +1,25 @@
-"""Process one slide, in this process or in a worker: retries, failures, and interruption from outside."""
+"""The work on one slide with its retries, and worker processes on this machine.
+
+A local worker is a spawned process at the end of a pipe. It uses one thread and has one slide at a time; when it dies,
+another one is started. SIGTERM interrupts its slide with an exception, so that `finally` clauses clean up.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import multiprocessing
+import os
 import pickle
+import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from multiprocessing import connection, resource_tracker
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar
 
-from selfvitmil import __version__
 from selfvitmil.errors import EngineError
 from selfvitmil.store.failures import Failure
 
@@ -35,21 +42,8 @@ class Outcome(Generic[T]):
 
 _FIRST_PAUSE_S = 1.0
 
-TRANSIENT_ERRNOS = {
-    errno.EIO,
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EINTR,
-    errno.ETIMEDOUT,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETRESET,
-    errno.ENETUNREACH,
-    errno.ENOTCONN,
-    errno.ECONNREFUSED,
-}
+_TRANSIENT = "EIO ESTALE EAGAIN EBUSY EINTR ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET ENETUNREACH ENOTCONN"
+TRANSIENT_ERRNOS = {getattr(errno, name) for name in (*_TRANSIENT.split(), "ECONNREFUSED")}
 """Errors of network drives that may go away; ConnectionError and TimeoutError count as well."""
 
 
@@ -92,47 +86,266 @@ def _failure(name: str, stage: str, error: BaseException, tries: int) -> Failure
     return replace(failure, reason=f"{failure.reason} (tried {tries} times)") if tries > 1 else failure
 
 
-# ---------------------------------------------------------------------------------------------------- in a worker
+# ---------------------------------------------------------------------------------------------------- workers
 
 
-class _Stopped(BaseException):
+@dataclass(frozen=True)
+class Job:
+    """One slide for a worker."""
+
+    name: str
+    payload: bytes
+    """Function and item, pickled: a worker unpickles them where it can report an error."""
+    stage: str
+    retries: int
+
+    @classmethod
+    def of(cls, name: str, function: Callable[[Item], Any], item: Item, stage: str, retries: int) -> Job:
+        """Return a job; raise whatever pickling the item raises."""
+        import cloudpickle
+
+        return cls(name, cloudpickle.dumps((function, item)), stage, retries)
+
+    def run(self) -> bytes:
+        """Process the slide in this process; return its Outcome, pickled."""
+        try:
+            function, item = pickle.loads(self.payload)
+            return pickle.dumps(attempt(function, self.name, item, self.stage, self.retries))
+        except Exception as error:  # the job cannot be unpickled here, or its value cannot be pickled
+            return pickle.dumps(Outcome(self.name, None, Failure.of(self.name, self.stage, error), 0.0))
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """What a worker gave instead of an outcome."""
+
+    exit_code: int | None
+    """As in subprocess; None if unknown."""
+
+
+Result = bytes | WorkerDied
+"""Of a job: its Outcome, pickled, or the death of its worker."""
+Receiver = Callable[[tuple[str, Result]], None]
+"""Gets the name of a job and its result."""
+
+
+class Stopped(BaseException):
     """Raised inside the work on a slide when the run is interrupted; not caught by `except Exception`."""
 
 
-_in_work: set[int] = set()
-_in_work_lock = threading.Lock()
+class Workers(Protocol):
+    """Workers of one kind. All methods are called by one thread."""
+
+    local = False
+    waiting_message = "waiting for workers of the cluster"
+    """Message for the user while there is no worker."""
+
+    def ask_for(self, number: int) -> None:
+        """Request workers for this many slides, within the limits of the settings."""
+
+    def any_alive(self) -> bool:
+        """Return whether there is any worker."""
+        ...
+
+    def check_timeout(self, seconds: float) -> None:
+        """Raise EngineError if there has been no worker for too long."""
+
+    def free(self) -> list[str]:
+        """Return the workers that have no slide."""
+        ...
+
+    def submit(self, worker: str, job: Job, receive: Receiver) -> None:
+        """Run a job on a free worker; `receive` gets the result during a later `wait`."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait for results and pass them on; return after `seconds` at the latest."""
+
+    def interrupt(self, receive: Receiver) -> None:
+        """Stop the jobs that were submitted with this receiver, which gets no result any more."""
 
 
-def do_slides(version: str, jobs: list[tuple[str, bytes]], stage: str, retries: int) -> list[bytes]:
-    """Run a few slides in a worker process. Outcomes are returned pickled, so that dask does not inspect the values.
+# ---------------------------------------------------------------------------------------------------- on this machine
 
-    There are fewer outcomes than jobs if `stop_slides` interrupted them.
-    """
-    if version != __version__:
-        raise EngineError(f"selfvitmil {__version__} on the worker, {version} here", code="version-mismatch")
-    outcomes: list[bytes] = []
-    thread = threading.get_ident()
-    with suppress(_Stopped):
-        with _in_work_lock:
-            _in_work.add(thread)
-        for name, payload in jobs:
-            outcomes.append(_do_slide(name, payload, stage, retries))
-        with _in_work_lock:  # otherwise `_Stopped` could arrive after `suppress`
-            _in_work.discard(thread)
-    _in_work.discard(thread)
-    return outcomes
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
+"""One thread per worker: there is already one worker per core."""
+
+_START_S = 60.0
+"""Timeout for starting a worker."""
+_TIDY_S = 1.0
+"""Time for the `finally` clauses of interrupted slides."""
 
 
-def _do_slide(name: str, payload: bytes, stage: str, retries: int) -> bytes:
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def local_workers(most: int) -> Iterator[Workers]:
+    """Yield up to `most` processes, started on demand; stop them at the end."""
+    workers = LocalWorkers(most)
     try:
-        function, item = pickle.loads(payload)
-        return pickle.dumps(attempt(function, name, item, stage, retries))
-    except Exception as error:  # the job cannot be unpickled here, or its value cannot be pickled
-        return pickle.dumps(Outcome(name, None, Failure.of(name, stage, error), 0.0))
+        yield workers
+    finally:
+        workers.close()
 
 
-def stop_slides() -> None:
-    """Run in a worker: interrupt its slides with an exception, so that their `finally` clauses clean up."""
-    with _in_work_lock:
-        for thread in _in_work:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
+class _Process:
+    """One worker process and our end of its pipe."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        self.started = False
+        self.job: tuple[str, Receiver] | None = None
+        with theirs, _settings_for_children():
+            try:
+                self.process.start()
+            except RuntimeError:  # raised by multiprocessing for this reason
+                raise EngineError(
+                    "workers cannot be started while a worker imports this script",
+                    "each would start more of them",
+                    'Put `if __name__ == "__main__":` around the use of Engine',
+                    code="unguarded-script",
+                ) from None
+
+
+class LocalWorkers(Workers):
+    """Worker processes of this machine, by the number of their pipe."""
+
+    local = True
+    waiting_message = "starting a worker"
+
+    def __init__(self, most: int):
+        self._most = most
+        self._number = 0
+        self._processes: dict[str, _Process] = {}
+        self._failed_starts = 0
+
+    def ask_for(self, number: int) -> None:
+        self._number = max(self._number, min(number, self._most))
+
+    def any_alive(self) -> bool:
+        return any(process.started for process in self._processes.values())
+
+    def check_timeout(self, seconds: float) -> None:
+        died = self._failed_starts >= self._number
+        if died or seconds > _START_S:
+            raise EngineError(
+                "the worker processes failed to start",
+                "they died while starting" if died else f"none started within {_START_S:.0f} s",
+                "Check whether memory, disk or the number of processes is at its limit (`--workers 0` starts none). "
+                'A script of your own needs `if __name__ == "__main__":` around its use of Engine',
+                code="workers-not-started",
+            )
+
+    def free(self) -> list[str]:
+        while len(self._processes) + self._failed_starts < self._number:
+            process = _Process()
+            self._processes[str(process.pipe.fileno())] = process
+        return [name for name, process in self._processes.items() if process.started and process.job is None]
+
+    def submit(self, worker: str, job: Job, receive: Receiver) -> None:
+        process = self._processes[worker]
+        process.job = job.name, receive
+        with suppress(OSError):  # it has just died, as `wait` will find
+            process.pipe.send(job)
+
+    def wait(self, seconds: float) -> None:
+        pipes = {process.pipe: worker for worker, process in self._processes.items()}
+        for pipe in connection.wait(list(pipes), seconds):
+            worker = pipes[pipe]  # pyright: ignore[reportArgumentType]
+            process = self._processes[worker]
+            try:
+                message = process.pipe.recv_bytes()
+            except (EOFError, OSError):
+                self._remove_dead(worker)
+                continue
+            if process.job is None:
+                process.started, self._failed_starts = True, 0
+            else:
+                (name, receive), process.job = process.job, None
+                receive((name, message))
+
+    def _remove_dead(self, worker: str) -> None:
+        process = self._processes.pop(worker)
+        process.pipe.close()
+        process.process.join(_TIDY_S)
+        if not process.started:
+            self._failed_starts += 1
+        if process.job is not None:
+            name, receive = process.job
+            receive((name, WorkerDied(process.process.exitcode)))
+
+    def interrupt(self, receive: Receiver) -> None:
+        busy = [worker for worker, process in self._processes.items() if process.job and process.job[1] == receive]
+        self._stop([self._processes.pop(worker) for worker in busy])
+
+    def close(self) -> None:
+        """Stop all processes."""
+        self._stop(list(self._processes.values()))
+        self._processes.clear()
+
+    def _stop(self, processes: list[_Process]) -> None:
+        for process in processes:
+            process.process.terminate()
+        until = time.monotonic() + _TIDY_S
+        for process in processes:
+            process.process.join(max(0.0, until - time.monotonic()))
+            process.process.kill()
+            process.process.join()
+            process.pipe.close()
+
+
+@contextmanager
+def _settings_for_children() -> Iterator[None]:
+    """Start processes with one thread, and without Ctrl-C: a terminal sends it to all, and we stop them ourselves."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    resource_tracker.ensure_running()  # otherwise multiprocessing starts it later and unblocks SIGINT
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ.update(ONE_THREAD)  # numpy reads them when it is imported
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+# ---------------------------------------------------------------------------------------------------- in a process
+
+
+def _serve(pipe: connection.Connection[bytes, Job]) -> None:
+    """Process the jobs that come through the pipe until it closes."""
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pipe.send_bytes(b"started")
+        while True:
+            job = pipe.recv()
+            pipe.send_bytes(job.run())
+    except (EOFError, OSError):
+        pass
+    except Stopped:
+        signal.raise_signal(signal.SIGTERM)  # end as the signal would have ended it
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Stopped
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

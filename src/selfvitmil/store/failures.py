@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import errno
-import io
 import itertools
 import os
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from selfvitmil.errors import ArtefactError, SelfVitMilError
@@ -27,6 +26,8 @@ class Failure:
     stage: str
     reason: str
     remedy: str
+    code: str = field(default="", compare=False)
+    """Of the error (`SelfVitMilError.code`); not in the file."""
 
     @classmethod
     def of(cls, slide: str, stage: str, error: BaseException) -> Failure:
@@ -35,7 +36,7 @@ class Failure:
         Files are named without their folders, since `failures.csv` may be mailed.
         """
         if isinstance(error, SelfVitMilError):  # of which many hold a library's words
-            return cls(slide, stage, _one_line(error.reason), _one_line(error.how))
+            return cls(slide, stage, _one_line(error.reason), _one_line(error.how), error.code)
         if isinstance(error, OSError):
             remedy = _REMEDIES_ANY.get(
                 error.errno or 0, "Check the file and its drive, then run the same command again"
@@ -86,33 +87,27 @@ FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do")
 
 
 def read_failures(study: Path) -> list[Failure]:
-    """Return the rows of `failures.csv`, none without such a file; raise ArtefactError where it is another table.
-
-    Also reads the file as a spreadsheet saves it: with semicolons or tabs, blank rows, empty cells at the end.
-    """
+    """Return the rows of `failures.csv`, none without such a file; raise ArtefactError where it is another table."""
     path = StudyLayout(study).failures
     if not path.exists():
         return []
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
-        reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=header.count))
-        rows = [_fitted(row) for row in reader if any(row)]
-        if rows and rows[0] != FAILURE_COLUMNS:
-            raise ValueError(f"its columns are {', '.join(filter(None, rows[0]))}")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header, *rows = [tuple(row) for row in csv.reader(file) if row] or [FAILURE_COLUMNS]
+        if header != FAILURE_COLUMNS:
+            raise ValueError(f"its columns are {', '.join(filter(None, header))}")
+        for row in rows:
+            if len(row) != len(header):
+                raise ValueError(f"a row has {len(row)} cells under {len(header)} columns")
     except (OSError, ValueError, csv.Error) as error:
         why = (error.strerror or "") if isinstance(error, OSError) else str(error)
-        how = "Move it away: the next command writes it anew"
-        raise ArtefactError("failures.csv: not a readable table of failures", why, how) from None
-    return [Failure(*row) for row in rows[1:]]
-
-
-def _fitted(row: list[str]) -> tuple[str, ...]:
-    """Return as many cells as there are columns."""
-    width = len(FAILURE_COLUMNS)
-    if any(row[width:]):
-        raise ValueError(f"a row has {len(row)} cells under {width} columns")
-    return (*row[:width], *[""] * (width - len(row)))
+        raise ArtefactError(
+            "failures.csv: not a readable table of failures",
+            why,
+            "Move it away: the next command writes it anew",
+            code="invalid-failures-table",
+        ) from None
+    return [Failure(*row) for row in rows]
 
 
 def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Iterable[Failure]) -> None:
@@ -132,7 +127,7 @@ def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Ite
     rows = sorted({*kept, *failures})
     if not rows and not path.exists():
         return
-    write_csv(path, [FAILURE_COLUMNS, *map(astuple, rows)])
+    write_csv(path, [FAILURE_COLUMNS, *(astuple(row)[:4] for row in rows)])
 
 
 def _put_aside(path: Path, error: ArtefactError) -> None:
