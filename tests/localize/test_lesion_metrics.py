@@ -34,7 +34,7 @@ from selfvitmil.localize.lesion_metrics import (
 from selfvitmil.localize.lesion_scores import SCORES, FrocDraws, froc_curve
 from selfvitmil.localize.lesions import find_points, hottest_tile
 from selfvitmil.localize.maps import write_map
-from selfvitmil.localize.methods import common_cases, compare_lesions
+from selfvitmil.localize.methods import common_cases, compare_lesions, lesion_cells, lesion_notes
 from selfvitmil.metrics import FPS, CaseDetections, wilson
 from selfvitmil.metrics.detection import _curve, _sensitivity_at
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
@@ -694,6 +694,8 @@ def test_table_in_all_forms(table):
     assert records[0]["dice_difference"] == ""
     told = json.loads(json.dumps(table.to_json(), allow_nan=False))
     assert set(told["methods"]) == {"dsmil", "self-vit-mil", "again"}
+    assert lesion_cells(told) == [header, *lines]
+    assert lesion_notes(told) == table.notes()
     assert told["differences"]["again"]["dice"]["value"] == pytest.approx(
         float(records[2]["dice_difference"]), rel=1e-4
     )

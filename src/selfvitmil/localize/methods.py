@@ -16,7 +16,7 @@ import numpy as np
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.comparison_table import holm
-from selfvitmil.evaluate.method_metrics import interval_json
+from selfvitmil.evaluate.method_metrics import interval_json, read_interval
 from selfvitmil.formatting import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 from selfvitmil.localize.lesion_metrics import LesionCase
 from selfvitmil.localize.lesion_scores import SCORES, LesionScores, limits, record_csv
@@ -63,42 +63,11 @@ class LesionTable:
 
     def cells(self, *, intervals: bool = False) -> list[list[str]]:
         """The header and a line of cells for each row; headers may have two lines."""
-        level = next(iter(self.scores.values())).evaluate.confidence
-        rest = f" [{percent(level)}]" if intervals else ""
-        header = ["maps of", f"FROC [{percent(level)}]", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
-        header += ["threshold", *(f"p\n{COLUMNS[name].replace(chr(10), ' ')}" for name in TESTED)]
-        return [header, *(self._line(name, intervals) for name in self.scores)]
-
-    def _line(self, name: str, intervals: bool) -> list[str]:
-        scores, tests = self.scores[name], self.differences.get(name, {})
-        found = {score: scores.intervals[score] for score in COLUMNS}
-        return [
-            name if intervals else shorten(name, 24),
-            *(
-                with_limits(each) if intervals or score == "froc" else number(each.value if each else None)
-                for score, each in found.items()
-            ),
-            f"{scores.threshold.value:.3g}",
-            *(p_value(tests[score].p_value) if score in tests else "-" for score in TESTED),
-        ]
+        return lesion_cells(self.to_json(), intervals=intervals)
 
     def notes(self) -> list[str]:
         """What stands below the table."""
-        first = next(iter(self.scores.values()))
-        positive = int(first.positive.sum())
-        slides = f"{positive} positive and {len(first.slides) - positive} negative test slides"
-        told = [
-            f"Maps of {slides} beside their outlines; FROC in the frame {first.about['froc_frame']!r}.",
-            *(f"{head.replace(chr(10), ' ')}: {SCORES[score]}." for score, head in COLUMNS.items()),
-        ]
-        if len(self.scores) > 1:
-            told.append(f"p: paired bootstrap over slides against {self.baseline}, two-sided, not corrected.")
-        words = {name: scores.threshold.words for name, scores in self.scores.items()}
-        if len(set(words.values())) == 1:
-            told.append(f"Threshold of every row: {words.popitem()[1]}.")
-        else:
-            told += [f"Threshold of {name}: {text}." for name, text in words.items()]
-        return told + list(dict.fromkeys(text for scores in self.scores.values() for text in scores.warnings))
+        return lesion_notes(self.to_json())
 
     def markdown(self) -> str:
         """The table with intervals, and its notes as a list below."""
@@ -142,6 +111,47 @@ class LesionTable:
                 for name, tests in self.differences.items()
             },
         }
+
+
+def lesion_cells(told: Mapping[str, Any], *, intervals: bool = False) -> list[list[str]]:
+    """Return header and rows of the table in a `lesions.json` of several models; headers may have two lines."""
+    methods: Mapping[str, Any] = told["methods"]
+    found = (score for own in methods.values() for score in own["scores"].values() if score)
+    level = next((f" [{percent(score['level'])}]" for score in found), "")
+    rest = level if intervals else ""
+    header = ["maps of", f"FROC{level}", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
+    header += ["threshold", *(f"p\n{COLUMNS[name].replace(chr(10), ' ')}" for name in TESTED)]
+    rows = [_line(name, own, told["differences"].get(name, {}), intervals) for name, own in methods.items()]
+    return [header, *rows]
+
+
+def _line(name: str, own: Mapping[str, Any], tests: Mapping[str, Any], intervals: bool) -> list[str]:
+    found = {score: read_interval(own["scores"].get(score)) for score in COLUMNS}
+    return [
+        name if intervals else shorten(name, 24),
+        *(with_limits(each) if intervals or score == "froc" else number(each.value) for score, each in found.items()),
+        f"{own['threshold']['value']:.3g}",
+        *(p_value(tests[score]["p_value"]) if score in tests else "-" for score in TESTED),
+    ]
+
+
+def lesion_notes(told: Mapping[str, Any]) -> list[str]:
+    """Return what stands below that table."""
+    methods: Mapping[str, Any] = told["methods"]
+    first = next(iter(methods.values()))
+    slides = f"{first['slides']['positive']} positive and {first['slides']['negative']} negative test slides"
+    notes = [
+        f"Maps of {slides} beside their outlines; FROC in the frame {first['froc_frame']!r}.",
+        *(f"{head.replace(chr(10), ' ')}: {SCORES[score]}." for score, head in COLUMNS.items()),
+    ]
+    if len(methods) > 1:
+        notes.append(f"p: paired bootstrap over slides against {told['baseline']}, two-sided, not corrected.")
+    origins = {name: own["threshold"]["from"] for name, own in methods.items()}
+    if len(set(origins.values())) == 1:
+        notes.append(f"Threshold of every row: {origins.popitem()[1]}.")
+    else:
+        notes += [f"Threshold of {name}: {text}." for name, text in origins.items()]
+    return notes + list(dict.fromkeys(text for own in methods.values() for text in own["warnings"]))
 
 
 def common_cases(
