@@ -20,7 +20,6 @@ STAGES = [
     "tissue",
     "stain",
     "tiles",
-    "packs",
     "readers",
     "encoder",
     "pretrain",

@@ -8,7 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import StudySettings, TileSettings, all_keys, parse, resolve_settings, tiling_name, to_toml
+from selfvitmil.settings import (
+    StudySettings,
+    TileSettings,
+    all_keys,
+    parse,
+    resolve_settings,
+    tiling_name,
+    to_toml,
+    without_removed,
+)
 
 
 def test_flags_outweigh_file_outweighs_preset_outweighs_default(tmp_path: Path):
@@ -154,3 +163,16 @@ def test_each_method_has_its_schedule_and_a_late_decay_is_allowed():
 def test_an_output_width_that_would_do_nothing_is_refused(method: str):
     with pytest.raises(ConfigError, match=r"out_dim is for dino.*bottleneck"):
         resolve_settings(flags={"pretrain": {"method": method, "out_dim": 128}})
+
+
+@pytest.mark.parametrize("line", ["[tile]\npack = true\n", "[pretrain]\npacks = false\n"])
+def test_a_removed_setting_is_named_with_what_to_do(tmp_path: Path, line: str):
+    (tmp_path / "study.toml").write_text(line)
+    with pytest.raises(ConfigError, match=r"(tile\.pack|pretrain\.packs)' was removed .*: delete its line"):
+        resolve_settings(tmp_path / "study.toml")
+
+
+def test_records_of_earlier_versions_are_read_without_removed_settings():
+    record = {"preset": "quick", "tile": {"mpp": 1.0, "pack": False, "pack_quality": 95}, "pretrain": {"packs": True}}
+    settings = parse(without_removed(record), "record")
+    assert (settings.preset, settings.tile.mpp) == ("quick", 1.0)

@@ -140,12 +140,6 @@ class TileSettings(Settings):
     """Keep a tile when at least this fraction of it is tissue."""
     parent_mpp: tuple[Annotated[float, Field(ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)], ...] = ()
     """Coarser resolutions cut beside it; every tile then knows the coarse tile around it (for multi-scale bags)."""
-    pack: bool = False
-    """Also store the tiles themselves, encoded, one file per slide: for pretraining where storage is slow."""
-    pack_encoding: Literal["jpeg", "png"] = "jpeg"
-    """`jpeg` is smaller and quicker, `png` keeps every pixel as it was read."""
-    pack_quality: int = Field(default=95, ge=1, le=100)
-    """Quality of `jpeg`."""
 
     @field_validator("parent_mpp", mode="before")
     @classmethod
@@ -273,8 +267,6 @@ class PretrainSettings(Settings):
     lora: int = Field(default=0, ge=0)
     """Rank of low-rank adapters (LoRA, Hu et al. 2021) on the attention layers of a ViT from `init`: its own weights
     stay fixed, adapters and head are trained, and the saved encoder has them merged in. 0 trains all weights."""
-    packs: bool = False
-    """Read tiles from the packs that `tile --pack` made, and not from the slides."""
     transductive: bool = False
     """Train one encoder on all slides, test slides too (never on labels); all results are labelled transductive."""
     per_split: bool = False
@@ -877,6 +869,22 @@ def check_study_engine(told: Mapping[str, Any], source: str) -> None:
         )
 
 
+REMOVED = dict.fromkeys(
+    ("tile.pack", "tile.pack_encoding", "tile.pack_quality", "pretrain.packs"),
+    "tiles are no longer stored as images, and pretraining always reads them from the slides",
+)
+"""Settings of earlier versions, and why they were removed."""
+
+
+def without_removed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings stored with an artefact (a nested dict) without those that no longer exist."""
+    kept = dict(record)
+    for section in {name.split(".")[0] for name in REMOVED} & record.keys():
+        values = _section(record, section)
+        kept[section] = {key: value for key, value in values.items() if f"{section}.{key}" not in REMOVED}
+    return kept
+
+
 def parse(values: Mapping[str, Any], source: str) -> StudySettings:
     """Check a nested dict; `source` names in errors where it came from."""
     try:
@@ -942,6 +950,8 @@ def _describe(problem: Any) -> str:
     if problem["type"] != "extra_forbidden":
         message = str(problem["msg"]).removeprefix("Value error, ")
         return f"{name}: {message}" if name else message
+    if name in REMOVED:
+        return f"the setting {name!r} was removed ({REMOVED[name]}): delete its line"
     known = all_keys()
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not nearest:  # the right key in the wrong section, or none at all

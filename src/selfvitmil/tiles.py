@@ -375,9 +375,8 @@ def without_mask_folder(settings: StudySettings) -> StudySettings:
 
 
 def _relevant(settings: StudySettings) -> dict[str, Any]:
-    """Return all settings that affect a table; packs are separate files with their own freshness check."""
-    packing = {"tile": {"pack", "pack_encoding", "pack_quality"}}
-    return without_mask_folder(settings).model_dump(mode="json", include=SECTIONS, exclude=packing)
+    """Return all settings that affect a table."""
+    return without_mask_folder(settings).model_dump(mode="json", include=SECTIONS)
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:

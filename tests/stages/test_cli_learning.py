@@ -324,29 +324,6 @@ def test_export_writes_what_the_other_tool_reads(embedded: Path, tmp_path: Path)
     assert "no vectors of encoder 'other'" in unknown.stderr
 
 
-def test_packs_feed_a_training(embedded: Path, tmp_path: Path):
-    """`tile --pack`, then `pretrain` from packs alone gives the very weights of training from slides."""
-    study = tmp_path / "study"
-    shutil.copytree(embedded, study)
-    cohort = rows_of(embedded / "cohort.csv")
-    table = tmp_path / "cohort.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, cohort[0].keys())
-        writer.writeheader()
-        writer.writerows(row | {"path": (embedded / row["path"]).resolve(), "annotation": ""} for row in cohort)
-    shutil.copy(table, study / "cohort.csv")
-    one = ("--tile.mpp", 1.0, "--tile.size-px", 64)
-    done = selfvitmil("tile", study, *SCALES, "--tile.pack", "--tile.pack-encoding", "png", "--workers", 0)
-    assert done.returncode == 0, done.stderr
-    assert "packs of" in done.stdout
-    small = ("--pretrain.width", 24, "--pretrain.depth", 2, "--pretrain.heads", 2, "--pretrain.batch", 8)
-    small += ("--pretrain.steps", 2, "--pretrain.num-local", 1, "--pretrain.workers", 0, "--pretrain.head-width", 16)
-    for name, flag in (("slides", ()), ("packs", ("--pretrain.packs",))):
-        assert selfvitmil("pretrain", study, "--name", name, *one, *small, *flag).returncode == 0
-    one_file, other = (study / "encoders" / name / "model.safetensors" for name in ("slides", "packs"))
-    assert one_file.read_bytes() == other.read_bytes()
-
-
 def rename_labels(study: Path, names: dict[str, str]) -> None:
     path = study.parent / "foreign" / "labels.csv"
     rows = [{**row, "label": names.get(row["label"], row["label"])} for row in rows_of(path)]

@@ -10,7 +10,7 @@ import pytest
 
 import selfvitmil
 from selfvitmil.store import layout as module
-from selfvitmil.store.layout import StudyLayout, model_folder, pack_of, patches_of, thumbnail_of
+from selfvitmil.store.layout import StudyLayout, model_folder, patches_of, thumbnail_of
 
 ROOT = Path(selfvitmil.__file__).parent
 STUDY = StudyLayout(Path("study"))
@@ -28,7 +28,6 @@ PATHS = {
     f"tiles/{TILING}/a.h5": STUDY.tile_table(TILING, "a"),
     f"tiles/{TILING}/a.jpg": STUDY.tile_thumbnail(TILING, "a"),
     f"tiles/{TILING}/tiles.csv": STUDY.tiling_summary(TILING),
-    f"tiles/{TILING}/packs/a.zip": STUDY.pack(TILING, "a"),
     "encoders/dino/config.json": STUDY.encoder_config("dino"),
     "encoders/dino/slides.txt": STUDY.encoder_slides("dino"),
     f"bags/{TILING}/features_dino/a.h5": STUDY.feature_file(TILING, "dino", "a"),
@@ -51,7 +50,6 @@ def test_paths_are_those_that_are_documented(documented: str):
 
 def test_files_beside_others_agree_with_the_study():
     assert thumbnail_of(STUDY.tile_table(TILING, "a")) == STUDY.tile_thumbnail(TILING, "a")
-    assert pack_of(STUDY.tile_table(TILING, "a")) == STUDY.pack(TILING, "a")
     assert patches_of(STUDY.feature_file(TILING, "dino", "a"), "a") == STUDY.patches_file(TILING, "a")
     assert model_folder(STUDY.models_on(TILING, "dino") / "abmil", "fold1", 3) == STUDY.model(
         TILING, "dino", "abmil", "fold1", 3
@@ -87,7 +85,7 @@ def test_every_path_has_a_docstring():
 
 # ---------------------------------------------------------------------------------------------------- nowhere else
 
-SPELLED = {"tiles", "encoders", "bags", "models", "results", "maps", "report", "patches", "packs", "study.toml"}
+SPELLED = {"tiles", "encoders", "bags", "models", "results", "maps", "report", "patches", "study.toml"}
 SPELLED |= {"cohort.csv", "check.csv", "failures.csv", ".lock", "run.json", "pseudonyms.csv"}
 OTHER_FOLDERS = {
     "view/export.py": {"tiles"},  # the exported viewer, which is no study

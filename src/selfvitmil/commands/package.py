@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml
+from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml, without_removed
 from selfvitmil.stages.localize import Mapper, with_staging
 from selfvitmil.stages.train import prepare, results_name
 from selfvitmil.store.layout import StudyLayout, model_folder
@@ -182,7 +182,7 @@ def _carried_settings(
     # Slides of another place must not inherit the microns per pixel that were given for those of this one.
     first = {**first, "slide": {**first["slide"], "mpp": None}}
     beside = next(iter(features.files.values())).parent / "settings.toml"
-    embed = parse(read_toml(beside), beside.name).embed if beside.exists() else settings.embed
+    embed = parse(without_removed(read_toml(beside)), beside.name).embed if beside.exists() else settings.embed
     carried = {
         **first,
         # The encoder in the package says its layout itself.

@@ -1,4 +1,4 @@
-"""Where tiles come from: slides by their tile tables, packs of such tiles, a folder of tile images, memory.
+"""Where tiles come from: slides by their tile tables, a folder of tile images, memory.
 
 A source knows all tiles that training may see, numbered through; its reader, which travels to worker processes, turns
 requests for a few tiles of one slide into pixels. Only the reader touches slides.
@@ -9,7 +9,6 @@ Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +21,11 @@ from PIL import Image
 
 from selfvitmil import stain
 from selfvitmil.errors import ConfigError, SlideError
-from selfvitmil.packs import PackFile, open_pack_of
 from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
-from selfvitmil.store.layout import pack_of
 from selfvitmil.store.redact import without_folders
 from selfvitmil.tiles import check_mpp, read_tiles
 
-MAX_OPEN_PACKS = 64
-"""Files that a reader of packs holds open at once."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 Indices = NDArray[np.int64]
@@ -183,49 +178,6 @@ class SlideTiles:
         """What the trained weights depend on: names and content of the slides, places of the tiles, stain maps."""
         maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
         return [*self._identities, maps]
-
-
-@dataclass
-class PackReader:
-    """Reads tiles from packs."""
-
-    files: Sequence[PackFile]
-    normalize_tiles: bool = False
-    opened: OrderedDict[int, PackFile] = field(default_factory=OrderedDict, repr=False)
-
-    def read(self, group: int, what: Any) -> Pixels:
-        """The tiles at these places of the file, (B, 2) first byte and length."""
-        file = self.opened[group] = self.files[group]
-        self.opened.move_to_end(group)
-        if len(self.opened) > MAX_OPEN_PACKS:
-            self.opened.popitem(last=False)[1].close()
-        return _pixels(file.read(what), self.normalize_tiles)
-
-
-class PackTiles(SlideTiles):
-    """The same tiles, under the same numbers and in the same order, from the slides' packs; no slide is touched."""
-
-    def __init__(self, slides: Sequence[TrainSlide], *, stain_method: Literal["slide", "tile", "none"]):
-        super().__init__(slides, stain_method=stain_method)
-        if missing := [slide.slide for slide in slides if not pack_of(slide.table).exists()]:
-            raise ConfigError(
-                f"{len(missing)} of {len(slides)} slides have no pack: {', '.join(missing[:5])}"
-                f"{' ...' if len(missing) > 5 else ''}",
-                "and nothing else was to be read",
-                "Run `selfvitmil tile` with --pack",
-            )
-        packs = [open_pack_of(slide.table) for slide in slides]
-        self._places = [pack.spans for pack in packs]
-        self._lossy = [
-            f"{name} jpeg {pack.made_from['quality']}"
-            for name, pack in zip(self.names, packs, strict=True)
-            if pack.file.encoding == "jpeg"
-        ]
-        self.reader = PackReader([pack.file for pack in packs], normalize_tiles=stain_method == "tile")
-
-    def identity(self) -> list[str]:
-        """That of the slides where packs hold their very pixels: then a run may go on from the one or the other."""
-        return [*super().identity(), *self._lossy]
 
 
 @dataclass

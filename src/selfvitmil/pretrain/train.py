@@ -75,7 +75,6 @@ WAIT_FOR_FIRST = timedelta(days=1)
 minutes."""
 NOT_IN_HASH = {
     "per_split",
-    "packs",
     "workers",
     "keep_gb",
     "checkpoint_minutes",

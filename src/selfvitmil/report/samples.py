@@ -20,14 +20,14 @@ from selfvitmil import stain
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.pretrain.feed import order_of
 from selfvitmil.pretrain.recipes import recipes_of
-from selfvitmil.pretrain.sources import PackTiles, SlideTiles, TrainSlide
+from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
 from selfvitmil.pretrain.views import make_views
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, EncoderFolder
 from selfvitmil.report.markup import Markup, join, tag
 from selfvitmil.report.neighbors import spread
 from selfvitmil.report.pictures import picture
-from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.settings import StudySettings, tiling_name, without_removed
 from selfvitmil.store.layout import StudyLayout
 
 NUM_SAMPLES = 4
@@ -91,7 +91,7 @@ def read_samples(study: Contents, encoder: EncoderFolder) -> list[Sample]:
     """Tiles of the first training step and their views. SelfVitMilError where these cannot be made any more."""
     if not encoder.config:
         raise ConfigError("its training is not finished")
-    settings = StudySettings.model_validate(encoder.settings)
+    settings = StudySettings.model_validate(without_removed(encoder.settings))
     own, source, readable = settings.pretrain, *_training_tiles(study, encoder, settings)
     pool = next(order_of(source, own).pools(0, 1))
     tiles = choose_tiles(pool.tiles[pool.batches[0]], source.counts, readable)
@@ -131,16 +131,11 @@ def _training_tiles(
     slides = [slide for slide in slides if slide.table.exists()]
     if not slides:
         raise ConfigError("tiles of the slides that it was trained on are not in this study")
-    method, packs = settings.stain.method, settings.pretrain.packs
-    source = (
-        PackTiles(slides, stain_method=method)
-        if packs
-        else SlideTiles(slides, stain_method=method, reader=settings.slide.reader)
-    )
+    source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
     told = encoder.provenance
     if (told.get("slides"), told.get("tiles")) != (len(source.counts), sum(source.counts)):
         raise ConfigError("the study's tiles are no longer those that it was trained on")
-    readable = [(layout.pack(tiling, slide.slide) if packs else slide.path).exists() for slide in slides]
+    readable = [slide.path.exists() for slide in slides]
     if not any(readable):
         raise ConfigError("no file of the slides that it was trained on is there")
     return source, np.array(readable)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from selfvitmil.cohort import Cohort, SlideRow
+from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
-from selfvitmil.store.failures import Failure, read_failures
+from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.outcome import UP_TO_DATE
@@ -50,10 +50,6 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
             write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)
-        if settings.tile.pack:
-            packed, unpacked = _pack(study, [cohort[slide] for slide in done], settings, engine)
-            lines += packed
-            failures += unpacked
     return Summary(tuple(lines), tuple(failures))
 
 
@@ -63,25 +59,6 @@ def tile_jobs(study: Path, cohort: Cohort, settings: StudySettings) -> dict[str,
 
     folder = StudyLayout(study).tiles_folder
     return {row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows}
-
-
-def _pack(
-    study: Path, rows: Sequence[SlideRow], settings: StudySettings, engine: Engine
-) -> tuple[list[str], list[Failure]]:
-    """Store the tiles of slides whose tables are there."""
-    from selfvitmil.packs import PackJob, pack_slide
-
-    tile, slide, name = settings.tile, settings.slide, tiling_name(settings.tile)
-    jobs = {
-        row.slide: PackJob(
-            row.slide, row.path, StudyLayout(study).tile_table(name, row.slide), tile.pack_encoding, tile.pack_quality,
-            slide.reader, row.mpp,
-        )
-        for row in rows
-    }  # fmt: skip
-    done, failures = map_slides(engine, study, "pack", pack_slide, jobs, unit="tiles", count=num_tiles)
-    size_gb = sum(result.num_bytes for result in done.values()) / 1e9
-    return [*rebuilt_lines(outcomes_of(done)), f"{len(done)} packs of {size_gb:.2f} GB in tiles/{name}/packs"], failures
 
 
 TILES_HEADER = (
@@ -119,8 +96,8 @@ def _tile_lines(done: Mapping[str, Any], asked: int, name: str) -> list[str]:
     return [*rebuilt_lines(outcomes_of(done)), *few(warnings, f"tiles/{name}/tiles.csv"), total + left_alone]
 
 
-BYTES_PER_TILE, BYTES_PER_SLIDE, PACK_BYTES_PER_TILE = 28, 400_000, 25_000
-"""Usual sizes of a tile's row, of a slide's picture, and of an encoded tile of 224 px."""
+BYTES_PER_TILE, BYTES_PER_SLIDE = 28, 400_000
+"""Usual sizes of a tile's row and of a slide's picture."""
 
 
 class Tile(Stage):
@@ -150,14 +127,10 @@ class Tile(Stage):
         return Pending(todo, len(plan.cohort) - len(todo), frozenset(hopeless))
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
-        todo, tile, slides = plan.pending(self.name).todo, plan.settings.tile, measures.slides
-        tiles = measures.tiles_of(todo)
-        disk = tiles * BYTES_PER_TILE + len(todo) * BYTES_PER_SLIDE
-        seconds = len(todo) * slides.tile_s
-        if tile.pack:
-            disk += tiles * PACK_BYTES_PER_TILE * (tile.size_px / 224) ** 2
-            seconds += tiles / slides.read_per_s if slides.read_per_s else 0.0
-        return Estimate(seconds / measures.processes, disk, measures.workers_bytes, "measured")
+        todo = plan.pending(self.name).todo
+        disk = measures.tiles_of(todo) * BYTES_PER_TILE + len(todo) * BYTES_PER_SLIDE
+        seconds = len(todo) * measures.slides.tile_s / measures.processes
+        return Estimate(seconds, disk, measures.workers_bytes, "measured")
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return tile(plan.study, CohortSource(), plan.settings, engines.slides)
@@ -165,6 +138,3 @@ class Tile(Stage):
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_tilings():
             yield snapshot.slide_files(self.name, folder, self.name)
-
-    def is_idle(self, plan: RunPlan) -> bool:
-        return super().is_idle(plan) and not plan.settings.tile.pack

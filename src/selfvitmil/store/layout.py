@@ -96,14 +96,6 @@ class StudyLayout:
         """Return the table of tile counts and warnings, one row per slide (tiles.csv)."""
         return self.tiling(tiling) / "tiles.csv"
 
-    def packs(self, tiling: str) -> Path:
-        """Return the folder of packed tile images of one tiling."""
-        return self.tiling(tiling) / "packs"
-
-    def pack(self, tiling: str, slide: str) -> Path:
-        """Return the packed tile images of a slide."""
-        return pack_of(self.tile_table(tiling, slide))
-
     def all_tilings(self) -> list[Path]:
         """Return the folders of the tilings that exist, sorted."""
         return _folders(self.tiles_folder, "*")
@@ -254,11 +246,6 @@ class StudyLayout:
 def thumbnail_of(tile_table: Path) -> Path:
     """Return the thumbnail beside a tile table."""
     return tile_table.with_suffix(".jpg")
-
-
-def pack_of(tile_table: Path) -> Path:
-    """Return the packed tile images that belong to a tile table."""
-    return tile_table.parent / "packs" / f"{tile_table.stem}.zip"
 
 
 def patches_of(feature_file: Path, slide: str) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
-from selfvitmil.settings import LocalizeSettings, resolve_settings
+from selfvitmil.settings import LocalizeSettings, read_toml, resolve_settings, without_removed
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.untrusted import open_hdf5
@@ -141,7 +141,7 @@ class MapIndex:
         if not path.is_file() or not self._is_inside(path):
             return None
         try:
-            return resolve_settings(path, {}).localize
+            return resolve_settings(None, without_removed(read_toml(path))).localize
         except ConfigError:  # of another version
             return None
 
