@@ -24,8 +24,7 @@ from selfvitmil.errors import ConfigError, EncoderError, SelfVitMilError
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
-from selfvitmil.store.provenance import FRESH, Change, ChangeKind
+from selfvitmil.store.provenance import BUILT, FRESH, UP_TO_DATE, Change, ChangeKind, rebuilt
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 TILING = "0.5mpp_32px_0px"

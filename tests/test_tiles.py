@@ -21,8 +21,7 @@ from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.settings import EngineSettings, StudySettings, parse
 from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.stages import tile as tile_stage
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
-from selfvitmil.store.provenance import Change, ChangeKind, Provenance
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
 from selfvitmil.study.folder import CohortSource
 from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
 from selfvitmil.tissue import Tissue, grey_of

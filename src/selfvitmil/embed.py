@@ -34,8 +34,7 @@ from selfvitmil.pretrain.tokens import patch_product
 from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.store.files import file_fingerprint
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
-from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
+from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Freshness, Provenance, damaged, outcome_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 SETTINGS = ("reader", "precision", "layout")

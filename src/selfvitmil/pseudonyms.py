@@ -23,9 +23,9 @@ from pathlib import Path
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.failures import without_folders
 from selfvitmil.store.files import write_csv
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.redact import without_folders
 
 HEADER = ["kind", "name", "pseudonym"]
 

@@ -37,8 +37,19 @@ from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsamp
 from selfvitmil.slides import Slide, fingerprint, open_slide
 from selfvitmil.store.files import file_fingerprint, hash_of, write_bytes
 from selfvitmil.store.layout import thumbnail_of
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
-from selfvitmil.store.provenance import FRESH, MISSING, Change, ChangeKind, Freshness, Provenance, damaged, stale
+from selfvitmil.store.provenance import (
+    FRESH,
+    MISSING,
+    UP_TO_DATE,
+    BuildOutcome,
+    Change,
+    ChangeKind,
+    Freshness,
+    Provenance,
+    damaged,
+    outcome_of,
+    stale,
+)
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 from selfvitmil.untrusted import open_hdf5
 

@@ -46,8 +46,7 @@ from selfvitmil.settings import StudySettings, SupervisedSettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.stages.supervised import SupervisedRow
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, rebuilt
-from selfvitmil.store.provenance import Change, ChangeKind, Provenance
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")

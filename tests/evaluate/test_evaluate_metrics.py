@@ -28,7 +28,7 @@ from selfvitmil.evaluate.protocol import MethodResult, Run, run_method
 from selfvitmil.evaluate.result_files import compare_results, comparison_row, evaluated_on, write_results
 from selfvitmil.evaluate.thresholds import choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
-from selfvitmil.store.outcome import BUILT
+from selfvitmil.store.provenance import BUILT
 
 EVALUATE = EvaluateSettings(bootstrap=200)
 BINARY = ("normal", "tumor")

@@ -24,8 +24,7 @@ from selfvitmil.evaluate.evaluation_splits import hold_out_test_labels, make_spl
 from selfvitmil.evaluate.protocol import MethodResult, check_models, fit_method, run_method, stored_models
 from selfvitmil.metrics import youden_threshold
 from selfvitmil.settings import EvaluateSettings, TrainSettings
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, rebuilt
-from selfvitmil.store.provenance import Change, ChangeKind
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE, BuildOutcome, Change, ChangeKind, rebuilt
 
 QUICK = TrainSettings(epochs=3, seeds=2, folds=2, validation=0.25, lr=0.05, device="cpu")
 HONEST = EvaluateSettings(bootstrap=100)

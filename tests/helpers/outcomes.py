@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfvitmil.store.outcome import BuildOutcome, BuildStatus
+from selfvitmil.store.provenance import BuildOutcome, BuildStatus
 
 
 def changed(outcome: BuildOutcome) -> list[str]:

@@ -48,7 +48,7 @@ from selfvitmil.stages import report as report_stage
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE
 
 NASTY, GONE, TRAIN, WRONG = "Meier <b>H&E", "B-2044", "B-2045", "B-2046"
 PATIENTS = {NASTY: "Petra Meier", GONE: "P-77", TRAIN: "P-78", WRONG: "P-79"}

@@ -22,8 +22,7 @@ from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
 from selfvitmil.slides import synthetic
 from selfvitmil.stages.compare import _make_baseline
 from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, rebuilt
-from selfvitmil.store.provenance import Change, ChangeKind
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE, BuildOutcome, Change, ChangeKind, rebuilt
 from selfvitmil.study.features import FeatureChoice, find_features
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 12, "--evaluate.bootstrap", 100)

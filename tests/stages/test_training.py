@@ -16,7 +16,7 @@ from selfvitmil.evaluate.protocol import fit_method
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
 from selfvitmil.stages import parallel_training as pipeline_training
 from selfvitmil.stages.parallel_training import make_models
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE
+from selfvitmil.store.provenance import BUILT, UP_TO_DATE
 
 TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")
 

@@ -13,10 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from selfvitmil.store.failures import Failure
-from selfvitmil.store.outcome import BUILT, UP_TO_DATE, BuildOutcome, BuildStatus, failed, outcome_of, rebuilt
 from selfvitmil.store.provenance import (
+    BUILT,
     FRESH,
     MISSING,
+    UP_TO_DATE,
+    BuildOutcome,
+    BuildStatus,
     Change,
     ChangeKind,
     Freshness,
@@ -24,6 +27,9 @@ from selfvitmil.store.provenance import (
     State,
     compare_digests,
     damaged,
+    failed,
+    outcome_of,
+    rebuilt,
     stale,
 )
 

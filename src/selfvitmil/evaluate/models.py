@@ -27,8 +27,18 @@ from selfvitmil.evaluate.evaluation_splits import Trial, TrialSplit
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import hash_of
 from selfvitmil.store.layout import CONFIG_FILE, model_folder
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
-from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, Provenance, compare_digests, stale
+from selfvitmil.store.provenance import (
+    MISSING,
+    UP_TO_DATE,
+    BuildOutcome,
+    Change,
+    ChangeKind,
+    Freshness,
+    Provenance,
+    compare_digests,
+    outcome_of,
+    stale,
+)
 
 VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""

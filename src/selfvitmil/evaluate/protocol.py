@@ -43,8 +43,7 @@ from selfvitmil.evaluate.predictions import Prediction, Values
 from selfvitmil.evaluate.thresholds import Choice, choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
-from selfvitmil.store.outcome import BuildOutcome, describe_changes
-from selfvitmil.store.provenance import MISSING, Freshness
+from selfvitmil.store.provenance import MISSING, BuildOutcome, Freshness, describe_changes
 
 Floats = NDArray[np.float64]
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from selfvitmil.cohort.positive_class import is_negative_name
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError
+from selfvitmil.store.failures import without_folders
 from selfvitmil.store.files import atomic_path
-from selfvitmil.store.redact import without_folders
 from selfvitmil.tiles import boxes_l0
 from selfvitmil.untrusted import open_hdf5
 

@@ -23,7 +23,7 @@ from selfvitmil import stain
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
-from selfvitmil.store.redact import without_folders
+from selfvitmil.store.failures import without_folders
 from selfvitmil.tiles import check_mpp, read_tiles
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -16,7 +16,7 @@ from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
 from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.store.failures import Failure, read_failures
-from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name
+from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 
 T = TypeVar("T")
 Record = dict[str, str]
@@ -281,7 +281,7 @@ def read_contents(study: Path, only: Sequence[str] = ()) -> Contents:
 
 def _tiling(reader: _Reader, folder: Path) -> Tiling:
     pictures = {path.stem: path for path in sorted(folder.glob("*.jpg"))}
-    return Tiling(folder.name, reader.by_slide(folder / "tiles.csv"), pictures)
+    return Tiling(folder.name, reader.by_slide(tiling_summary(folder)), pictures)
 
 
 def _encoder(reader: _Reader, folder: Path) -> EncoderFolder:

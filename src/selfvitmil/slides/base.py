@@ -28,7 +28,7 @@ from selfvitmil import geometry
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
 from selfvitmil.slides.mpp import Mpp
 from selfvitmil.slides.resample import Grid, Pixels, resample
-from selfvitmil.store.redact import without_folders
+from selfvitmil.store.failures import without_folders
 
 Box = tuple[int, int, int, int]
 """(x0, y0, x1, y1), half open, in pixels of a level (or of a downscaled level)."""

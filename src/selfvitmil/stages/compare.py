@@ -31,8 +31,7 @@ from selfvitmil.stages.train import (
 )
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import BUILT, BuildOutcome, BuildStatus, outcome_of
-from selfvitmil.store.provenance import Provenance, damaged
+from selfvitmil.store.provenance import BUILT, BuildOutcome, BuildStatus, Provenance, damaged, outcome_of
 from selfvitmil.study.encoders import split_encoders, split_features_name
 from selfvitmil.study.features import MEAN_COLOR, UNTRAINED, FeatureChoice, Features, choose_features, find_features
 from selfvitmil.study.folder import CohortSource, Summary, open_study

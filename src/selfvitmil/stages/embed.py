@@ -19,8 +19,7 @@ from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout, feature_name
-from selfvitmil.store.outcome import UP_TO_DATE
-from selfvitmil.store.provenance import FRESH
+from selfvitmil.store.provenance import FRESH, UP_TO_DATE
 from selfvitmil.study.encoders import encoder_sources, features_name, slides_of
 from selfvitmil.study.features import embed_stage
 from selfvitmil.study.folder import (

@@ -31,8 +31,16 @@ from selfvitmil.stages.train import below, prepare, results_name
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import file_fingerprint, hash_of, write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, failed, outcome_of
-from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
+from selfvitmil.store.provenance import (
+    MISSING,
+    UP_TO_DATE,
+    BuildOutcome,
+    Freshness,
+    Provenance,
+    damaged,
+    failed,
+    outcome_of,
+)
 from selfvitmil.study.features import FeatureChoice, Features
 from selfvitmil.study.folder import CohortSource, Summary, few, map_slides, open_study, rebuilt_lines
 from selfvitmil.study.preflight import nothing_done

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil.engine import Engine
-from selfvitmil.store.outcome import BuildOutcome, outcome_of
-from selfvitmil.store.provenance import Freshness
+from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore

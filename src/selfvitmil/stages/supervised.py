@@ -18,7 +18,7 @@ from selfvitmil.evaluate.models import model_name
 from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.layout import StudyLayout, model_folder
-from selfvitmil.store.outcome import BUILT, BuildOutcome
+from selfvitmil.store.provenance import BUILT, BuildOutcome
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,8 @@ from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv, write_text
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.store.outcome import UP_TO_DATE
-from selfvitmil.store.provenance import MISSING
+from selfvitmil.store.layout import StudyLayout, tiling_summary
+from selfvitmil.store.provenance import MISSING, UP_TO_DATE
 from selfvitmil.study.folder import (
     CohortSource,
     Summary,
@@ -48,7 +47,7 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
         if done:
             write_text(folder / name / "settings.toml", to_toml(without_mask_folder(settings), SECTIONS))
             rows = [_tiles_row(slide, result) for slide, result in done.items()]
-            write_csv(folder / name / "tiles.csv", [TILES_HEADER, *rows])
+            write_csv(tiling_summary(folder / name), [TILES_HEADER, *rows])
         lines += _tile_lines(done, len(jobs), name)
     return Summary(tuple(lines), tuple(failures))
 

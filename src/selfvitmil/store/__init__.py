@@ -2,7 +2,7 @@
 
 layout       every path of a study
 files        atomic writes, hashes of files and settings
+provenance   what an artefact was built from, whether it is up to date, what a stage did with it
+failures     failures.csv, and texts without absolute paths
 lock         one process at a time
-failures     failures.csv
-redact       texts without absolute paths
 """

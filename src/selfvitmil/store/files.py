@@ -92,7 +92,9 @@ def write_error(path: Path, error: OSError) -> ArtefactError:
     """Return the error to raise when `path` cannot be written: what failed, why, and what to do."""
     reason = error.strerror or str(error)
     remedy = WRITE_REMEDIES.get(error.errno or 0, "Check the disk and run the same command again")
-    return ArtefactError(f"{path.name} cannot be written", f"{reason[:1].lower()}{reason[1:]}", remedy)
+    return ArtefactError(
+        f"{path.name} cannot be written", f"{reason[:1].lower()}{reason[1:]}", remedy, code="not-writable"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- identity

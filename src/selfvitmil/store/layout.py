@@ -24,6 +24,16 @@ ENCODER_SLIDES_FILE = "encoder_slides.txt"
 _FEATURES = "features_"
 
 
+class _Below:
+    """A path below the folder of a study."""
+
+    def __init__(self, *parts: str):
+        self._parts = parts
+
+    def __get__(self, layout: StudyLayout, owner: object = None) -> Path:
+        return layout.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class StudyLayout:
     """The paths of one study."""
@@ -33,52 +43,27 @@ class StudyLayout:
 
     # ------------------------------------------------------------------------------------------------ top level
 
-    @property
-    def settings(self) -> Path:
-        """Return the settings that the user asked for (study.toml)."""
-        return self.root / "study.toml"
-
-    @property
-    def cohort(self) -> Path:
-        """Return the table of slides (cohort.csv)."""
-        return self.root / "cohort.csv"
-
-    @property
-    def check_table(self) -> Path:
-        """Return the table that `check` writes (check.csv)."""
-        return self.root / "check.csv"
-
-    @property
-    def failures(self) -> Path:
-        """Return the table of slides that failed (failures.csv)."""
-        return self.root / "failures.csv"
-
-    @property
-    def lock(self) -> Path:
-        """Return the file that a working process locks (.lock)."""
-        return self.root / ".lock"
-
-    @property
-    def run_record(self) -> Path:
-        """Return the log of the last `run` (run.json)."""
-        return self.root / "run.json"
-
-    @property
-    def pseudonyms(self) -> Path:
-        """Return the key from pseudonyms to names (pseudonyms.csv), which stays in the study."""
-        return self.root / "pseudonyms.csv"
-
-    @property
-    def synthetic_slides(self) -> Path:
-        """Return the folder of the demo's synthetic slides (slides/)."""
-        return self.root / "slides"
+    settings = _Below("study.toml")
+    """The settings that the user asked for."""
+    cohort = _Below("cohort.csv")
+    """The table of slides."""
+    check_table = _Below("check.csv")
+    """The table that `check` writes."""
+    failures = _Below("failures.csv")
+    """The table of slides that failed."""
+    lock = _Below(".lock")
+    """The file that a working process locks."""
+    run_record = _Below("run.json")
+    """The log of the last `run`."""
+    pseudonyms = _Below("pseudonyms.csv")
+    """The key from pseudonyms to names, which stays in the study."""
+    synthetic_slides = _Below("slides")
+    """The folder of the demo's synthetic slides."""
 
     # ------------------------------------------------------------------------------------------------ tiles
 
-    @property
-    def tiles_folder(self) -> Path:
-        """Return the folder of all tilings (tiles/)."""
-        return self.root / "tiles"
+    tiles_folder = _Below("tiles")
+    """The folder of all tilings."""
 
     def tiling(self, tiling: str) -> Path:
         """Return the folder of the tile tables of one tiling."""
@@ -88,24 +73,14 @@ class StudyLayout:
         """Return the tile table of a slide."""
         return self.tiling(tiling) / f"{slide}.h5"
 
-    def tile_thumbnail(self, tiling: str, slide: str) -> Path:
-        """Return the thumbnail of a slide with tissue outline and tiles."""
-        return thumbnail_of(self.tile_table(tiling, slide))
-
-    def tiling_summary(self, tiling: str) -> Path:
-        """Return the table of tile counts and warnings, one row per slide (tiles.csv)."""
-        return self.tiling(tiling) / "tiles.csv"
-
     def all_tilings(self) -> list[Path]:
         """Return the folders of the tilings that exist, sorted."""
         return _folders(self.tiles_folder, "*")
 
     # ------------------------------------------------------------------------------------------------ encoders
 
-    @property
-    def encoders_folder(self) -> Path:
-        """Return the folder of all encoders (encoders/)."""
-        return self.root / "encoders"
+    encoders_folder = _Below("encoders")
+    """The folder of all encoders."""
 
     def encoder(self, encoder: str) -> Path:
         """Return the folder of an encoder: weights, config, checkpoint, metrics."""
@@ -116,7 +91,7 @@ class StudyLayout:
         return self.encoder(encoder) / CONFIG_FILE
 
     def encoder_slides(self, encoder: str) -> Path:
-        """Return the list of slides that an encoder was trained on (slides.txt)."""
+        """Return the list of slides that an encoder was trained on."""
         return self.encoder(encoder) / SLIDES_FILE
 
     def all_encoders(self) -> list[Path]:
@@ -125,26 +100,20 @@ class StudyLayout:
 
     # ------------------------------------------------------------------------------------------------ features
 
-    @property
-    def bags_folder(self) -> Path:
-        """Return the folder of all feature files (bags/)."""
-        return self.root / "bags"
+    bags_folder = _Below("bags")
+    """The folder of all feature files."""
 
     def features(self, tiling: str, features: str) -> Path:
         """Return the folder of the feature files of one encoder at one tiling."""
         return self.bags_folder / tiling / f"{_FEATURES}{features}"
 
     def features_encoder_slides(self, tiling: str, features: str) -> Path:
-        """Return the list of slides that the encoder of these features was trained on (encoder_slides.txt)."""
+        """Return the list of slides that the encoder of these features was trained on."""
         return self.features(tiling, features) / ENCODER_SLIDES_FILE
 
     def feature_file(self, tiling: str, features: str, slide: str) -> Path:
         """Return the feature file of a slide."""
         return self.features(tiling, features) / f"{slide}.h5"
-
-    def patches_file(self, tiling: str, slide: str) -> Path:
-        """Return the coordinates of a slide's tiles as TRIDENT stores them, shared by all encoders of a tiling."""
-        return self.bags_folder / tiling / "patches" / f"{slide}_patches.h5"
 
     def features_of_tiling(self, tiling: str) -> list[str]:
         """Return the names of the features that a tiling has, sorted."""
@@ -156,10 +125,8 @@ class StudyLayout:
 
     # ------------------------------------------------------------------------------------------------ models, results
 
-    @property
-    def models_folder(self) -> Path:
-        """Return the folder of all trained aggregators (models/)."""
-        return self.root / "models"
+    models_folder = _Below("models")
+    """The folder of all trained aggregators."""
 
     def models_on(self, tiling: str, features: str) -> Path:
         """Return the folder of the aggregators trained on one kind of features."""
@@ -173,10 +140,8 @@ class StudyLayout:
         """Return the folders of trained aggregators that exist, one per tiling and features, sorted."""
         return _folders(self.models_folder, "*/*")
 
-    @property
-    def results_folder(self) -> Path:
-        """Return the folder of all results (results/)."""
-        return self.root / "results"
+    results_folder = _Below("results")
+    """The folder of all results."""
 
     def results(self, name: str) -> Path:
         """Return the folder of one evaluation or comparison."""
@@ -188,10 +153,8 @@ class StudyLayout:
 
     # ------------------------------------------------------------------------------------------------ heatmaps, report
 
-    @property
-    def heatmaps_folder(self) -> Path:
-        """Return the folder of all heatmaps (maps/)."""
-        return self.root / "maps"
+    heatmaps_folder = _Below("maps")
+    """The folder of all heatmaps."""
 
     def heatmaps(self, model: str) -> Path:
         """Return the folder of the heatmaps of one model."""
@@ -205,10 +168,8 @@ class StudyLayout:
         """Return the folders of heatmaps that exist, one per model, sorted."""
         return _folders(self.heatmaps_folder, "*")
 
-    @property
-    def report(self) -> Path:
-        """Return the page that `report` writes (report/index.html)."""
-        return self.root / "report" / "index.html"
+    report = _Below("report", "index.html")
+    """The page that `report` writes (report/index.html)."""
 
     # ------------------------------------------------------------------------------------------------ inference
 
@@ -246,6 +207,11 @@ class StudyLayout:
 def thumbnail_of(tile_table: Path) -> Path:
     """Return the thumbnail beside a tile table."""
     return tile_table.with_suffix(".jpg")
+
+
+def tiling_summary(tiling: Path) -> Path:
+    """Return the table of tile counts and warnings in the folder of a tiling, one row per slide."""
+    return tiling / "tiles.csv"
 
 
 def patches_of(feature_file: Path, slide: str) -> Path:

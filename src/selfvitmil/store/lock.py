@@ -42,6 +42,7 @@ def study_lock(study: Path, command: str) -> Iterator[None]:
                 f"{study.name}: another process works on this study, or was killed while it did ({holder})",
                 "this file system may not tell the two apart",
                 "When that process is gone, remove the file .lock in the study and run the same command again",
+                code="study-locked",
             )
         file.seek(0)
         file.truncate()
@@ -63,6 +64,7 @@ def _flock(file: io.TextIOBase, study: Path) -> bool:
             f"{study.name}: another process works on this study ({_holder(file)})",
             "two at once could undo each other's work",
             "Wait until it has finished, or stop it",
+            code="study-locked",
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

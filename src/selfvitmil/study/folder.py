@@ -18,8 +18,7 @@ from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import remove_leftovers
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.lock import study_lock
-from selfvitmil.store.outcome import BuildOutcome, BuildStatus, describe_changes
-from selfvitmil.store.provenance import MISSING, Freshness
+from selfvitmil.store.provenance import MISSING, BuildOutcome, BuildStatus, Freshness, describe_changes
 
 T = TypeVar("T")
 

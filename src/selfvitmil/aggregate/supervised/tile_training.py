@@ -55,8 +55,16 @@ from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.settings import SupervisedSettings
 from selfvitmil.store.files import hash_of
-from selfvitmil.store.outcome import UP_TO_DATE, BuildOutcome, outcome_of
-from selfvitmil.store.provenance import MISSING, Freshness, Provenance, compare_digests, damaged
+from selfvitmil.store.provenance import (
+    MISSING,
+    UP_TO_DATE,
+    BuildOutcome,
+    Freshness,
+    Provenance,
+    compare_digests,
+    damaged,
+    outcome_of,
+)
 
 STAGE_VERSION = 1
 """Part of a run's hash: incremented when the same settings produce other results."""
