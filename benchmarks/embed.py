@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from selfvitmil import embed
 from selfvitmil.embed import EmbedJob, batches, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, load_encoder, save_encoder
-from selfvitmil.pretrain.surroundings import peak_tflops, synchronize
+from selfvitmil.runtime.device import peak_tflops, synchronize
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from selfvitmil.data.loader import TileLoader, TileOrder, default_workers
+from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.encoder import load_encoder
-from selfvitmil.pretrain.feed import Feed, Order, default_workers
-from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
-from selfvitmil.pretrain.surroundings import choose_precision, peak_tflops
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.device import choose_precision, peak_tflops
 from selfvitmil.settings import PretrainSettings, StudySettings
 from selfvitmil.slides import synthetic
 from selfvitmil.tiles import TileJob, tile_slide
@@ -44,9 +44,9 @@ def write_slide(seed: int, folder: Path, size: int, tile_px: int) -> TrainSlide:
 
 def reading_pace(source: SlideTiles, batch: int, workers: int, steps: int) -> float:
     """Tiles per second when nothing is trained; the first fifth of the steps starts the workers."""
-    order = Order(source.counts, batch)
+    order = TileOrder(source.counts, batch)
     start, first = 0.0, steps // 5
-    with Feed(source, order, 0, steps, workers=workers) as feed:
+    with TileLoader(source, order, 0, steps, workers=workers) as feed:
         for number, _ in enumerate(feed):
             if number == first:
                 start = time.perf_counter()

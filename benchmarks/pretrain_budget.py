@@ -41,14 +41,14 @@ from scipy.stats import rankdata
 
 from encoder_worth import assess_slides, assess_tiles
 from pretrain_quality import values_of
+from selfvitmil.data.sources import TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
 from selfvitmil.errors import ConfigError
-from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.learner import start_encoder
 from selfvitmil.pretrain.probe import embed_tiles
-from selfvitmil.pretrain.sources import TensorTiles
-from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.device import choose_precision
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, parse, resolve_settings
 from tile_cohorts import Slide, SlideShape, Tiles, load_tiles, make_slides, read_table, train_patients
 

@@ -42,15 +42,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from selfvitmil.data.loader import default_workers
+from selfvitmil.data.sources import IMAGE_SUFFIXES, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
-from selfvitmil.pretrain.checkpoint import read_state
-from selfvitmil.pretrain.feed import default_workers
 from selfvitmil.pretrain.learner import start_encoder
 from selfvitmil.pretrain.probe import embed_tiles, knn_accuracy, linear_accuracy
-from selfvitmil.pretrain.sources import IMAGE_SUFFIXES, TensorTiles
-from selfvitmil.pretrain.surroundings import choose_precision
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.device import choose_precision
+from selfvitmil.runtime.training import read_checkpoint
 from selfvitmil.settings import PretrainSettings, parse, resolve_settings
 
 RESERVE = 0.02
@@ -188,7 +188,7 @@ def train_for(
         deadline.cancel()
     if result.finished:
         return load_encoder(folder), clock, total
-    state = read_state(folder)
+    state = read_checkpoint(folder)
     assert state is not None
     encoder = start_encoder(settings, source.size_px, settings.seed)
     branch = "student.backbone." if settings.method == "simclr" else "teacher.backbone."

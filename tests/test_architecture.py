@@ -12,7 +12,7 @@ import selfvitmil
 ROOT = Path(selfvitmil.__file__).parent
 
 BELOW = ["errors", "geometry", "settings", "store", "untrusted", "annotations", "metrics", "formatting"]
-BELOW += ["engine"]
+BELOW += ["engine", "runtime"]
 STAGES = [
     "cohort",
     "pseudonyms",
@@ -20,7 +20,7 @@ STAGES = [
     "tissue",
     "stain",
     "tiles",
-    "readers",
+    "data",
     "encoder",
     "pretrain",
     "bags",
@@ -58,6 +58,12 @@ def test_stages_import_upstream_only():
         for there, line in imported_modules(path):
             allowed = here in EDGE or FLOW.index(there) <= FLOW.index(here)
             assert allowed, f"{path.relative_to(ROOT)}:{line} imports {there}"
+
+
+def test_only_stages_and_reports_know_pretraining():
+    for path in ROOT.rglob("*.py"):
+        if stage_of(path) in ("aggregate", "aggregators", "data", "embed", "encoder", "runtime"):
+            assert all(there != "pretrain" for there, _ in imported_modules(path)), path.relative_to(ROOT)
 
 
 def test_every_module_has_its_place_in_the_flow():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import h5py
@@ -20,7 +19,7 @@ from selfvitmil import embed, stain
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
-from selfvitmil.errors import ConfigError, EncoderError, SelfVitMilError
+from selfvitmil.errors import EncoderError, SelfVitMilError
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -226,24 +225,6 @@ def test_vectors_that_are_not_numbers(tiled: Path, tmp_path: Path):
     huge = tiny_encoder(tmp_path / "huge", gain=1e6)
     with pytest.raises(EncoderError, check=has_code("non-finite-embeddings")):
         embed_slide(job_for(tiled, tmp_path, huge))
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    assert embed.choose_device("cpu").type == "cpu"
-    with pytest.raises(ConfigError, match="nonsense"):
-        embed.choose_device("nonsense")
-    assert embed.choose_precision("auto", torch.device("cpu")) == torch.float32
-    monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert [embed._claim_gpu(2) for _ in range(3)] == [0, 1, 0]
-
-
-def test_a_process_keeps_its_gpu_for_all_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(embed.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(embed, "_own_gpu", cache(embed._own_gpu.__wrapped__))
-    embed._claim_gpu(3)  # another process has the first
-    assert [embed.choose_device("auto").index for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_embedding_of_patches_as_a_product_is_the_convolution():

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from selfvitmil.pretrain.checkpoint import read_metrics
+from selfvitmil.runtime.training import read_metrics
 
 STEPS = 40
 STUDY = f"""

@@ -7,14 +7,11 @@ everything else that changes the numbers are those it was built from; then it is
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,13 @@ from torch import nn
 
 from selfvitmil import stain
 from selfvitmil.bags import FORMAT_VERSION, read_bag, write_bag
+from selfvitmil.data.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.encoder.files import WEIGHT_FILES
+from selfvitmil.encoder.network import patch_product
 from selfvitmil.engine import num_cores
-from selfvitmil.errors import BagError, ConfigError, EncoderError
-from selfvitmil.pretrain.surroundings import PRECISIONS, choose_precision
-from selfvitmil.pretrain.tokens import patch_product
-from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads
+from selfvitmil.errors import BagError, EncoderError
+from selfvitmil.runtime.device import PRECISIONS, choose_device, choose_precision
 from selfvitmil.settings import EmbedSettings, EngineSettings
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Freshness, Provenance, damaged, outcome_of
@@ -177,7 +174,7 @@ def load_for(source: str, settings: EmbedSettings) -> LoadedEncoder:
 @lru_cache(maxsize=1)  # settings are frozen, hence hashable
 def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> LoadedEncoder:
     del content  # only a cache key: the files may have been replaced
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, flag="--embed.device", claim=True)
     encoder = load_encoder(source, layout=settings.layout).to(device).eval()
     identity = encoder.identity()
     if device.type == "cuda":
@@ -208,49 +205,6 @@ def use_patch_product(encoder: Encoder) -> None:
         return
     if convolution.in_channels == 3 and convolution.padding == (0, 0) and convolution.dilation == (1, 1):
         patches.proj = PatchProduct(convolution)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """Return the device; `auto` claims a GPU that no other worker on this machine uses, or the CPU if there is none."""
-    if wanted != "auto":
-        try:
-            device = torch.device(wanted)
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ConfigError(
-                f"device {wanted!r} cannot be used",
-                str(error).splitlines()[0],
-                "Use --embed.device auto",
-                code="device-unavailable",
-            ) from None
-        return device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", _own_gpu())
-
-
-@cache  # otherwise the next encoder would find this process's own GPU claimed
-def _own_gpu() -> int:
-    return _claim_gpu(torch.cuda.device_count())
-
-
-_claims: list[int] = []
-
-
-def _claim_gpu(number: int) -> int:
-    """Return the first GPU whose lock file is free and lock it while this process lives; if all are taken, use the
-    first."""
-    for index in range(number):
-        path = Path(tempfile.gettempdir()) / f"selfvitmil-{os.getuid()}-gpu{index}.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            continue
-        _claims.append(descriptor)
-        return index
-    return 0
 
 
 # ---------------------------------------------------------------------------------------------------- the work

@@ -38,10 +38,10 @@ from selfvitmil.aggregate.train import BagStore, score
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, write_bag
 from selfvitmil.cohort import SlideRow, make_cohort
+from selfvitmil.data.sources import TrainSlide
 from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError, EncoderError
 from selfvitmil.evaluate import Run, find_cases, hold_out_test_labels, make_splits
 from selfvitmil.metrics import auc
-from selfvitmil.pretrain.sources import TrainSlide
 from selfvitmil.settings import StudySettings, SupervisedSettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide

@@ -18,15 +18,15 @@ import torchvision
 from PIL import Image
 from torch import nn
 
+from selfvitmil.data.loader import fit_tiles, read_plain_sample
+from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
 from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import batch_norm, train
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.batch_norm import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
-from selfvitmil.pretrain.checkpoint import read_metrics
-from selfvitmil.pretrain.feed import fit_tiles, read_plain_sample
-from selfvitmil.pretrain.sources import ImageTiles, TensorTiles
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

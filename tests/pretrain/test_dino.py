@@ -34,17 +34,16 @@ from selfvitmil.pretrain.loss import (
 from selfvitmil.pretrain.objectives.choose import make_objective
 from selfvitmil.pretrain.objectives.contract import Objective
 from selfvitmil.pretrain.objectives.simclr import SimclrHead, nt_xent_loss
-from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, parameter_groups, update_teacher
+from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, update_teacher
 from selfvitmil.pretrain.schedule import (
     ConstantSchedule,
-    CosineSchedule,
     TeacherTemperature,
     scaled_learning_rate,
     suggested_freeze_steps,
     suggested_momentum,
     suggested_out_dim,
-    suggested_warmup_steps,
 )
+from selfvitmil.runtime.training import CosineSchedule, parameter_groups, suggested_warmup_steps
 from selfvitmil.settings import PretrainSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden"

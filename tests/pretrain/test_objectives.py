@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from helpers.waves import wave_tiles
+from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.head import DirectionHead
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.loss import kde_loss
@@ -24,8 +24,8 @@ from selfvitmil.pretrain.objectives.contract import Part, Seen
 from selfvitmil.pretrain.objectives.lejepa import invariance_loss, random_directions, sigreg_loss
 from selfvitmil.pretrain.objectives.simdino import coding_rate, crossed_cosine
 from selfvitmil.pretrain.optim import update_teacher
-from selfvitmil.pretrain.sources import ImageTiles
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

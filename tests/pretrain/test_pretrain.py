@@ -21,19 +21,19 @@ from PIL import Image
 
 from helpers.waves import wave_tiles
 from selfvitmil import stain
+from selfvitmil.data.loader import TileLoader, TileOrder, channel_statistics, count_repeats, requests_of
+from selfvitmil.data.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
+from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import build_backbone, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
-from selfvitmil.pretrain.checkpoint import read_metrics
-from selfvitmil.pretrain.feed import Feed, Order, count_repeats, measure_colours, requests_of
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.recipes import made_for_px, recipes_of
-from selfvitmil.pretrain.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
-from selfvitmil.pretrain.surroundings import Place
 from selfvitmil.pretrain.tokens import class_token, has_shortcut
 from selfvitmil.pretrain.train import Origin, pretrain
-from selfvitmil.pretrain.views import ViewRecipe, make_views
+from selfvitmil.runtime.distributed import Worker
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -100,16 +100,16 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- order
 
 
-def batches_of(order: Order, first: int, last: int) -> list[np.ndarray]:
+def batches_of(order: TileOrder, first: int, last: int) -> list[np.ndarray]:
     return [pool.tiles[places] for pool in order.pools(first, last) for places in pool.batches]
 
 
-def slide_of(order: Order, tiles: np.ndarray) -> np.ndarray:
+def slide_of(order: TileOrder, tiles: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.cumsum(order.counts), tiles, side="right")
 
 
 def test_an_epoch_shows_every_tile_once_but_for_the_rest_of_a_batch():
-    order = Order((50, 3, 200, 17), batch=16, seed=1, pool=64)
+    order = TileOrder((50, 3, 200, 17), batch=16, seed=1, pool=64)
     assert order.steps_per_epoch == 270 // 16
     seen = np.concatenate(batches_of(order, 0, order.steps_per_epoch))
     assert len(seen) == len(set(seen)) == 256
@@ -120,7 +120,7 @@ def test_an_epoch_shows_every_tile_once_but_for_the_rest_of_a_batch():
 
 
 def test_cap_limits_slides_and_every_epoch_draws_anew():
-    order = Order((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, pool=16)
+    order = TileOrder((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, pool=16)
     epochs = [np.concatenate(batches_of(order, k * 15, k * 15 + 15)) for k in range(40)]
     for seen in epochs:
         assert len(set(seen)) == len(seen) == 60
@@ -128,23 +128,23 @@ def test_cap_limits_slides_and_every_epoch_draws_anew():
     counts = np.bincount(np.concatenate(epochs), minlength=270)[53:253]
     assert (counts > 0).all(), "resampling reaches all tiles"
     assert counts.std() < 2.5, "and none much more often than others (binomial: 1.9)"
-    fixed = Order((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, resample=False, pool=16)
+    fixed = TileOrder((50, 3, 200, 17), batch=4, seed=1, tiles_per_slide=20, resample=False, pool=16)
     a, b = (set(fixed.epoch(k)) for k in range(2))
     assert a == b
     assert not np.array_equal(fixed.epoch(0), fixed.epoch(1))
 
 
 def test_a_step_does_not_depend_on_where_the_run_began():
-    order = Order((50, 3, 200, 17), batch=16, seed=5, pool=64)
+    order = TileOrder((50, 3, 200, 17), batch=16, seed=5, pool=64)
     whole = batches_of(order, 0, 50)
     for first in (1, 3, 4, 15, 16, 17, 33):
         for got, wanted in zip(batches_of(order, first, 50), whole[first:], strict=True):
             np.testing.assert_array_equal(got, wanted)
-    assert not np.array_equal(whole[0], batches_of(Order((50, 3, 200, 17), 16, seed=6, pool=64), 0, 1)[0])
+    assert not np.array_equal(whole[0], batches_of(TileOrder((50, 3, 200, 17), 16, seed=6, pool=64), 0, 1)[0])
 
 
 def test_mixed_batches_mix_slides_and_reading_goes_in_runs():
-    order = Order((400,) * 20, batch=64, seed=0, pool=1024)
+    order = TileOrder((400,) * 20, batch=64, seed=0, pool=1024)
     batches = batches_of(order, 0, order.steps_per_epoch)
     assert min(len(np.unique(slide_of(order, batch))) for batch in batches) >= 12
     steps = np.diff(next(iter(order.pools(0, 16))).tiles)
@@ -152,7 +152,7 @@ def test_mixed_batches_mix_slides_and_reading_goes_in_runs():
 
 
 def test_one_slide_batches_are_those_of_the_authors():
-    order = Order((50, 3, 200), batch=16, seed=0, sampler="one-slide", tiles_per_slide=32, resample=False)
+    order = TileOrder((50, 3, 200), batch=16, seed=0, sampler="one-slide", tiles_per_slide=32, resample=False)
     batches = batches_of(order, 0, 6)
     assert [set(slide_of(order, batch)) for batch in batches] == [{0}, {0}, {1}, {1}, {2}, {2}]
     again = batches_of(order, 6, 12)
@@ -162,7 +162,7 @@ def test_one_slide_batches_are_those_of_the_authors():
 
 
 def test_processes_share_a_batch_without_changing_it():
-    order = Order((50, 3, 200, 17), batch=16, seed=5, pool=64)
+    order = TileOrder((50, 3, 200, 17), batch=16, seed=5, pool=64)
     for pool in order.pools(0, 20):
         parts = [pool.share(rank, 4) for rank in range(4)]
         for number, places in enumerate(pool.batches):
@@ -173,9 +173,9 @@ def test_processes_share_a_batch_without_changing_it():
 def test_tiles_drawn_twice_in_a_step_get_views_of_their_own(slides: list[TrainSlide]):
     """Also when the copies are in different processes; other tiles keep the views that they have anyway."""
     source = SlideTiles(slides, stain_method="none")
-    order = Order(source.counts, batch=128, seed=3, sampler="one-slide", tiles_per_slide=256)
+    order = TileOrder(source.counts, batch=128, seed=3, sampler="one-slide", tiles_per_slide=256)
     assert max(source.counts) < 128
-    with Feed(source, order, 1, 3) as feed:
+    with TileLoader(source, order, 1, 3) as feed:
         whole = list(feed)
     for batch in whole:
         ids, view_ids = batch.ids_B.numpy(), batch.view_ids_B.numpy()
@@ -186,7 +186,7 @@ def test_tiles_drawn_twice_in_a_step_get_views_of_their_own(slides: list[TrainSl
         assert len(views[0].flatten(1).unique(dim=0)) == 128
     parts = []
     for rank in range(2):
-        with Feed(source, order, 1, 3, rank=rank, world=2) as feed:
+        with TileLoader(source, order, 1, 3, rank=rank, world=2) as feed:
             parts.append(list(feed))
     for batch, *shares in zip(whole, *parts, strict=True):
         assert torch.equal(batch.view_ids_B, torch.cat([share.view_ids_B for share in shares]))
@@ -208,10 +208,10 @@ def test_tile_numbers_tell_all_tiles_apart():
 
 def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
     source = SlideTiles(slides, stain_method="slide")
-    order = Order(source.counts, batch=8, seed=3, pool=16)
+    order = TileOrder(source.counts, batch=8, seed=3, pool=16)
     tables = [read_tiles(slide.table) for slide in slides]
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
-    with Feed(source, order, 2, 6) as feed:
+    with TileLoader(source, order, 2, 6) as feed:
         batches = list(feed)
     assert [batch.step for batch in batches] == [2, 3, 4, 5]
     for batch, tiles in zip(batches, batches_of(order, 2, 6), strict=True):
@@ -231,10 +231,10 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
 @pytest.mark.slow
 def test_worker_processes_change_nothing(slides: list[TrainSlide]):
     source = SlideTiles(slides, stain_method="none")
-    order = Order(source.counts, batch=8, seed=3, pool=16)
-    with Feed(source, order, 0, 4) as feed:
+    order = TileOrder(source.counts, batch=8, seed=3, pool=16)
+    with TileLoader(source, order, 0, 4) as feed:
         alone = list(feed)
-    with Feed(source, order, 0, 4, workers=2) as feed:
+    with TileLoader(source, order, 0, 4, workers=2) as feed:
         helped = list(feed)
     for a, b in zip(alone, helped, strict=True):
         assert torch.equal(a.tiles_B3HW, b.tiles_B3HW)
@@ -245,24 +245,24 @@ def test_worker_processes_change_nothing(slides: list[TrainSlide]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tiles_that_are_kept_are_read_once(slides: list[TrainSlide], workers: int, monkeypatch: pytest.MonkeyPatch):
     source = SlideTiles(slides, stain_method="none")
-    order = Order(source.counts, batch=8, seed=3, pool=16)
+    order = TileOrder(source.counts, batch=8, seed=3, pool=16)
     steps, asked = 3 * order.steps_per_epoch, list[int]()
     request = SlideTiles.request
     monkeypatch.setattr(
         SlideTiles, "request", lambda self, group, rows: asked.append(len(rows)) or request(self, group, rows)
     )
-    with Feed(source, order, 1, steps) as feed:
+    with TileLoader(source, order, 1, steps) as feed:
         again = list(feed)
     assert sum(asked) == (steps - 1) * 8
     asked.clear()
     size = 3 * 64 * 64 * sum(source.counts)
-    with Feed(source, order, 1, steps, workers=workers, most_kept_bytes=size) as feed:
+    with TileLoader(source, order, 1, steps, workers=workers, most_kept_bytes=size) as feed:
         once = list(feed)
     assert sum(asked) <= sum(source.counts)
     assert len(once) == len(again) == steps - 1
     assert all(torch.equal(a.tiles_B3HW, b.tiles_B3HW) for a, b in zip(once, again, strict=True))
     asked.clear()
-    with Feed(source, order, 1, steps, most_kept_bytes=size - 1) as feed:  # too little for all of them
+    with TileLoader(source, order, 1, steps, most_kept_bytes=size - 1) as feed:  # too little for all of them
         list(feed)
     assert sum(asked) == (steps - 1) * 8
 
@@ -280,7 +280,7 @@ def test_a_reading_process_that_dies_is_an_error(slides: list[TrainSlide], monke
     monkeypatch.setattr(source, "reader", Crash())
     with (
         pytest.raises(EngineError, match="a process that reads tiles died"),
-        Feed(source, Order(source.counts, batch=8), 0, 4, workers=1) as feed,
+        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4, workers=1) as feed,
     ):
         list(feed)
 
@@ -299,7 +299,7 @@ def test_stains_tile_by_tile(slides: list[TrainSlide]):
 
 def test_colours_are_those_of_all_pixels(slides: list[TrainSlide]):
     source = SlideTiles(slides, stain_method="slide")
-    mean, std = measure_colours(source, num_tiles=10_000, seed=0, workers=0)
+    mean, std = channel_statistics(source, num_tiles=10_000, seed=0, workers=0)
     pixels = []
     for slide in slides:
         table = read_tiles(slide.table)
@@ -317,7 +317,7 @@ def test_a_slide_that_vanished_is_named(slides: list[TrainSlide], tmp_path: Path
     source = SlideTiles([slides[0], gone], stain_method="none")
     with (
         pytest.raises(SlideError, match=r"s1\.svs: the file is gone, slide s1 was there when it was tiled"),
-        Feed(source, Order(source.counts, batch=8), 0, 4) as feed,
+        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4) as feed,
     ):
         list(feed)
 
@@ -325,7 +325,7 @@ def test_a_slide_that_vanished_is_named(slides: list[TrainSlide], tmp_path: Path
 def test_images_of_a_folder(images: Path, tmp_path: Path):
     source = ImageTiles(images)
     assert (source.counts, source.shape_px) == ((12,) * 4, (32, 32))
-    with Feed(source, Order(source.counts, batch=48, run=1), 0, 1) as feed:
+    with TileLoader(source, TileOrder(source.counts, batch=48, run=1), 0, 1) as feed:
         (batch,) = feed
     wanted = {Image.open(path).tobytes() for path in images.rglob("*.png")}
     assert {tile.permute(1, 2, 0).numpy().tobytes() for tile in batch.tiles_B3HW} == wanted
@@ -363,7 +363,7 @@ def test_training_writes_an_encoder(slides: list[TrainSlide], tmp_path: Path):
     encoder = load_encoder(tmp_path / "tiny")
     assert (encoder.config.mpp, encoder.config.size_px, encoder.config.stain) == (0.5, 64, "slide")
     assert encoder.config.trained_on == ORIGIN.trained_on
-    np.testing.assert_allclose(encoder.config.mean, measure_colours(source, 2048, 0, 0)[0])
+    np.testing.assert_allclose(encoder.config.mean, channel_statistics(source, 2048, 0, 0)[0])
     assert encoder.config.provenance["total_steps"] == 4
     again = pretrain(source, tmp_path / "tiny", settings, ORIGIN, device="cpu")
     assert (again.note, again.step) == ("current", 4)
@@ -546,7 +546,7 @@ PROCESS = """
     import torch.distributed as dist
     torch.set_num_threads(1)
     from selfvitmil.pretrain import train
-    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.data.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
 
     def no_compiler(backbone, images):
@@ -554,7 +554,7 @@ PROCESS = """
 
     def compile_in_vain(self):
         self.compiled = True
-        if self.place.rank == 1:
+        if self.worker.rank == 1:
             self.learner.student.embed = no_compiler
 
     dist.init_process_group("gloo")
@@ -822,7 +822,7 @@ def test_collapse_raises_an_alarm(images: Path, tmp_path: Path, monkeypatch: pyt
 def test_presets_hold_the_published_training(preset: str):
     settings = resolve_settings(flags={"preset": preset}).pretrain
     # Camelyon16's 270 training slides with 1,024 tiles each: 1,080 steps an epoch, 108,000 in all.
-    order = Order((4576,) * 270, settings.batch, 0, settings.sampler, settings.tiles_per_slide, settings.resample)
+    order = TileOrder((4576,) * 270, settings.batch, 0, settings.sampler, settings.tiles_per_slide, settings.resample)
     numbers = learning.settle_numbers(settings, sum(order.counts), order.steps_per_epoch)
     assert (numbers.steps_per_epoch, numbers.total_steps, numbers.warmup_steps) == (1080, 108_000, 10_800)
     assert (numbers.freeze_steps, numbers.lr, numbers.momentum, numbers.out_dim) == (1080, 5e-4, 0.9995, 65536)
@@ -892,7 +892,7 @@ def test_adam_decays_weights_through_the_gradient(images: Path, tmp_path: Path):
     """Two steps of the run's own optimizer equal Adam written out, with the decay in the gradient."""
     run = train._Run(
         ImageTiles(images), tmp_path / "run", tiny(method="simclr", weight_decay=0.1, weight_decay_end=0.1, lr=1e-2),
-        ORIGIN, Place(torch.device("cpu")), threading.Event(),
+        ORIGIN, Worker(torch.device("cpu")), threading.Event(),
     )  # fmt: skip
     run.prepare()
     weight: Any = run.learner.student.head[0].weight  # pyright: ignore[reportIndexIssue]

@@ -26,11 +26,11 @@ from PIL import Image
 from scipy.optimize import minimize
 from torch import nn
 
+from selfvitmil.data.loader import TileLoader, TileOrder
+from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import build_encoder, load_encoder
 from selfvitmil.errors import CohortError, ConfigError, EncoderError
-from selfvitmil.pretrain import checkpoint, probe, train
-from selfvitmil.pretrain.checkpoint import numbers_of, read_metrics
-from selfvitmil.pretrain.feed import Feed, Order
+from selfvitmil.pretrain import probe, train
 from selfvitmil.pretrain.probe import (
     embed_tiles,
     fit_linear,
@@ -41,8 +41,9 @@ from selfvitmil.pretrain.probe import (
     probe_vectors,
     read_probe_table,
 )
-from selfvitmil.pretrain.sources import ImageTiles, TensorTiles
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime import training
+from selfvitmil.runtime.training import read_metrics, scalars_of
 from selfvitmil.settings import PretrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -449,7 +450,7 @@ PROCESSES = """
     import os, sys
     from pathlib import Path
     import torch
-    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.data.sources import ImageTiles
     from selfvitmil.pretrain.train import Origin, pretrain
     from selfvitmil.settings import PretrainSettings
     torch.set_num_threads(1)
@@ -507,7 +508,7 @@ def test_tensorboard_shows_the_numbers_of_metrics(images: Path, tmp_path: Path):
     assert "step" not in events.Tags()["scalars"]
     for name in events.Tags()["scalars"]:
         found = {event.step: event.value for event in events.Scalars(name)}
-        wanted = {line["step"]: numbers_of(line)[name] for line in lines if name in numbers_of(line)}
+        wanted = {line["step"]: scalars_of(line)[name] for line in lines if name in scalars_of(line)}
         assert found == pytest.approx(wanted, rel=1e-6), name
         assert len(events.Scalars(name)) == len(wanted), f"{name}: no step twice"
 
@@ -520,7 +521,7 @@ def test_without_tensorboard_a_run_that_wants_it_does_not_start(
         pretrain(ImageTiles(images), tmp_path / "run", tiny(tensorboard=True), ORIGIN, device="cpu")
     assert not (tmp_path / "run").exists()
     pretrain(ImageTiles(images), tmp_path / "run", tiny(steps=1), ORIGIN, device="cpu")
-    assert not (tmp_path / "run" / checkpoint.BOARD_FOLDER).exists()
+    assert not (tmp_path / "run" / training.TENSORBOARD_FOLDER).exists()
 
 
 # ---------------------------------------------------------------------------------------------------- tiles in memory
@@ -529,8 +530,8 @@ def test_without_tensorboard_a_run_that_wants_it_does_not_start(
 def test_tiles_in_memory_come_as_they_are():
     tiles = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 3, 8, 8), dtype=np.uint8))
     source = TensorTiles(tiles)
-    order = Order(source.counts, batch=8, seed=3, run=source.run, pool=16)
-    with Feed(source, order, 0, 5) as feed:
+    order = TileOrder(source.counts, batch=8, seed=3, run=source.run, pool=16)
+    with TileLoader(source, order, 0, 5) as feed:
         batches = list(feed)
     wanted = [pool.tiles[places] for pool in order.pools(0, 5) for places in pool.batches]
     for batch, numbers in zip(batches, wanted, strict=True):

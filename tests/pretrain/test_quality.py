@@ -18,9 +18,10 @@ import pytest
 import torch
 from PIL import Image
 
+from selfvitmil.data.sources import ImageTiles
+from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain import quality, train
-from selfvitmil.pretrain.checkpoint import read_metrics
 from selfvitmil.pretrain.quality import (
     Measured,
     Plan,
@@ -36,11 +37,10 @@ from selfvitmil.pretrain.quality import (
     uniformity,
     view_recipe,
 )
-from selfvitmil.pretrain.sources import ImageTiles
 from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
-from selfvitmil.pretrain.views import ViewRecipe, make_views
 from selfvitmil.pretrain.watch import Course, Ending, patience_of
 from selfvitmil.report import sections
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage
 
@@ -447,7 +447,7 @@ PROCESS = """
     import torch.distributed as dist
     torch.set_num_threads(1)
     from selfvitmil.pretrain import quality, train
-    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.data.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
 
     quality.SHARE, quality.FEWEST_TILES = 1e6, 16

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from helpers.waves import wave_tiles
+from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import lora, train
-from selfvitmil.pretrain.checkpoint import read_metrics
-from selfvitmil.pretrain.optim import layer_scales, layered_groups, parameter_groups, update_teacher
-from selfvitmil.pretrain.sources import ImageTiles
-from selfvitmil.pretrain.surroundings import Place
+from selfvitmil.pretrain.optim import layer_scales, layered_groups, update_teacher
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.runtime.distributed import Worker
+from selfvitmil.runtime.training import parameter_groups, read_metrics
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, resolve_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +76,7 @@ def short(**changes: Any) -> PretrainSettings:
 def run_of(tiles: Path, out: Path, **settings: Any) -> train._Run:
     run = train._Run(
         ImageTiles(tiles), out, short(**settings), ORIGIN,
-        Place(torch.device("cpu")), threading.Event(),
+        Worker(torch.device("cpu")), threading.Event(),
     )  # fmt: skip
     run.prepare()
     return run

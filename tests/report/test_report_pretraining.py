@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from selfvitmil import stain
 from selfvitmil.bags import read_bag, write_bag
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
+from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.pretrain import train
-from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
 from selfvitmil.pseudonyms import Names, give_pseudonyms
 from selfvitmil.report import assessment, contents, curves, neighbors, samples, write_report
 from selfvitmil.report.assessment import Course, Measurement, assess, measurements

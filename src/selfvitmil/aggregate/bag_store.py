@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from selfvitmil.bags import Bag, check_bag
-from selfvitmil.errors import BagError, ConfigError
+from selfvitmil.errors import BagError
+from selfvitmil.runtime.device import choose_device, cpu_threads
 from selfvitmil.settings import TrainSettings
 
 ONE_THREAD_ELEMENTS = 1 << 22
@@ -38,21 +39,6 @@ STAGING_THREADS = 4
 """Copy threads: one copies a few GB/s from a mapped file, and a GPU accepts several times that."""
 
 
-def choose_device(wanted: str | torch.device) -> torch.device:
-    """Return the torch device; `auto` is the current GPU if there is one. Raise ConfigError for an unusable device."""
-    if str(wanted) == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(wanted)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"device {str(wanted)!r} cannot be used", why, "Use --train.device auto") from None
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 @contextmanager
 def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
     """Use one CPU thread where bags are small: several threads spend more time synchronizing than computing.
@@ -60,14 +46,8 @@ def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
     On a shared machine that overhead is 50 times the work: threads spin at barriers for one that is not scheduled. The
     number of threads depends on the bags alone, so results stay bit-identical.
     """
-    before, one = torch.get_num_threads(), one_thread_does(bags, device)
-    if one:
-        torch.set_num_threads(1)
-    try:
+    with cpu_threads(1 if one_thread_does(bags, device) else None):
         yield
-    finally:
-        if one:
-            torch.set_num_threads(before)
 
 
 def one_thread_does(bags: Iterable[Bag], device: torch.device) -> bool:

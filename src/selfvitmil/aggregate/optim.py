@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfvitmil.aggregate.recipes import Recipe
-from selfvitmil.pretrain.optim import parameter_groups
-from selfvitmil.pretrain.schedule import CosineSchedule
+from selfvitmil.runtime.training import CosineSchedule, parameter_groups
 
 MOMENTUM = 0.9
 """Nesterov momentum of SGD, as in MIL-RNN."""

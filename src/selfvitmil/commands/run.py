@@ -212,7 +212,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
     """Lines on the GPU: gone since the last run, or more than one; ConfigError when one is asked for and not there."""
     import torch
 
-    from selfvitmil.aggregate.bag_store import choose_device
+    from selfvitmil.runtime.device import choose_device
 
     settings = plan.settings
     device, busy = _device(), [stage for stage in ("pretrain", "embed") if plan.pending(stage).todo]

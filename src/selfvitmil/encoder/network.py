@@ -212,6 +212,14 @@ def embed_tokens(vit: Any, images_B3HW: Tensor, layout: str = "cls4+patchmean") 
     return torch.cat(parts, dim=1)
 
 
+def patch_product(images_B3HW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return patch tokens (B, H, W, D): a convolution whose windows do not overlap, as one matrix product."""
+    batch, _, height, width = images_B3HW.shape
+    p, q = weight.shape[2:]
+    patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
+    return nn.functional.linear(patches.flatten(3), weight.flatten(1), bias)
+
+
 def class_token_blocks(layout: str, depth: int) -> list[int]:
     """Blocks (from 0, ascending, the last always among them) whose class tokens a layout takes."""
     kind = layout.partition("+")[0]

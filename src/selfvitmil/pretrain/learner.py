@@ -7,8 +7,7 @@ centre). It knows nothing of tiles, files or processes. `Numbers` are the settin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from selfvitmil.data.views import ViewRecipe
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
 from selfvitmil.encoder.network import has_class_token
 from selfvitmil.errors import EncoderError
@@ -27,9 +27,10 @@ from selfvitmil.pretrain.lora import add_adapters, check_lora, share_frozen
 from selfvitmil.pretrain.objectives.choose import make_objective
 from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
 from selfvitmil.pretrain.optim import update_teacher
-from selfvitmil.pretrain.schedule import ConstantSchedule, CosineSchedule, TeacherTemperature
+from selfvitmil.pretrain.schedule import ConstantSchedule, TeacherTemperature
 from selfvitmil.pretrain.tokens import class_token, first_token, has_shortcut
-from selfvitmil.pretrain.views import ViewRecipe
+from selfvitmil.runtime.device import seeded
+from selfvitmil.runtime.training import CosineSchedule, suggested_warmup_steps
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_patch16_224") | {
@@ -112,7 +113,7 @@ def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: 
         warmup, momentum = schedule.suggested_constant_warmup_steps(total), schedule.CONSTANT_MOMENTUM
         freeze = math.ceil(warmup / 10)
     else:
-        warmup, momentum = schedule.suggested_warmup_steps(total), schedule.suggested_momentum(settings.batch, total)
+        warmup, momentum = suggested_warmup_steps(total), schedule.suggested_momentum(settings.batch, total)
         freeze = schedule.suggested_freeze_steps(total)
     lr = settings.chosen("lr")
     as_they_are = ("optimizer", "min_lr", "warmup_lr", "weight_decay", "weight_decay_end", "clip_grad")
@@ -190,17 +191,6 @@ def patch_px_of(backbone: Any) -> int | None:
 def width_of(backbone: Any) -> int:
     """Length of the vector that the network itself gives for an image."""
     return backbone.num_features if has_class_token(backbone) else backbone.head_hidden_size
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch from this seed; afterwards the generator goes on where it was."""
-    before = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
 
 
 def embedding_of(backbone: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:

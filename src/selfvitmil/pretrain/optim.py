@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from selfvitmil.runtime.training import split_by_decay
 
 LAYER = re.compile(r"(?:blocks|layers?|stages)[._]?(\d+)\.")
 """How names of parameters in a numbered block (of a ViT) or stage (of a ResNet and others) begin in timm's networks."""
@@ -26,23 +27,6 @@ class Rate(NamedTuple):
     """Whether the group has weight decay."""
 
 
-def parameter_groups(*modules: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of trainable parameters for an optimizer: with weight decay, and (biases and all 1-D tensors) without.
-
-    The schedule of the weight decay must touch the first group only; the second has `weight_decay` 0.
-    """
-    return _split(chain.from_iterable(module.named_parameters() for module in modules))
-
-
-def _split(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in named:
-        if parameter.requires_grad:
-            (others if name.endswith("bias") or parameter.ndim <= 1 else decayed).append(parameter)
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-
-
 def layered_groups(network: nn.Module, head: nn.Module, decay: float) -> tuple[list[dict[str, Any]], list[Rate]]:
     """Return groups as of `parameter_groups` for each learning rate of layer-wise decay, and how schedules act on them.
 
@@ -54,7 +38,7 @@ def layered_groups(network: nn.Module, head: nn.Module, decay: float) -> tuple[l
     groups: list[dict[str, Any]] = []
     rates: list[Rate] = []
     for scale in sorted({scale for _, _, scale in named}, reverse=True):
-        both = _split((name, parameter) for name, parameter, own in named if own == scale)
+        both = split_by_decay((name, parameter) for name, parameter, own in named if own == scale)
         for group, decayed in zip(both, (True, False), strict=True):
             if group["params"]:
                 groups.append(group)

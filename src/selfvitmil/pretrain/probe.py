@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +28,10 @@ from torch.nn import functional
 
 from selfvitmil.cohort.spreadsheet import Sheet, read_sheet, split_name, whole_number
 from selfvitmil.cohort.table import listing
+from selfvitmil.data.sources import read_image
 from selfvitmil.encoder import Encoder
 from selfvitmil.errors import CohortError, EncoderError
-from selfvitmil.pretrain.sources import read_image
+from selfvitmil.runtime.device import evaluation_mode, full_float32
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -86,7 +86,7 @@ def knn_accuracy(
     unit_ND = functional.normalize(train_ND.float(), dim=1)
     target_NC = _one_hot(train_labels, _num_classes(train_labels, test_labels), unit_ND)
     guesses: list[Tensor] = []
-    with exact_products():
+    with full_float32():
         for part_MD in test_MD.split(max(CHUNK // len(unit_ND), 1)):
             similar_MN = functional.normalize(part_MD.float(), dim=1) @ unit_ND.T
             least_M1 = similar_MN.topk(k, dim=1).values[:, -1:]
@@ -121,7 +121,7 @@ def linear_accuracy(
     x_ND = (train_ND - mean_D) / std_D
     target_NC = _one_hot(train_labels, _num_classes(train_labels, test_labels), x_ND)
     held_NF = torch.from_numpy(_held_out_in_turn(train_labels, groups, seed)).to(x_ND.device)
-    with exact_products():
+    with full_float32():
         strength, weights = _choose_strength(x_ND, target_NC, held_NF, sorted(strengths, reverse=True))
         guesses = [weights.logits((part - mean_D) / std_D)[:, -1].argmax(dim=1) for part in test_MD.split(4096)]
     return LinearAccuracy(*_accuracy(torch.cat(guesses), test_labels), strength)
@@ -195,17 +195,6 @@ def _choose_strength(
             break
     assert chosen is not None
     return chosen
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Matrix products of float32 as such, even where training allows fewer digits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _one_hot(labels: Ints, num_classes: int, like_ND: Tensor) -> Tensor:
@@ -444,21 +433,9 @@ def embed_tiles(
     """Vectors (N, D) in float32 of uint8 tiles, on the encoder's device; None when `stop` said so."""
     device = encoder.scale_311.device
     vectors: list[Tensor] = []
-    with _evaluating(encoder), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    with evaluation_mode(encoder), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         for tiles_B3HW in batches:
             if stop():
                 return None
             vectors.append(encoder.encode(tiles_B3HW.to(device)).float())
     return torch.cat(vectors)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every part is in the mode it had."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training

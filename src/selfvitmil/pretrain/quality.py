@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from selfvitmil.data.loader import read_ahead, requests_of
+from selfvitmil.data.sources import Indices, TileSource
+from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import Encoder
-from selfvitmil.pretrain.feed import read_all, requests_of
 from selfvitmil.pretrain.loss import effective_rank
-from selfvitmil.pretrain.probe import embed_tiles, exact_products
-from selfvitmil.pretrain.sources import Indices, TileSource
-from selfvitmil.pretrain.views import ViewRecipe, make_views
+from selfvitmil.pretrain.probe import embed_tiles
+from selfvitmil.runtime.device import full_float32
 
 EVALUATIONS = 20
 """Evaluations of a run, where they cost little enough."""
@@ -161,7 +162,7 @@ def _nearest(embeddings_ND: Tensor, candidates_NN: Tensor, k: int, view: int) ->
     """
     count = len(embeddings_ND)
     directions_ND = functional.normalize(embeddings_ND.float(), dim=-1)
-    with exact_products():
+    with full_float32():
         similar_NN = (directions_ND @ directions_ND.T).masked_fill(~candidates_NN, -torch.inf)
     order_N = torch.from_numpy(np.random.default_rng([_TAG, view]).permutation(count)).to(similar_NN.device)
     places_NK = similar_NN[:, order_N].sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -178,7 +179,7 @@ def uniformity(directions_2ND: Tensor) -> float:
     count = directions_2ND.shape[1]
     pairs = count * (count - 1)
     found: list[float] = []
-    with exact_products():
+    with full_float32():
         for directions_ND in directions_2ND:
             potential_NN = -POTENTIAL * (2 - 2 * directions_ND @ directions_ND.T).double()
             potential_NN.fill_diagonal_(-torch.inf)
@@ -216,7 +217,7 @@ class Sample:
     def measure(self, encoder: Encoder) -> Measured:
         """What these tiles say of an encoder, which is left as it was."""
         rows_R3SS = self.views_2N3SS.flatten(0, 1)
-        with exact_products():
+        with full_float32():
             rows_RD = embed_tiles(encoder, rows_R3SS.split(BATCH))
         assert rows_RD is not None
         return measure(rows_RD.unflatten(0, self.views_2N3SS.shape[:2]), self.groups_N)
@@ -229,7 +230,7 @@ def read_sample(source: TileSource, recipe: ViewRecipe, num_tiles: int, seed: in
     groups_N = np.searchsorted(firsts, tiles_N, side="right") - 1
     views: list[Tensor] = []
     done = 0
-    for pixels in read_all(source, requests_of(source, tiles_N), workers):
+    for pixels in read_ahead(source, requests_of(source, tiles_N), workers):
         part = slice(done, done + len(pixels.tiles_B3HW))
         ids_B = torch.from_numpy(source.ids[tiles_N[part]])
         views.append(two_views(pixels.tiles_B3HW, ids_B, recipe, seed, source.maps(groups_N[part])))

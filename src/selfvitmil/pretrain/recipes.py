@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from selfvitmil.data.views import ViewRecipe
 from selfvitmil.errors import ConfigError
-from selfvitmil.pretrain.views import ViewRecipe
 from selfvitmil.settings import PretrainSettings
 
 OWN_SCALE = 0.15

@@ -14,27 +14,6 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class CosineSchedule:
-    """From `base` along half a cosine to `final` over `total_steps`, after a linear warm-up from `warmup_start`.
-
-    The last step of the warm-up already has `base`; the very last step is just short of `final`; later ones have it.
-    """
-
-    base: float
-    final: float
-    total_steps: int
-    warmup_steps: int = 0
-    warmup_start: float = 0.0
-
-    def value_at(self, step: int) -> float:
-        """Value for step 0, 1, 2, ..."""
-        if step < self.warmup_steps:
-            return self.warmup_start + (self.base - self.warmup_start) * step / max(self.warmup_steps - 1, 1)
-        done = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
-        return self.final + 0.5 * (self.base - self.final) * (1 + math.cos(math.pi * done))
-
-
-@dataclass(frozen=True)
 class ConstantSchedule:
     """`base` throughout, after a linear warm-up from `warmup_start` whose last step already has it.
 
@@ -115,14 +94,6 @@ def suggested_out_dim(num_tiles: int) -> int:
     any, the teacher stays near uniform and the loss near log K, which users report as "flat".
     """
     return 2 ** min(max(round(math.log2(max(num_tiles, 1) / 20)), 10), 16)
-
-
-def suggested_warmup_steps(total_steps: int) -> int:
-    """Steps of warm-up of learning rate and teacher temperature: a tenth of the run, as in the paper.
-
-    Never more than 12,500, DINO's ten epochs on ImageNet: a longer run does not need a slower start.
-    """
-    return min(round(total_steps / 10), 12_500)
 
 
 def suggested_constant_warmup_steps(total_steps: int) -> int:

@@ -21,7 +21,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 from torch.nn import functional
 
-from selfvitmil.encoder.network import ConvStem
+from selfvitmil.encoder.network import ConvStem, patch_product
 
 
 def has_shortcut(backbone: nn.Module) -> bool:
@@ -65,14 +65,6 @@ def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
         return vit.patch_embed(images_B3HW)
     tokens_BHWD = patch_product(images_B3HW, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias)
     return tokens_BHWD if vit.dynamic_img_size else tokens_BHWD.flatten(1, 2)
-
-
-def patch_product(images_B3HW: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A convolution whose windows do not overlap, as the one matrix product that it is: (B, H, W, D) of the windows."""
-    batch, _, height, width = images_B3HW.shape
-    p, q = weight.shape[2:]
-    patches = images_B3HW.reshape(batch, 3, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)
-    return functional.linear(patches.flatten(3), weight.flatten(1), bias)
 
 
 def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -31,12 +31,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from selfvitmil.data.loader import Batch, TileLoader, channel_statistics, default_workers, order_of, read_plain_sample
+from selfvitmil.data.sources import TileSource
+from selfvitmil.data.views import make_views, render_view
 from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError, EngineError
 from selfvitmil.pretrain import batch_norm
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.checkpoint import Metrics, board_writer, read_metrics, read_state, write_state
-from selfvitmil.pretrain.feed import Batch, Feed, default_workers, measure_colours, order_of, read_plain_sample
 from selfvitmil.pretrain.joint import JointBatch
 from selfvitmil.pretrain.learner import Learner, Numbers
 from selfvitmil.pretrain.lora import merged
@@ -45,19 +46,10 @@ from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, layered_gr
 from selfvitmil.pretrain.probe import ProbeTable, probe_encoder, read_probe_table
 from selfvitmil.pretrain.quality import plan_evaluations, read_sample
 from selfvitmil.pretrain.recipes import made_for_px, recipes_of
-from selfvitmil.pretrain.sources import TileSource
-from selfvitmil.pretrain.surroundings import (
-    Later,
-    Place,
-    Stopwatch,
-    arithmetic,
-    choose_precision,
-    peak_tflops,
-    processes,
-    stop_on_signal,
-)
-from selfvitmil.pretrain.views import make_views, render_view
 from selfvitmil.pretrain.watch import Course, Ending, Watch, patience_of
+from selfvitmil.runtime.device import AsyncValues, PhaseTimer, arithmetic, choose_precision, peak_tflops
+from selfvitmil.runtime.distributed import Worker, distributed, stop_on_signal
+from selfvitmil.runtime.training import MetricsLog, read_checkpoint, read_metrics, tensorboard_writer, write_checkpoint
 from selfvitmil.settings import PretrainSettings
 from selfvitmil.store.files import hash_of
 
@@ -133,12 +125,14 @@ def pretrain(
     torchrun every process calls this with the same arguments; the first writes.
     """
     with ExitStack() as stack:
-        place = stack.enter_context(processes(device))
-        stack.enter_context(arithmetic(settings, place.device))
-        devices = [place.device] if place.device.type == "cuda" else []
+        worker = stack.enter_context(distributed(device))
+        stack.enter_context(
+            arithmetic(worker.device, precision=settings.precision, deterministic=settings.deterministic)
+        )
+        devices = [worker.device] if worker.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices))
         stop = stack.enter_context(stop_on_signal())
-        run = _Run(source, out, settings, origin, place, stop)
+        run = _Run(source, out, settings, origin, worker, stop)
         if run.is_finished():
             lines = read_metrics(out)
             return run.result("current", True, lines[-1] if lines else {})
@@ -149,14 +143,14 @@ def pretrain(
             run.finish()
         else:
             note = f"stopped by a signal at step {run.step} of {run.numbers.total_steps}"
-        if place.world > 1:
+        if worker.world_size > 1:
             dist.barrier()
         return run.result(note, finished, last)
 
 
 def identity_of(source: TileSource, out: Path, settings: PretrainSettings, origin: Origin) -> str:
     """Hash of all that the weights of this run depend on, without doing it: `made_from` of the encoder it makes."""
-    return _Run(source, out, settings, origin, Place(torch.device("cpu")), threading.Event()).made_from
+    return _Run(source, out, settings, origin, Worker(torch.device("cpu")), threading.Event()).made_from
 
 
 # ---------------------------------------------------------------------------------------------------- the run
@@ -194,14 +188,14 @@ class _Run:
         out: Path,
         settings: PretrainSettings,
         origin: Origin,
-        place: Place,
+        worker: Worker,
         stop: threading.Event,
     ):
-        self.source, self.out, self.settings, self.origin, self.place = source, out, settings, origin, place
+        self.source, self.out, self.settings, self.origin, self.worker = source, out, settings, origin, worker
         self.stop = stop
         self.step = 0
         self.warnings: list[str] = []
-        self.metrics: Metrics | None = None
+        self.metrics: MetricsLog | None = None
         self.ending: Ending | None = None
         self.threads: ThreadPoolExecutor | None = None
         self.plain_tiles: tuple[torch.Tensor, ...] | None = None
@@ -214,7 +208,7 @@ class _Run:
         self.made_from = self._identity()
 
     def _check_size(self) -> None:
-        settings, world = self.settings, self.place.world
+        settings, world = self.settings, self.worker.world_size
         if settings.batch % (world * settings.accumulate):
             raise ConfigError(
                 f"pretrain.batch {settings.batch} does not divide among {world} processes "
@@ -274,10 +268,10 @@ class _Run:
 
     def prepare(self) -> str:
         """Build everything, and load the checkpoint when there is one."""
-        settings, device = self.settings, self.place.device
+        settings, device = self.settings, self.worker.device
         if settings.tensorboard:
-            board_writer()  # or its absence would show when colours have been measured
-        state = read_state(self.out)
+            tensorboard_writer()  # or its absence would show when colours have been measured
+        state = read_checkpoint(self.out)
         if state is not None and state["made_from"] != self.made_from:
             raise ConfigError(
                 f"{self.out.name}: was begun with other settings, other tiles or by another version",
@@ -292,7 +286,7 @@ class _Run:
                 f"large views have {self.made_for_px} px and tiles {self.source.size_px}: the encoder is for "
                 f"tiles of {self.made_for_px} px at {self._made_for_mpp():g} microns per pixel"
             )
-        if self.place.world > 1:
+        if self.worker.world_size > 1:
             self.waiting_group: Any = dist.new_group(backend="gloo", timeout=WAIT_FOR_FIRST)
         self._prepare_probes()
         self.mean, self.std = self._colours(state)
@@ -310,14 +304,14 @@ class _Run:
         if state is not None:
             self._load(state)
         self.student: nn.Module = self.learner.student
-        if self.place.world > 1:
+        if self.worker.world_size > 1:
             for branch in (self.learner.student, self.learner.teacher):
                 if branch is not None:  # heads see the rows of all processes where their batch norms need them
                     batch_norm.join_processes(branch.backbone)
             on = [device] if device.type == "cuda" else None
             self.student = DistributedDataParallel(self.learner.student, device_ids=on, gradient_as_bucket_view=True)
         self._compile()
-        self.watch = Stopwatch(device)
+        self.watch = PhaseTimer(device)
         out_dim = self.numbers.out_dim
         self.gflop = learning.gflop_per_tile(self.encoder, settings, self.recipes, out_dim)
         self.peak = peak_tflops(device, self.dtype)
@@ -333,10 +327,10 @@ class _Run:
         if settings.init != "scratch":  # weights know the colours they were trained with
             return self.encoder.config.mean, self.encoder.config.std
         values: list[Any] = [None]
-        if self.place.rank == 0:
-            values = [measure_colours(self.source, settings.measure_tiles, settings.seed, self.workers)]
-        if self.place.world > 1:
-            dist.broadcast_object_list(values, device=self.place.device)
+        if self.worker.rank == 0:
+            values = [channel_statistics(self.source, settings.measure_tiles, settings.seed, self.workers)]
+        if self.worker.world_size > 1:
+            dist.broadcast_object_list(values, device=self.worker.device)
         return values[0]
 
     def _prepare_probes(self) -> None:
@@ -348,7 +342,7 @@ class _Run:
             self.probe_steps = settings.probe_epochs * numbers.steps_per_epoch
         if settings.probe_table is None:
             return
-        if self.place.rank == 0:
+        if self.worker.rank == 0:
             self.probe_table = table = read_probe_table(settings.probe_table)
             size = self.made_for_px
             if table.shape_px != (size, size):
@@ -374,16 +368,16 @@ class _Run:
         self.quality = Watch(
             plan, course, self.learner.objective.remedy, keeps=settings.keep == "best", stops=settings.stop_early
         )
-        if self.place.world > 1:
+        if self.worker.world_size > 1:
             self.quality.group = self.waiting_group
         if state is not None:
             self.quality.load(state["quality"])
-        if plan is not None and self.place.rank == 0:
+        if plan is not None and self.worker.rank == 0:
             self.quality.sample = read_sample(self.source, recipe, plan.tiles, settings.seed, self.workers)
 
     def _compile(self) -> None:
         """Compile what is worth it. Where that fails, the first step tells (see `_try_compiled`)."""
-        worth_it = self.place.device.type == "cuda" and self.numbers.total_steps - self.step >= COMPILE_FROM_STEPS
+        worth_it = self.worker.device.type == "cuda" and self.numbers.total_steps - self.step >= COMPILE_FROM_STEPS
         self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and worth_it)
         if self.compiled:
             for branch in (self.learner.student, self.learner.teacher):
@@ -420,29 +414,29 @@ class _Run:
 
     def train(self, report: Callable[[dict[str, Any]], None], snapshots: Mapping[int, Path]) -> bool:
         """All steps that are left; False where a signal ended them. A checkpoint is written in either case."""
-        place, total = self.place, self.numbers.total_steps
-        if place.rank == 0:
-            self.metrics = Metrics(self.out, self.step, tensorboard=self.settings.tensorboard)
+        worker, total = self.worker, self.numbers.total_steps
+        if worker.rank == 0:
+            self.metrics = MetricsLog(self.out, self.step, tensorboard=self.settings.tensorboard)
         if self.quality.ends:  # killed after the checkpoint of its early end
             return True
-        feed = Feed(
+        loader = TileLoader(
             self.source,
             self.order,
             self.step,
             total,
-            rank=place.rank,
-            world=place.world,
+            rank=worker.rank,
+            world=worker.world_size,
             workers=self.workers,
-            pin=place.device.type == "cuda",
+            pin=worker.device.type == "cuda",
             most_kept_bytes=int(self.settings.keep_gb * 1e9),
         )
         self.pace = _Pace(self.step)
         self.unfitted = 0
-        pending: Later | None = None
+        pending: AsyncValues | None = None
         asked = False
-        with feed, self.metrics or nullcontext(), self._part_threads() as self.threads:
+        with loader, self.metrics or nullcontext(), self._part_threads() as self.threads:
             untried = self.compiled
-            for batch in feed:
+            for batch in loader:
                 numbers = self.schedules.at(self.step)
                 if untried:
                     self._try_compiled(batch, numbers)
@@ -458,14 +452,14 @@ class _Run:
                     pending = None
                     found = self._probe() if probing else {}
                     found |= self._measure_quality() if measuring else {}
-                    self._log(outcome, numbers, checked, feed, report, found)
+                    self._log(outcome, numbers, checked, loader, report, found)
                 due = time.monotonic() - self.pace.saved > self.settings.checkpoint_minutes * 60
                 ends = asked or self.step == total or self.quality.ends
                 if ends:
                     self._check(pending, self.step - 1)
                 # A broken step is never saved. The error comes at the next look, which all processes take at the same
                 # step: their clocks, and so their `due`, differ.
-                if ends or (due and (pending is None or _Checked(*pending.values()).is_sound)):
+                if ends or (due and (pending is None or _Checked(*pending.get()).is_sound)):
                     self._save()
                 if self.step in snapshots:
                     self.save_encoder(snapshots[self.step], Ending(total, self.step, self.step))
@@ -478,9 +472,9 @@ class _Run:
     @contextmanager
     def _part_threads(self) -> Iterator[ThreadPoolExecutor | None]:
         """Threads for the parts of a batch where several can work at a time."""
-        settings, place, cores = self.settings, self.place, torch.get_num_threads()
+        settings, worker, cores = self.settings, self.worker, torch.get_num_threads()
         together = min(settings.accumulate, cores)
-        alone_on_cpu = place.device.type == "cpu" and place.world == 1
+        alone_on_cpu = worker.device.type == "cpu" and worker.world_size == 1
         plain = not self.compiled and not self.scaler.is_enabled()
         # What depends on the order of the parts: random numbers, and means that batch norms keep.
         norms = any(
@@ -497,7 +491,7 @@ class _Run:
             finally:
                 torch.set_num_threads(cores)
 
-    def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
+    def _guarded_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, AsyncValues]:
         try:
             return self._do_step(batch, numbers)
         except torch.OutOfMemoryError:
@@ -524,27 +518,27 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, before in zip(self.learner.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        failed = torch.tensor(float(failure is not None), device=self.place.device)
-        if self.place.world > 1:
+        failed = torch.tensor(float(failure is not None), device=self.worker.device)
+        if self.worker.world_size > 1:
             dist.all_reduce(failed)
         if not failed.item():
             return
         kind = type(failure).__name__ if failure else "in another process"
         if self.settings.compile == "on":
             raise EngineError(
-                f"compiling the networks failed in {failed.item():.0f} of {self.place.world} processes",
+                f"compiling the networks failed in {failed.item():.0f} of {self.worker.world_size} processes",
                 kind if failure is None else f"{kind}: {str(failure).split(chr(10))[0]}",
                 "Use --pretrain.compile off, or auto, which goes on without compiling",
             ) from failure
         self.warnings.append(f"compiling failed ({kind}), training goes on without")
         self._uncompile()
 
-    def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, Later]:
+    def _do_step(self, batch: Batch, numbers: dict[str, float]) -> tuple[Outcome, AsyncValues]:
         """One step of the optimizer; the outcome of its last part, and the numbers of `_Checked` for later."""
         settings, mark = self.settings, self.watch
         self.unfitted += batch.unfitted
         mark.start()
-        total = torch.zeros((), device=self.place.device)
+        total = torch.zeros((), device=self.worker.device)
         states: list[torch.Tensor] = []
         last: Outcome | None = None
         outcomes = self._one_by_one(batch, numbers) if self.threads is None else self._side_by_side(batch, numbers)
@@ -560,10 +554,10 @@ class _Run:
         # A gradient that is not finite shows in the weights, a step that the loss scale of fp16 skips does not.
         broken = (~all_finite(self.learner.student.parameters())).to(total.dtype)
         checked = torch.stack([total, torch.full_like(total, float(self.stop.is_set())), broken])
-        if self.place.world > 1:
+        if self.worker.world_size > 1:
             dist.all_reduce(checked)
-            checked /= self.place.world
-        return last, Later(checked)
+            checked /= self.worker.world_size
+        return last, AsyncValues(checked)
 
     def _part(self, batch: Batch, number: int) -> slice:
         size = len(batch.tiles_B3HW) // self.settings.accumulate
@@ -572,7 +566,7 @@ class _Run:
     def _seed_part(self, number: int) -> None:
         """Paths that are dropped: by step, process and part, so that nothing has to be remembered."""
         seed = (self.settings.seed * 1_000_003 + self.step) * 1_009
-        torch.manual_seed(seed + self.place.rank + self.place.world * number)
+        torch.manual_seed(seed + self.worker.rank + self.worker.world_size * number)
 
     def _one_by_one(self, batch: Batch, numbers: dict[str, float]) -> Iterator[Outcome]:
         """Part after part of the batch; gradients add up in the weights."""
@@ -670,11 +664,11 @@ class _Run:
             return learning.compute_loss(self.learner, chosen, views, self.step, numbers["teacher_temp"], mark, part)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.place.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        return torch.autocast(self.worker.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
         """Views of normalized tiles on the device."""
-        device = self.place.device
+        device = self.worker.device
         return make_views(
             batch.tiles_B3HW[part].to(device, non_blocking=True),
             batch.view_ids_B[part].to(device, non_blocking=True),
@@ -702,13 +696,13 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.learner.finish_step(numbers["momentum"], states)
 
-    def _check(self, checked: Later | None, step: int) -> bool:
+    def _check(self, checked: AsyncValues | None, step: int) -> bool:
         """Raise when the loss or the weights of a step were not finite; else whether any process was asked to stop."""
         if checked is None:
             return False
-        found = _Checked(*checked.values())
+        found = _Checked(*checked.get())
         if not found.is_sound:
-            kept = read_state(self.out) if self.place.rank == 0 else None
+            kept = read_checkpoint(self.out) if self.worker.rank == 0 else None
             good = f"state.pt of step {kept['step']} is kept" if kept else "no checkpoint was written yet"
             what = f"the loss at step {step} is not a number ({found.loss})"
             if math.isfinite(found.loss):
@@ -741,7 +735,7 @@ class _Run:
             how = f"{fitting} tiles at a time fit: use --pretrain.accumulate {parts} (the same result, slower)"
         return ConfigError(
             f"the GPU's memory does not hold {size} tiles at a time",
-            f"that is pretrain.batch {self.settings.batch} over {self.place.world} processes "
+            f"that is pretrain.batch {self.settings.batch} over {self.worker.world_size} processes "
             f"and pretrain.accumulate {self.settings.accumulate}",
             how,
         )
@@ -752,20 +746,20 @@ class _Run:
         self,
         outcome: Outcome,
         numbers: dict[str, float],
-        checked: Later,
-        feed: Feed,
+        checked: AsyncValues,
+        loader: TileLoader,
         report: Callable[[dict[str, Any]], None],
         measured: dict[str, Any],
     ) -> None:
         if self.metrics is None:
             return
-        pace = self.pace.lap(self.step, feed.waited_s, self.settings.batch)
+        pace = self.pace.lap(self.step, loader.waited_s, self.settings.batch)
         line: dict[str, Any] = {"step": self.step - 1, "epoch": (self.step - 1) // self.numbers.steps_per_epoch}
-        line |= {"loss": checked.values()[0], **numbers}
+        line |= {"loss": checked.get()[0], **numbers}
         line |= learning.diagnose(outcome)
         line["tiles_per_s"] = round(pace.tiles_per_s, 2)
         line["data_wait_share"] = round(pace.data_wait_share, 4)
-        line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.place.world, 4)
+        line["mfu"] = round(pace.tiles_per_s * self.gflop / 1000 / self.peak / self.worker.world_size, 4)
         line["phase_s"] = self.watch.last_step()
         line |= measured
         alarms = [measured["alarm"]] if "alarm" in measured else []
@@ -804,12 +798,12 @@ class _Run:
                 found = probe_encoder(
                     encoder,
                     self.probe_table,
-                    batch=self.settings.batch // self.place.world // self.settings.accumulate,
+                    batch=self.settings.batch // self.worker.world_size // self.settings.accumulate,
                     dtype=self.dtype,
                     threads=max(self.workers, 1),
                     stop=self.stop.is_set,
                 )
-        if self.place.world > 1:
+        if self.worker.world_size > 1:
             dist.barrier(self.waiting_group)
         seconds = time.perf_counter() - start
         self.pace.leave_out(seconds)
@@ -828,8 +822,8 @@ class _Run:
         return found | {"quality_s": round(seconds, 3)} if found else {}
 
     def _save(self) -> None:
-        if self.place.rank == 0:
-            write_state(self.out, self._state())
+        if self.worker.rank == 0:
+            write_checkpoint(self.out, self._state())
         self.pace.saved = time.monotonic()
 
     def _made_for_mpp(self) -> float | None:
@@ -839,13 +833,13 @@ class _Run:
     def finish(self) -> None:
         """Write the encoder of this run: the weights worth keeping."""
         self.ending = self.quality.ending(self.step, self.numbers.total_steps)
-        if self.place.rank == 0 and self.ending.kept_step < self.step:
+        if self.worker.rank == 0 and self.ending.kept_step < self.step:
             self.learner.result.load_state_dict(self.quality.kept)
         self.save_encoder(self.out, self.ending)
 
     def save_encoder(self, folder: Path, ending: Ending) -> None:
         """Write an encoder's folder: the weights as they are and what they were made from."""
-        if self.place.rank != 0:
+        if self.worker.rank != 0:
             return
         provenance = {
             "method": self.settings.method,
@@ -872,9 +866,9 @@ class _Run:
         Its batch norms have statistics of plain tiles meanwhile, computed with these very weights; afterwards those of
         the training are back. Other processes get it as it is.
         """
-        network, device = self.learner.result, self.place.device
+        network, device = self.learner.result, self.worker.device
         encoder = Encoder(network, self._config(provenance)).to(device)
-        if self.place.rank > 0:
+        if self.worker.rank > 0:
             yield encoder
             return
         if self.plain_tiles is None and batch_norm.batch_norms_of(network):

@@ -14,7 +14,7 @@ from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
-from selfvitmil.pretrain.checkpoint import read_metrics
+from selfvitmil.runtime.training import read_metrics
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from selfvitmil import stain
+from selfvitmil.data.loader import order_of
+from selfvitmil.data.sources import SlideTiles, TrainSlide
+from selfvitmil.data.views import make_views
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.pretrain.feed import order_of
 from selfvitmil.pretrain.recipes import recipes_of
-from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
-from selfvitmil.pretrain.views import make_views
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, EncoderFolder
 from selfvitmil.report.markup import Markup, join, tag

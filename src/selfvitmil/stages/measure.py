@@ -209,7 +209,7 @@ def measure_encoder(encoder: Any, settings: StudySettings) -> EncoderMeasures:
 
     from selfvitmil.embed import LoadedEncoder
     from selfvitmil.pretrain.learner import patch_px_of
-    from selfvitmil.pretrain.surroundings import choose_precision, synchronize
+    from selfvitmil.runtime.device import choose_precision, synchronize
 
     device = torch.device("cuda" if torch.cuda.is_available() and settings.embed.device != "cpu" else "cpu")
     dtype = choose_precision(settings.embed.precision, device)
@@ -237,9 +237,9 @@ def measure_training(encoder: Any, settings: StudySettings, numbers: Any, recipe
     """Tiles a second of whole steps on noise: views, loss, gradients, update; None where memory does not hold them."""
     import torch
 
+    from selfvitmil.data.views import make_views
     from selfvitmil.pretrain.learner import Learner, compute_loss
-    from selfvitmil.pretrain.surroundings import choose_precision, synchronize
-    from selfvitmil.pretrain.views import make_views
+    from selfvitmil.runtime.device import choose_precision, synchronize
 
     own, size = settings.pretrain, settings.tile.size_px
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -279,7 +279,7 @@ def measure_aggregators(
     from selfvitmil.aggregate import build
     from selfvitmil.aggregate.bag_store import few_threads
     from selfvitmil.bags import Bag
-    from selfvitmil.pretrain.surroundings import synchronize
+    from selfvitmil.runtime.device import synchronize
 
     device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
     rows = max(1, min(num_instances, BAG_ROWS))

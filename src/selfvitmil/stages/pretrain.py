@@ -32,7 +32,7 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
     Where one encoder would see test slides, or with `pretrain.per_split`, one is trained for every split
     (`encoders/<name>_<split>/`). Under torchrun every process calls this; the first one holds the lock and writes.
     """
-    from selfvitmil.pretrain.sources import ImageTiles
+    from selfvitmil.data.sources import ImageTiles
 
     if encoder_name(name) != name:
         raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
@@ -86,7 +86,7 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
 
 def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tuple[Any, list[str], str]:
     """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
-    from selfvitmil.pretrain.sources import SlideTiles, TrainSlide
+    from selfvitmil.data.sources import SlideTiles, TrainSlide
 
     tables = {row.slide: StudyLayout(study).tile_table(tiling_name(settings.tile), row.slide) for row in run.rows}
     found = [row for row in run.rows if tables[row.slide].exists()]
@@ -222,11 +222,11 @@ class Pretrain(Stage):
         return Pending(words=kept)
 
     def _pending_unfinished(self, plan: RunPlan, folder: Path, run: EncoderRun) -> Pending:
-        from selfvitmil.pretrain.checkpoint import read_metrics, read_state
+        from selfvitmil.runtime.training import read_checkpoint, read_metrics
 
         pretrain, todo = plan.settings.pretrain, {folder.name: "new"}
         length = f"{pretrain.steps} steps" if pretrain.steps else f"{pretrain.epochs} epochs"
-        state = read_state(folder)
+        state = read_checkpoint(folder)
         if state is None:
             return Pending(todo, words=f"train encoders/{folder.name}, {length}")
         if _training_tiles_change(plan, run) or state["made_from"] != _made_from(plan, run):
@@ -281,16 +281,16 @@ def _training_tiles_change(plan: RunPlan, run: EncoderRun) -> bool:
 
 
 def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Estimate:
-    from selfvitmil.pretrain.checkpoint import read_metrics
-    from selfvitmil.pretrain.feed import Order
+    from selfvitmil.data.loader import TileOrder
     from selfvitmil.pretrain.learner import patch_px_of, settle_numbers
     from selfvitmil.pretrain.recipes import recipes_of
+    from selfvitmil.runtime.training import read_metrics
 
     settings, own, encoder, gpu = plan.settings, plan.settings.pretrain, measures.encoder, measures.gpu
     counts = tuple(count for row in run.rows if (count := measures.tiles_of([row.slide])))
     if encoder is None or not counts:
         return unknown(on_gpu=gpu)
-    order = Order(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
+    order = TileOrder(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
     numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
     done = read_metrics(Path(plan.sources[run.name]))
     steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)

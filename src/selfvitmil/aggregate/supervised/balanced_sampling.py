@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.pretrain.feed import Order, Pool
-from selfvitmil.pretrain.sources import Indices
+from selfvitmil.data.loader import Pool, TileOrder
+from selfvitmil.data.sources import Indices
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedOrder(Order):
+class BalancedOrder(TileOrder):
     """Class-balanced batches, from labels of all tiles of a source (numbered across slides)."""
 
     labels: NDArray[np.int8] = field(kw_only=True)
 
-    def of_class(self, label: int) -> tuple[Order, Indices]:
+    def of_class(self, label: int) -> tuple[TileOrder, Indices]:
         """Return an order over the tiles of one class, and their indices among all tiles."""
         of_slide = np.split(self.labels == label, np.cumsum(self.counts)[:-1])
         counts = tuple(int(mine.sum()) for mine in of_slide)
-        own = Order(counts, batch=1, seed=self.seed + label, tiles_per_slide=self.tiles_per_slide, run=self.run)
+        own = TileOrder(counts, batch=1, seed=self.seed + label, tiles_per_slide=self.tiles_per_slide, run=self.run)
         return own, np.flatnonzero(self.labels == label)
 
     def pools(self, first_step: int, last_step: int) -> Iterator[Pool]:
@@ -43,7 +43,7 @@ class BalancedOrder(Order):
             yield Pool(step, tiles, batches)
             step += len(batches)
 
-    def _drawn(self, number: int, label: int, own: Order, rows: Indices) -> Indices:
+    def _drawn(self, number: int, label: int, own: TileOrder, rows: Indices) -> Indices:
         """Return one class's share of a pool's batches, (batches, tiles): the next piece of its stream, shuffled."""
         size = (self.batch + 1 - label) // 2
         start, stop = (self.batches_per_pool * size * k for k in (number, number + 1))

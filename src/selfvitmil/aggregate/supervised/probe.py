@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.bag_store import choose_device, measure
+from selfvitmil.aggregate.bag_store import measure
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.aggregate.supervised import model_files
@@ -35,6 +35,7 @@ from selfvitmil.aggregate.supervised.tile_labels import (
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
 from selfvitmil.metrics import auc
+from selfvitmil.runtime.device import choose_device
 from selfvitmil.settings import SupervisedSettings
 
 KIND = "supervised-probe"

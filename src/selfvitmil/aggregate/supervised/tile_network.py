@@ -1,6 +1,6 @@
 """Tile classifier: an encoder, usually a ResNet-18, with a linear head; loading it and scoring slides with it.
 
-Tiles are read from the slides as in pretraining (`pretrain.sources`, `pretrain.feed`) and normalized as in training.
+Tiles are read from the slides as in pretraining (`data.sources`, `data.loader`) and normalized as in training.
 `tile_training.py` trains it.
 
 Axes in names: B tiles of a batch, N tiles of a slide, D width, H and W height and width, 3 is RGB.
@@ -19,14 +19,13 @@ from scipy.special import expit
 from torch import Tensor, nn
 
 from selfvitmil import stain
-from selfvitmil.aggregate.bag_store import choose_device
 from selfvitmil.aggregate.scoring import BagScore
 from selfvitmil.aggregate.supervised import model_files
 from selfvitmil.aggregate.supervised.pooling import bag_score
+from selfvitmil.data import loader
+from selfvitmil.data.sources import Indices, Pixels, SlideTiles, TileSource, TrainSlide
 from selfvitmil.encoder import Encoder, EncoderConfig, build_backbone, check_fits
-from selfvitmil.pretrain import feed
-from selfvitmil.pretrain.sources import Indices, Pixels, SlideTiles, TileSource, TrainSlide
-from selfvitmil.pretrain.surroundings import choose_precision
+from selfvitmil.runtime.device import choose_device, choose_precision
 from selfvitmil.settings import SupervisedSettings
 
 KIND = "supervised-tile-network"
@@ -107,7 +106,7 @@ def score_tiles(
     firsts = np.cumsum(source.counts)
     logits: list[Tensor] = []
     done = 0
-    for tiles_B3HW in _in_batches(feed.read_all(source, feed.requests_of(source, tiles), workers)):
+    for tiles_B3HW in _in_batches(loader.read_ahead(source, loader.requests_of(source, tiles), workers)):
         groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right")
         done += len(tiles_B3HW)
         tiles_B3HW, maps_B33 = tiles_B3HW.to(device), source.maps(groups)
@@ -132,4 +131,4 @@ def _in_batches(parts: Iterator[Pixels]) -> Iterator[Tensor]:
 
 def num_workers(settings: SupervisedSettings) -> int:
     """Return the number of worker processes that read tiles."""
-    return feed.default_workers() if settings.workers is None else settings.workers
+    return loader.default_workers() if settings.workers is None else settings.workers

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.bag_store import choose_device
 from selfvitmil.aggregate.supervised import model_files
 from selfvitmil.aggregate.supervised.balanced_sampling import BalancedOrder
 from selfvitmil.aggregate.supervised.tile_labels import (
@@ -43,16 +42,21 @@ from selfvitmil.aggregate.supervised.tile_network import (
     num_workers,
     score_tiles,
 )
+from selfvitmil.data.loader import Batch, TileLoader, channel_statistics
+from selfvitmil.data.sources import Indices, SlideTiles, TrainSlide
+from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import Encoder, build_encoder, check_fits, load_encoder
 from selfvitmil.errors import ArtefactError, EncoderError
 from selfvitmil.metrics import auc
-from selfvitmil.pretrain.checkpoint import STATE_FILE, read_state, write_state
-from selfvitmil.pretrain.feed import Batch, Feed, measure_colours
-from selfvitmil.pretrain.optim import parameter_groups
-from selfvitmil.pretrain.schedule import CosineSchedule, suggested_warmup_steps
-from selfvitmil.pretrain.sources import Indices, SlideTiles, TrainSlide
-from selfvitmil.pretrain.surroundings import choose_precision
-from selfvitmil.pretrain.views import ViewRecipe, make_views
+from selfvitmil.runtime.device import choose_device, choose_precision
+from selfvitmil.runtime.training import (
+    CHECKPOINT_FILE,
+    CosineSchedule,
+    parameter_groups,
+    read_checkpoint,
+    suggested_warmup_steps,
+    write_checkpoint,
+)
 from selfvitmil.settings import SupervisedSettings
 from selfvitmil.store.files import hash_of
 from selfvitmil.store.provenance import (
@@ -148,7 +152,7 @@ def train_tile_network(
         "epoch": run.best_epoch,
     }
     model_files.write_model(folder, KIND, network.state_dict(), config, run.history)
-    (folder / STATE_FILE).unlink(missing_ok=True)
+    (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     warnings = (*warnings, *run.warnings)
     return TrainedNetwork(network, run.best_epoch, tuple(run.history), outcome_of(freshness), warnings, started)
 
@@ -239,7 +243,7 @@ class _Run:
 
     def resume(self, folder: Path) -> int:
         """Set up the device, restoring a checkpoint of this run if there is one; return the completed epochs."""
-        state = read_state(folder)
+        state = read_checkpoint(folder)
         if state is not None and state["made_from"] != self.made_from:
             state = None  # from other settings: it will be overwritten
         config = self.network.encoder.config
@@ -247,7 +251,7 @@ class _Run:
         if state is not None:
             colours = state["colours"]
         elif self.settings.init == "scratch":
-            colours = measure_colours(self.train_side.source, MEASURED_TILES, self.seed, self.workers)
+            colours = channel_statistics(self.train_side.source, MEASURED_TILES, self.seed, self.workers)
         source = self.train_side.source
         facts = {"mean": tuple(colours[0]), "std": tuple(colours[1]), "mpp": source.mpp, "size_px": source.size_px}
         facts |= {"stain": source.stain_method, "trained_on": f"train split, {len(source.counts)} slides with labels"}
@@ -278,7 +282,7 @@ class _Run:
         total = settings.epochs * steps
         warmup = suggested_warmup_steps(total)
         schedule = CosineSchedule(settings.lr, settings.lr * 1e-3, total, warmup, settings.lr / max(warmup, 1))
-        reading = Feed(
+        reading = TileLoader(
             self.train_side.source,
             self.order,
             self.epoch * steps,
@@ -367,7 +371,7 @@ class _Run:
         state |= {"best": self.best, "best_epoch": self.best_epoch}
         state["colours"] = [list(self.network.encoder.config.mean), list(self.network.encoder.config.std)]
         state |= {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
-        write_state(folder, state | {"scaler": self.scaler.state_dict()})
+        write_checkpoint(folder, state | {"scaler": self.scaler.state_dict()})
 
     def result(self) -> TileNetwork:
         """Return the network of the chosen epoch, on the CPU."""

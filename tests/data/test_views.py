@@ -20,9 +20,8 @@ from torchvision.transforms import functional
 from torchvision.transforms.functional import InterpolationMode
 
 from selfvitmil import stain
-from selfvitmil.pretrain import views
-from selfvitmil.pretrain.recipes import recipes_of
-from selfvitmil.pretrain.views import (
+from selfvitmil.data import views
+from selfvitmil.data.views import (
     NUM_UNIFORMS,
     Draws,
     ViewRecipe,
@@ -31,6 +30,7 @@ from selfvitmil.pretrain.views import (
     philox,
     random_uniforms,
 )
+from selfvitmil.pretrain.recipes import recipes_of
 from selfvitmil.settings import PretrainSettings
 
 LEVEL = 1 / 255

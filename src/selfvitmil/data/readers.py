@@ -228,7 +228,7 @@ def _start_reader(memory: int, shape: tuple[int, ...]) -> tuple[Connection, subp
     ours, theirs = socket.socketpair()
     numbers = [str(value) for value in (memory, theirs.fileno(), *shape)]
     # `-c` instead of `-m`: the package is already imported by then, and Python warns about running a module twice.
-    code = "import sys; from selfvitmil import readers; readers.serve(*map(int, sys.argv[1:]))"
+    code = "import sys; from selfvitmil.data import readers; readers.serve(*map(int, sys.argv[1:]))"
     command = [sys.executable, "-c", code, *numbers]
     with theirs:
         process = subprocess.Popen(

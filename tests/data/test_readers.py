@@ -18,9 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from selfvitmil import stain
+from selfvitmil.data.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SlideError
-from selfvitmil.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
 from selfvitmil.slides import jpegtiff, open_slide, synthetic
 
 SIZE, MPP, BATCH = 32, 1.0, 24
@@ -149,7 +149,7 @@ def test_a_reader_that_dies_is_told_and_the_others_end(slide: Path):
 
 def test_readers_end_with_their_caller(slide: Path):
     code = (
-        "import os, sys; from selfvitmil.readers import TileReaders; readers = TileReaders(2, 4, 16);"
+        "import os, sys; from selfvitmil.data.readers import TileReaders; readers = TileReaders(2, 4, 16);"
         "print(*[process.pid for _, process in readers._readers], flush=True); os.kill(os.getpid(), 9)"
     )
     pids = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.split()
@@ -165,5 +165,5 @@ def test_readers_end_with_their_caller(slide: Path):
 
 
 def test_readers_load_no_torch():
-    code = "import sys, selfvitmil.readers; print('torch' in sys.modules)"
+    code = "import sys, selfvitmil.data.readers; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -35,10 +35,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from selfvitmil import stain
+from selfvitmil.data.readers import RUN
+from selfvitmil.data.sources import Indices, Pixels, TileReader, TileSource
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
-from selfvitmil.pretrain.sources import Indices, Pixels, TileReader, TileSource
-from selfvitmil.readers import RUN
 from selfvitmil.settings import PretrainSettings
 
 REPEAT_ID = 0x1E3779B97F4A7C15
@@ -48,7 +48,7 @@ REPEAT_ID = 0x1E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Order:
+class TileOrder:
     """Which tiles make up which step. Tiles are numbered through all slides, slide after slide, in table order."""
 
     counts: tuple[int, ...]
@@ -97,9 +97,9 @@ class Order:
             step += len(batches)
 
 
-def order_of(source: TileSource, settings: PretrainSettings) -> Order:
+def order_of(source: TileSource, settings: PretrainSettings) -> TileOrder:
     """The order in which a training run with these settings goes through the tiles of this source."""
-    return Order(
+    return TileOrder(
         source.counts,
         settings.batch,
         settings.seed,
@@ -138,7 +138,7 @@ def count_repeats(tiles: Indices) -> Indices:
 
 
 @lru_cache(maxsize=2)
-def _epoch_cached(order: Order, epoch: int) -> Indices:
+def _epoch_cached(order: TileOrder, epoch: int) -> Indices:
     choice = np.random.default_rng([order.seed, epoch if order.resample else 0, 0])
     firsts = np.concatenate([[0], np.cumsum(order.counts)])
     choose = _choose_exactly if order.sampler == "one-slide" else _choose_runs
@@ -155,7 +155,7 @@ def _epoch_cached(order: Order, epoch: int) -> Indices:
     return tiles
 
 
-def _choose_runs(order: Order, count: int, generator: np.random.Generator) -> list[Indices]:
+def _choose_runs(order: TileOrder, count: int, generator: np.random.Generator) -> list[Indices]:
     """Runs of neighbours, cut at places that differ from epoch to epoch, as many as the cap allows."""
     edges = np.unique(np.clip(np.arange(-int(generator.integers(order.run)), count + order.run, order.run), 0, count))
     runs = [np.arange(start, stop) for start, stop in pairwise(edges)]
@@ -171,7 +171,7 @@ def _choose_runs(order: Order, count: int, generator: np.random.Generator) -> li
     return chosen
 
 
-def _choose_exactly(order: Order, count: int, generator: np.random.Generator) -> list[Indices]:
+def _choose_exactly(order: TileOrder, count: int, generator: np.random.Generator) -> list[Indices]:
     wanted = order.tiles_per_slide or count
     return [generator.choice(count, wanted, replace=count < wanted).astype(np.int64)]
 
@@ -255,13 +255,13 @@ def default_workers() -> int:
     return max(num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1)
 
 
-def read_all(source: TileSource, requests: Iterator[Request], workers: int) -> Iterator[Pixels]:
+def read_ahead(source: TileSource, requests: Iterator[Request], workers: int) -> Iterator[Pixels]:
     """What the requests ask for, in order, read ahead by so many processes; 0 reads in this one."""
     options: dict[str, Any] = {"batch_size": None, "sampler": requests, "collate_fn": _as_it_is}
     options["generator"] = torch.Generator()  # or it would draw from the one that the training uses
     if workers:
         context = multiprocessing.get_context("forkserver")  # a fork of a process with threads may hang
-        context.set_forkserver_preload(["selfvitmil.pretrain.feed"])
+        context.set_forkserver_preload(["selfvitmil.data.loader"])
         options |= {"num_workers": workers, "prefetch_factor": 4, "worker_init_fn": _start_worker}
         options |= {"multiprocessing_context": context}
     loader = DataLoader(_Requests(source.reader), **options)
@@ -281,13 +281,13 @@ def read_all(source: TileSource, requests: Iterator[Request], workers: int) -> I
         ) from error
 
 
-class Feed:
+class TileLoader:
     """Batches of steps `first_step` to before `last_step`, read ahead in the background. Use it in a `with` block."""
 
     def __init__(
         self,
         source: TileSource,
-        order: Order,
+        order: TileOrder,
         first_step: int,
         last_step: int,
         *,
@@ -310,7 +310,7 @@ class Feed:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiles", daemon=True)
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> TileLoader:
         self._thread.start()
         return self
 
@@ -360,7 +360,7 @@ class Feed:
 
     def _batches(self) -> Iterator[Batch]:
         requests = (request for tiles in self._unread() for request in requests_of(self.source, tiles))
-        pixels = read_all(self.source, requests, self._workers)
+        pixels = read_ahead(self.source, requests, self._workers)
         most = sum(self.source.counts) if self._keeps else self.order.batches_per_pool * self.order.batch
         memory_T3HW = torch.empty((most, 3, *self.source.shape_px), dtype=torch.uint8)
         for whole, unread in zip(self.order.pools(*self._span), self._unread(), strict=True):
@@ -395,7 +395,7 @@ class Feed:
 def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:
     """Numbers of about so many tiles, in rising order: as many from every slide, rounded up."""
     per_slide = -(-num_tiles // len(source.counts))
-    order = Order(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
+    order = TileOrder(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
     return np.sort(order.epoch(0))
 
 
@@ -403,7 +403,7 @@ def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[tor
     """These tiles in order, not augmented, their stains normalized: uint8 (B, 3, H, W), some at a time."""
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
     done = 0
-    for pixels in read_all(source, requests_of(source, tiles), workers):
+    for pixels in read_ahead(source, requests_of(source, tiles), workers):
         tiles_B3HW = pixels.tiles_B3HW
         groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right") - 1
         maps_B33 = source.maps(groups)
@@ -434,7 +434,7 @@ def fit_tiles(tiles_B3HW: torch.Tensor, size_px: int) -> torch.Tensor:
     return resized_B3SS.round().clamp(0, 255).to(torch.uint8)
 
 
-def measure_colours(
+def channel_statistics(
     source: TileSource, num_tiles: int, seed: int, workers: int
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Mean and standard deviation of the channels of normalized tiles, white = 1, over a sample, in one pass.

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from selfvitmil import stain
+from selfvitmil.data.readers import RUN
 from selfvitmil.errors import ConfigError, SlideError
-from selfvitmil.readers import RUN
 from selfvitmil.slides import SlideCache
 from selfvitmil.store.failures import without_folders
 from selfvitmil.tiles import check_mpp, read_tiles
