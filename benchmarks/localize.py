@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from selfvitmil.geometry import size_at_mpp
-from selfvitmil.localize.export import write_geojson_map
-from selfvitmil.localize.lesions import find_lesions, find_points
-from selfvitmil.localize.maps import Frame, SlideMap, Verdict, read_map, write_map
+from selfvitmil.localize.detection import find_lesions, find_points
+from selfvitmil.localize.export import write_geojson
+from selfvitmil.localize.heatmap import Frame, Heatmap, SlidePrediction, read_heatmap, write_heatmap
 from selfvitmil.localize.overlay import draw_overlay
-from selfvitmil.localize.scores import make_map
+from selfvitmil.localize.scores import build_heatmap
 from selfvitmil.settings import LocalizeSettings
 
 SETTINGS = LocalizeSettings()
-VERDICT = Verdict(
+PREDICTION = SlidePrediction(
     probability=(0.9,),
     max_probability=(0.95,),
     bag_probability=(0.85,),
@@ -80,23 +80,23 @@ def scored(num_tiles: int, seed: int) -> Scored:
     )
 
 
-def made(num_tiles: int) -> SlideMap:
+def made(num_tiles: int) -> Heatmap:
     frame, coords = places(num_tiles)
     both: Any = [scored(num_tiles, seed) for seed in (0, 1)]
-    return make_map("large", "vit_dsmil", "dsmil", frame, coords, both, VERDICT, SETTINGS)
+    return build_heatmap("large", "vit_dsmil", "dsmil", frame, coords, both, PREDICTION, SETTINGS)
 
 
 def map_part(num_tiles: int, folder: Path) -> dict[str, Any]:
     frame, coords = places(num_tiles)
     both: Any = [scored(num_tiles, seed) for seed in (0, 1)]
     before, seconds = resident_mb(), Clock()
-    slide_map = make_map("large", "vit_dsmil", "dsmil", frame, coords, both, VERDICT, SETTINGS)
+    heatmap = build_heatmap("large", "vit_dsmil", "dsmil", frame, coords, both, PREDICTION, SETTINGS)
     seconds("make")
-    write_map(folder / "large.h5", slide_map, "benchmark")
+    write_heatmap(folder / "large.h5", heatmap, "benchmark")
     seconds("write")
-    again = read_map(folder / "large.h5")
+    again = read_heatmap(folder / "large.h5")
     seconds("read")
-    picture = again.heat_map()
+    picture = again.as_grid()
     seconds("heat_map")
     lesions = find_lesions(again, SETTINGS.lesion_threshold)
     seconds("lesions")
@@ -107,7 +107,7 @@ def map_part(num_tiles: int, folder: Path) -> dict[str, Any]:
     page = draw_overlay(again, np.full((height, width, 3), 255, np.uint8), thumbnail_mpp, lesions=lesions)
     page.save(folder / "large.png")
     seconds("overlay")
-    np.testing.assert_array_equal(again.score, slide_map.score)
+    np.testing.assert_array_equal(again.score, heatmap.score)
     assert np.isfinite(picture).sum() == num_tiles
     assert all(len(again.columns[name]) == num_tiles for name in again.columns)
     told = {"lesions": len(lesions), "points": len(points), "grew_mb": peak_mb() - before}
@@ -115,10 +115,10 @@ def map_part(num_tiles: int, folder: Path) -> dict[str, Any]:
 
 
 def export_part(num_tiles: int, path: Path) -> dict[str, Any]:
-    slide_map = made(num_tiles)
-    lesions = find_lesions(slide_map, SETTINGS.lesion_threshold)
+    heatmap = made(num_tiles)
+    lesions = find_lesions(heatmap, SETTINGS.lesion_threshold)
     before, seconds = resident_mb(), Clock()
-    write_geojson_map(path, slide_map, lesions)
+    write_geojson(path, heatmap, lesions)
     seconds("write")
     grew = max(0.0, peak_mb() - before)
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

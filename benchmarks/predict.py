@@ -31,8 +31,8 @@ from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.thresholds import Choice
-from selfvitmil.localize.maps import write_map
-from selfvitmil.localize.products import ProductJob, make_products
+from selfvitmil.localize.export import ExportJob, export_heatmap
+from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.package import SETTINGS, Measures, Package, PackageParts, Predictor, expect, open_package, write_package
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import synthetic
@@ -103,12 +103,12 @@ def answer(package: Package, predictor: Predictor, slide: Path, out: Path, setti
     scored = time.perf_counter()
     told = predictor.answer(slide.stem, slide.name, bag, table, scores)
     answered = time.perf_counter()
-    write_map(out / "maps" / f"{slide.stem}.h5", told.slide_map, package.identity)
-    make_products(ProductJob(out / "maps" / f"{slide.stem}.h5", slide, None, "auto", settings.localize))
+    write_heatmap(out / "maps" / f"{slide.stem}.h5", told.heatmap, package.identity)
+    export_heatmap(ExportJob(out / "maps" / f"{slide.stem}.h5", slide, None, "auto", settings.localize))
     seconds["aggregate_s"] = scored - start
     seconds["map_s"] = answered - scored
     seconds["pictures_s"] = time.perf_counter() - answered
-    return told.slide_map.verdict.probability, seconds
+    return told.heatmap.prediction.probability, seconds
 
 
 def run(package_folder: Path, slide: Path, arguments: argparse.Namespace, device: str, folder: Path) -> dict[str, Any]:

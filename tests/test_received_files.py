@@ -496,11 +496,11 @@ def test_feature_files_hold_their_own_data(attack: Callable[[h5py.File, Path], N
 
 @pytest.mark.parametrize(("attack", "says"), HDF5_ATTACKS)
 def test_tile_tables_and_maps_hold_their_own_data(attack: Callable[[h5py.File, Path], None], says: str, tmp_path: Path):
-    from selfvitmil.localize.maps import read_map
+    from selfvitmil.localize.heatmap import read_heatmap
 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         attack(file, tmp_path)
-    for read in (read_tiles, read_map):
+    for read in (read_tiles, read_heatmap):
         with pytest.raises(ArtefactError, match=says):
             read(tmp_path / "a.h5")
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from selfvitmil.commands.status import StudyStatus
     from selfvitmil.evaluate.predictions import Prediction
-    from selfvitmil.localize.maps import SlideMap
+    from selfvitmil.localize.heatmap import Heatmap
 
 SHOWN_COLUMNS = ("method", "recipe", "AUC", "sensitivity", "specificity", "accuracy", "balanced accuracy")
 OVERLAYS = ("red", "inferno", "viridis")
@@ -281,11 +281,11 @@ class Study:
         with Image.open(found) as image:
             return image.copy()
 
-    def heatmap_scores(self, slide: str, model: str | None = None) -> SlideMap:
+    def heatmap_scores(self, slide: str, model: str | None = None) -> Heatmap:
         """Return the scores of a slide's tiles with their coordinates and the slide's prediction."""
-        from selfvitmil.localize.maps import read_map
+        from selfvitmil.localize.heatmap import read_heatmap
 
-        return read_map(self._heatmap_file(slide, model))
+        return read_heatmap(self._heatmap_file(slide, model))
 
     def _heatmap_file(self, slide: str, model: str | None) -> Path:
         there = self.heatmaps()

@@ -19,11 +19,11 @@ import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 
-from helpers.heatmaps import VERDICT
+from helpers.heatmaps import PREDICTION
 from selfvitmil.annotations import Annotation, box_coverage, write_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.cohort.table import make_cohort, write_cohort
-from selfvitmil.localize.maps import Frame, SlideMap, write_map
+from selfvitmil.localize.heatmap import Frame, Heatmap, write_heatmap
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import SlideTruth, make_slide
 from selfvitmil.tiles import boxes_l0
@@ -92,14 +92,14 @@ def make_study(
         rows.append(SlideRow(planned.name, path, planned.label, f"p_{planned.name}", "test", annotation=annotation))
         for k, model in enumerate(("vit_dsmil", "vit_abmil") if maps else ()):
             drawn = draw_map(planned, truth, outlines, model, extent_l0, seed=7 * planned.seed + k)
-            write_map(folder / "maps" / model / f"{planned.name}.h5", drawn, "made")
+            write_heatmap(folder / "maps" / model / f"{planned.name}.h5", drawn, "made")
     write_cohort(folder / "cohort.csv", make_cohort(rows, "cohort.csv"))
     return MadeStudy(folder, tuple(rows), truths)
 
 
 def draw_map(
     planned: Planned, truth: SlideTruth, outlines: Sequence[Annotation], model: str, extent_l0: int, seed: int
-) -> SlideMap:
+) -> Heatmap:
     """Tiles on tissue; what lies inside a lesion scores high, the more of it the higher."""
     rng = np.random.default_rng(seed)
     coords = tissue_corners(truth, extent_l0)
@@ -110,8 +110,8 @@ def draw_map(
     score = score.clip(0, 1).astype(np.float32)
     attention = (score**2 / max((score**2).sum(), 1e-6)).astype(np.float32)
     found = planned.probability >= 0.4
-    verdict = replace(VERDICT, probability=(planned.probability,), decision="tumor" if found else "normal")
-    return SlideMap(
+    prediction = replace(PREDICTION, probability=(planned.probability,), decision="tumor" if found else "normal")
+    return Heatmap(
         slide=planned.name,
         model=model,
         method=model.removeprefix("vit_"),
@@ -119,7 +119,7 @@ def draw_map(
         scale="winsor",
         gated=False,
         frame=Frame(truth.mpp, truth.size_l0, float(extent_l0), float(extent_l0), 2 * truth.mpp, extent_l0 // 2),
-        verdict=verdict,
+        prediction=prediction,
         coords_l0=coords,
         score=score,
         detection=score * np.float32(planned.probability),

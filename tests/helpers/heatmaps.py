@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from selfvitmil.localize.maps import Frame, SlideMap, Verdict
+from selfvitmil.localize.heatmap import Frame, Heatmap, SlidePrediction
 
-VERDICT = Verdict(
+PREDICTION = SlidePrediction(
     probability=(0.9,),
     max_probability=(0.95,),
     bag_probability=(0.85,),
@@ -23,7 +23,7 @@ VERDICT = Verdict(
 )
 
 
-def made_map(
+def make_heatmap(
     columns: int = 12,
     rows: int = 9,
     lesion: tuple[int, int, int, int] | None = (4, 3, 3, 2),
@@ -32,7 +32,7 @@ def made_map(
     slide_mpp: float = 0.25,
     seed: int = 0,
     **changes: Any,
-) -> SlideMap:
+) -> Heatmap:
     """A full grid of tiles; `lesion` is (column, row, columns, rows) of tiles that score high, or None."""
     rng = np.random.default_rng(seed)
     y, x = (axis.ravel() for axis in np.mgrid[:rows, :columns])
@@ -53,11 +53,11 @@ def made_map(
         "frame": Frame(
             slide_mpp, (int(columns * extent_l0), int(rows * extent_l0)), extent_l0, extent_l0, 2 * slide_mpp, 224
         ),
-        "verdict": VERDICT,
+        "prediction": PREDICTION,
         "coords_l0": np.stack([x, y], axis=1).astype(np.int64) * int(extent_l0),
         "score": score,
-        "detection": score * np.float32(VERDICT.shown_probability),
+        "detection": score * np.float32(PREDICTION.shown_probability),
         "columns": {"attention": attention, "instance": instance, "product": attention * instance},
         "annotated": inside.astype(np.float32),
     }
-    return SlideMap(**{**told, **changes})
+    return Heatmap(**{**told, **changes})

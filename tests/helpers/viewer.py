@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.heatmaps import VERDICT, made_map
+from helpers.heatmaps import PREDICTION, make_heatmap
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.maps import write_map
+from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.failures import Failure, record_failures
@@ -63,11 +63,11 @@ def make_study(folder: Path, slide_file: Path) -> Path:
     write_annotations(folder / "Meier_01.xml", [Annotation("of Anna Meier", "Tumor", OUTLINE)])
     for model in MODELS:
         for slide, lesion in (("Meier_01", (1, 1, 2, 1)), ("other", None)):
-            slide_map = made_map(6, 4, lesion, extent_l0=224.0, slide_mpp=MPP, slide=slide, model=model)
-            slide_map = replace(slide_map, frame=replace(slide_map.frame, size_l0=SIZE))
+            heatmap = make_heatmap(6, 4, lesion, extent_l0=224.0, slide_mpp=MPP, slide=slide, model=model)
+            heatmap = replace(heatmap, frame=replace(heatmap.frame, size_l0=SIZE))
             if lesion is None:
-                slide_map = replace(slide_map, verdict=replace(VERDICT, probability=(0.1,), decision="normal"))
-            write_map(folder / "maps" / model / f"{slide}.h5", slide_map, "made")
+                heatmap = replace(heatmap, prediction=replace(PREDICTION, probability=(0.1,), decision="normal"))
+            write_heatmap(folder / "maps" / model / f"{slide}.h5", heatmap, "made")
     (folder / "maps" / "vit_dsmil" / "lesions.csv").write_text("slide,score\nMeier_01,0.9\nMeier_01,0.8\n")
     failure = Failure("unlabelled", "tile", "unlabelled.svs: no tissue was found", "Look at it")
     record_failures(folder, "tile", ["unlabelled"], [failure])

@@ -18,23 +18,33 @@ import pytest
 import shapely
 from scipy import ndimage
 
-from helpers.heatmaps import made_map
+from helpers.heatmaps import make_heatmap
 from selfvitmil.annotations import Annotation, box_coverage, to_mask, write_annotations
 from selfvitmil.cohort.table import SlideRow
 from selfvitmil.errors import AnnotationError, ArtefactError, CohortError, MetricError
-from selfvitmil.localize.figures import draw_froc, froc_figure, write_lesion_scores, write_lesion_table
+from selfvitmil.localize.detection import find_points, highest_scoring_tile
+from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.localize.lesion_metrics import (
     ONE_ORDER,
     THRESHOLDS,
     LesionCase,
     choose_threshold,
+    common_cases,
     lesion_case,
     score_lesions,
 )
-from selfvitmil.localize.lesion_scores import SCORES, FrocDraws, froc_curve
-from selfvitmil.localize.lesions import find_points, hottest_tile
-from selfvitmil.localize.maps import write_map
-from selfvitmil.localize.methods import common_cases, compare_lesions, lesion_cells, lesion_notes
+from selfvitmil.localize.lesion_results import (
+    SCORES,
+    FrocDraws,
+    compare_lesions,
+    draw_froc,
+    froc_curve,
+    froc_figure,
+    lesion_cells,
+    lesion_notes,
+    write_lesion_scores,
+    write_lesion_table,
+)
 from selfvitmil.metrics import FPS, CaseDetections, wilson
 from selfvitmil.metrics.detection import _curve, _sensitivity_at
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
@@ -55,9 +65,9 @@ def case(
     seed: int, found=(4, 3, 5, 3), truth=((4.2, 3.3, 4.6, 3.0),), part: str = "test", slide: str = "", **changes
 ) -> LesionCase:
     """A slide with a lesion at `truth` that the map has at `found`, or a negative slide where `truth` is empty."""
-    slide_map = made_map(14, 11, found, seed=seed, slide=slide or f"s{seed}")
-    slide_map = replace(slide_map, verdict=replace(slide_map.verdict, part=part))
-    return LesionCase(slide_map, outline(*truth) if truth else None, **changes)
+    heatmap = make_heatmap(14, 11, found, seed=seed, slide=slide or f"s{seed}")
+    heatmap = replace(heatmap, prediction=replace(heatmap.prediction, part=part))
+    return LesionCase(heatmap, outline(*truth) if truth else None, **changes)
 
 
 def blob(seed: int, part: str = "test", stride: float = 1.0, mpp: float = 0.25, **changes) -> LesionCase:
@@ -76,20 +86,20 @@ def blob(seed: int, part: str = "test", stride: float = 1.0, mpp: float = 0.25, 
     truth = tuple(Annotation(f"{k}", "Tumor", ring) for k, ring in enumerate(rings))
     share = box_coverage(truth, np.concatenate([coords, coords + extent], axis=1))
     score = np.clip(share + rng.normal(0, 0.35, len(share)), 0, 1).astype(np.float32)
-    base = made_map(1, 1, None, slide=f"s{seed}")
+    base = make_heatmap(1, 1, None, slide=f"s{seed}")
     frame = replace(base.frame, slide_mpp=mpp, size_l0=size, extent_l0=extent, stride_l0=extent * stride)
     told = {"coords_l0": coords, "score": score, "detection": score * np.float32(0.9), "columns": {}, "annotated": None}
-    verdict = replace(base.verdict, part=part)
-    return LesionCase(replace(base, frame=frame, verdict=verdict, **told, **changes), truth)
+    prediction = replace(base.prediction, part=part)
+    return LesionCase(replace(base, frame=frame, prediction=prediction, **told, **changes), truth)
 
 
 def negative(seed: int, called: bool = True, **changes) -> LesionCase:
     plain = case(seed, found=None, truth=(), **changes)
-    verdict = plain.slide_map.verdict
+    prediction = plain.heatmap.prediction
     if not called:
-        verdict = replace(verdict, decision="normal", probability=(0.1,))
-    detection = plain.slide_map.score * np.float32(verdict.shown_probability)
-    return LesionCase(replace(plain.slide_map, verdict=verdict, detection=detection))
+        prediction = replace(prediction, decision="normal", probability=(0.1,))
+    detection = plain.heatmap.score * np.float32(prediction.shown_probability)
+    return LesionCase(replace(plain.heatmap, prediction=prediction, detection=detection))
 
 
 def union_of(annotations):
@@ -97,7 +107,7 @@ def union_of(annotations):
 
 
 def marked(lesion: LesionCase, threshold: float, edge: float):
-    centres = lesion.slide_map.centres_l0[lesion.slide_map.score >= np.float32(threshold)]
+    centres = lesion.heatmap.centres_l0[lesion.heatmap.score >= np.float32(threshold)]
     return shapely.union_all(shapely.box(*(centres - edge / 2).T, *(centres + edge / 2).T))
 
 
@@ -108,7 +118,7 @@ def marked(lesion: LesionCase, threshold: float, edge: float):
 def test_areas_are_those_of_shapely(stride):
     """Where tiles overlap, each stands for the square that is nearer to its centre than to others'."""
     lesion = blob(0, stride=stride)
-    frame, threshold = lesion.slide_map.frame, 0.6
+    frame, threshold = lesion.heatmap.frame, 0.6
     tumour, mm2 = union_of(lesion.annotations), frame.slide_mpp**2 / 1e6
     found = marked(lesion, threshold, frame.stride_l0)
     scores = score_lesions([lesion], [], LocalizeSettings(lesion_threshold=threshold), EVALUATE)
@@ -131,9 +141,9 @@ def test_areas_are_those_of_shapely(stride):
 
 def test_tumour_where_no_tile_lies_counts_as_missed():
     full = case(0, found=(0, 0, 4, 4), truth=((0, 0, 4, 4),))
-    kept = ~((full.slide_map.grid < 2).all(axis=1))
-    fields = {name: getattr(full.slide_map, name)[kept] for name in ("coords_l0", "score", "detection")}
-    holed = LesionCase(replace(full.slide_map, columns={}, annotated=None, **fields), full.annotations)
+    kept = ~((full.heatmap.grid < 2).all(axis=1))
+    fields = {name: getattr(full.heatmap, name)[kept] for name in ("coords_l0", "score", "detection")}
+    holed = LesionCase(replace(full.heatmap, columns={}, annotated=None, **fields), full.annotations)
     for lesion, coverage in ((full, 1.0), (holed, 12 / 16)):
         (slide,) = score_lesions([lesion], [], SETTINGS, EVALUATE).slides
         assert slide.covered_mm2 / slide.tumour_mm2 == pytest.approx(coverage)
@@ -141,7 +151,7 @@ def test_tumour_where_no_tile_lies_counts_as_missed():
 
 def test_excluded_tissue_is_no_tumour():
     plain = case(0, found=(4, 3, 4, 4), truth=((4, 3, 4, 4),))
-    holed = LesionCase(plain.slide_map, plain.annotations + outline((5, 4, 2, 2), group="Exclusion"))
+    holed = LesionCase(plain.heatmap, plain.annotations + outline((5, 4, 2, 2), group="Exclusion"))
     (slide,) = score_lesions([holed], [], SETTINGS, EVALUATE).slides
     assert slide.tumour_mm2 == pytest.approx(12 * 0.112**2)
     assert slide.false_mm2 == pytest.approx(4 * 0.112**2)
@@ -160,7 +170,7 @@ def test_scores_over_slides_by_hand():
         case(5, found=(0, 0, 2, 2), truth=(), positive=False),
     ]
     cases[5] = LesionCase(
-        replace(cases[5].slide_map, verdict=replace(cases[5].slide_map.verdict, decision="normal")), positive=False
+        replace(cases[5].heatmap, prediction=replace(cases[5].heatmap.prediction, decision="normal")), positive=False
     )
     scores = score_lesions(cases, [], SETTINGS, EVALUATE)
     value = {name: one.value for name, one in scores.intervals.items() if one is not None}
@@ -187,7 +197,7 @@ def test_threshold_is_the_best_of_validation_by_a_loop():
         dice = []
         for lesion in val:
             tumour = union_of(lesion.annotations)
-            found = marked(lesion, threshold, lesion.slide_map.frame.stride_l0)
+            found = marked(lesion, threshold, lesion.heatmap.frame.stride_l0)
             dice.append(2 * tumour.intersection(found).area / (tumour.area + found.area))
         means.append(np.mean(dice))
     chosen = choose_threshold(val, SETTINGS)
@@ -200,8 +210,8 @@ def test_threshold_is_the_best_of_validation_by_a_loop():
 def test_of_equal_thresholds_the_middle_one():
     """All between 0.3, the highest outside, and 0.8, the lowest inside, mark the same tiles."""
     exact = case(0, found=(4, 3, 5, 3), truth=((4, 3, 5, 3),), part="val")
-    inside = exact.slide_map.annotated > 0
-    low, high = exact.slide_map.score[~inside].max(), exact.slide_map.score[inside].min()
+    inside = exact.heatmap.annotated > 0
+    low, high = exact.heatmap.score[~inside].max(), exact.heatmap.score[inside].min()
     best = [threshold for threshold in THRESHOLDS if low < threshold <= high]
     assert choose_threshold([exact], SETTINGS).value == best[len(best) // 2]
 
@@ -213,7 +223,7 @@ def test_without_outlined_validation_slides_the_threshold_is_the_setting_and_say
         assert (chosen.value, chosen.val_dice) == (0.7, None)
         assert chosen.words == "localize.lesion_threshold 0.7, as no outlined validation slide has a map"
     nowhere = case(3, part="val")
-    nowhere = LesionCase(replace(nowhere.slide_map, score=np.zeros(154, np.float32)), nowhere.annotations)
+    nowhere = LesionCase(replace(nowhere.heatmap, score=np.zeros(154, np.float32)), nowhere.annotations)
     assert "mark no outlined tumour" in choose_threshold([nowhere], settings).words
 
 
@@ -236,14 +246,14 @@ def test_tile_scores_by_pairs_and_steps():
     scores = score_lesions(lesions, [], SETTINGS, EVALUATE)
     labels, detections, aucs, aps = [], [], [], []
     for lesion, slide in zip(lesions, scores.slides, strict=True):
-        boxes = shapely.box(*lesion.slide_map.boxes_l0.T)
+        boxes = shapely.box(*lesion.heatmap.boxes_l0.T)
         share = shapely.area(shapely.intersection(boxes, union_of(lesion.annotations or ()))) / shapely.area(boxes)
         known = (share >= 0.5) | (share < 0.01)
-        label, score = share[known] >= 0.5, lesion.slide_map.score[known]
+        label, score = share[known] >= 0.5, lesion.heatmap.score[known]
         assert (slide.tumour_tiles, slide.normal_tiles) == (label.sum(), (~label).sum())
         assert slide.between_tiles == (~known).sum()
         labels.append(label)
-        detections.append(lesion.slide_map.detection[known])
+        detections.append(lesion.heatmap.detection[known])
         if label.any():
             aucs.append(pair_auc(label, score))
             aps.append(step_ap(label, score))
@@ -259,10 +269,10 @@ def test_tile_scores_by_pairs_and_steps():
 
 def test_tiles_of_different_models_are_ranked_within_splits_and_froc_warns():
     def of_split(lesion: LesionCase, split: str, factor: float) -> LesionCase:
-        slide_map = lesion.slide_map
-        verdict = replace(slide_map.verdict, split=split)
-        detection = slide_map.detection * np.float32(factor)
-        return LesionCase(replace(slide_map, verdict=verdict, detection=detection), lesion.annotations)
+        heatmap = lesion.heatmap
+        prediction = replace(heatmap.prediction, split=split)
+        detection = heatmap.detection * np.float32(factor)
+        return LesionCase(replace(heatmap, prediction=prediction, detection=detection), lesion.annotations)
 
     lesions = [blob(seed) for seed in (1, 2, 3)]
     splits = ("fold0", "fold1", "fold1")
@@ -292,14 +302,14 @@ def test_hit_rate_of_the_hottest_tile():
 
 def test_hottest_of_equal_scores_is_the_one_with_most_behind_it():
     score = np.array([0.2, 1, 1, 1], np.float32)
-    slide_map = replace(made_map(2, 2, None), score=score, columns={"attention": score * [9, 1, 3, 2]})
-    assert hottest_tile(slide_map) == 2
+    heatmap = replace(make_heatmap(2, 2, None), score=score, columns={"attention": score * [9, 1, 3, 2]})
+    assert highest_scoring_tile(heatmap) == 2
 
 
 def test_a_map_that_points_nowhere_hits_nothing():
     plain = case(0)
     blank = np.zeros(154, np.float32)
-    flat = LesionCase(replace(plain.slide_map, score=blank, detection=blank), plain.annotations)
+    flat = LesionCase(replace(plain.heatmap, score=blank, detection=blank), plain.annotations)
     scores = score_lesions([flat], [], SETTINGS, EVALUATE)
     assert (scores.slides[0].hit, scores.slides[0].touched) == (False, 0)
     assert scores.froc.score == 0
@@ -310,14 +320,14 @@ def test_a_map_that_points_nowhere_hits_nothing():
 
 def slow_detections(lesion: LesionCase, settings: LocalizeSettings, pixel_um: float, mpp: float):
     """Mask, lesions and points of a positive slide at `pixel_um`, whatever the slide's own frame, by whole arrays."""
-    frame = lesion.slide_map.frame
+    frame = lesion.heatmap.frame
     scale = frame.slide_mpp / mpp  # as if its pixels were those of the challenge
     size = tuple(math.ceil(edge * scale) for edge in frame.size_l0)
     moved = [replace(one, polygon=one.polygon * scale) for one in lesion.annotations]
     mask = to_mask(moved, size, mpp, pixel_um)
     grown = ndimage.distance_transform_edt(~mask) < 75 / (0.243 * 32 * 2)
     labels, _ = ndimage.label(ndimage.binary_fill_holes(grown), np.ones((3, 3)))
-    points = find_points(lesion.slide_map, settings.point_radius_um, settings.point_min)
+    points = find_points(lesion.heatmap, settings.point_radius_um, settings.point_min)
     points[:, 1:] *= scale
     return mask, labels, points
 
@@ -368,7 +378,7 @@ def test_froc_agrees_with_monai(frame, monai_froc):
         false.append(found[0])
         true.append(found[1])
         num_targets += found[2]
-    false += [find_points(one.slide_map, 150, 0.2)[:, 0] for one in normal]
+    false += [find_points(one.heatmap, 150, 0.2)[:, 0] for one in normal]
     curve = monai_froc.compute_froc_curve_data(np.concatenate(false), np.concatenate(true), num_targets, 5)
     assert scores.froc.score == pytest.approx(monai_froc.compute_froc_score(*curve), abs=1e-12)
     assert sum(one.num_lesions for one in scores.froc.cases) == num_targets
@@ -383,9 +393,9 @@ def test_frames_differ_where_pixels_are_not_the_challenges():
     """A lesion of 3 x 2 tiles of 112 um is grown 411 um long in truth; read at 0.243 um a pixel of 0.5 um halves it."""
     plain = case(0, found=(4, 3, 3, 2), truth=((4, 3, 3, 2),))
     coarse = replace(
-        plain.slide_map,
-        coords_l0=plain.slide_map.coords_l0 // 2,
-        frame=replace(plain.slide_map.frame, slide_mpp=0.5, extent_l0=224.0, stride_l0=224.0, size_l0=(3136, 2464)),
+        plain.heatmap,
+        coords_l0=plain.heatmap.coords_l0 // 2,
+        frame=replace(plain.heatmap.frame, slide_mpp=0.5, extent_l0=224.0, stride_l0=224.0, size_l0=(3136, 2464)),
     )
     lesion = LesionCase(coarse, outline((4, 3, 3, 2), tile=224.0))
     (in_microns,) = score_lesions([lesion], [], LocalizeSettings(froc_frame="microns"), EVALUATE).slides
@@ -398,9 +408,9 @@ def test_frames_differ_where_pixels_are_not_the_challenges():
 
 def dimmed(lesion: LesionCase, *, right: bool) -> LesionCase:
     """With lower scores on one side of the slide."""
-    slide_map = lesion.slide_map
-    dim = (slide_map.centres_l0[:, 0] > slide_map.frame.size_l0[0] / 2) == right
-    return LesionCase(replace(slide_map, score=np.where(dim, slide_map.score / 2, slide_map.score)), lesion.annotations)
+    heatmap = lesion.heatmap
+    dim = (heatmap.centres_l0[:, 0] > heatmap.frame.size_l0[0] / 2) == right
+    return LesionCase(replace(heatmap, score=np.where(dim, heatmap.score / 2, heatmap.score)), lesion.annotations)
 
 
 @pytest.mark.parametrize("stride", [1.0, 0.5])
@@ -411,13 +421,13 @@ def test_lesions_touched_by_a_loop_over_pixels(stride):
     counts = []
     for lesion in lesions:
         mask, labels, _ = slow_detections(lesion, settings, 0.243 * 32, 0.243)
-        slide_map = lesion.slide_map
+        heatmap = lesion.heatmap
         touched = set()
         for y, x in np.argwhere(mask):
-            place = (np.array([x, y]) + 0.5) * 0.243 * 32 / slide_map.frame.slide_mpp
-            away = np.abs(slide_map.centres_l0 - place).max(axis=1)
+            place = (np.array([x, y]) + 0.5) * 0.243 * 32 / heatmap.frame.slide_mpp
+            away = np.abs(heatmap.centres_l0 - place).max(axis=1)
             nearest = int(np.argmin(away))
-            if away[nearest] <= slide_map.frame.stride_l0 / 2 + 1 and slide_map.score[nearest] >= 0.97:
+            if away[nearest] <= heatmap.frame.stride_l0 / 2 + 1 and heatmap.score[nearest] >= 0.97:
                 touched.add(int(labels[y, x]))
         counts.append(len(touched))
     assert [slide.touched for slide in scores.slides] == counts
@@ -490,7 +500,7 @@ def test_slides_that_cannot_be_judged_are_left_out_and_named():
         case(1, truth=(), positive=True),
         case(2, complete=False),
         case(3, truth=((1, 1, 2, 2),), positive=False, file="s3.xml"),
-        LesionCase(case(4).slide_map, outline((1, 1, 2, 2), group="Lymphocytes"), file="s4.xml"),
+        LesionCase(case(4).heatmap, outline((1, 1, 2, 2), group="Lymphocytes"), file="s4.xml"),
         negative(5),
     ]
     scores = score_lesions(cases, [], SETTINGS, EVALUATE)
@@ -533,13 +543,13 @@ def test_annotations_outside_the_slide_are_refused_by_name():
 
 def test_the_part_of_an_outline_outside_the_slide_is_told_and_counts_nowhere():
     """One point of 21 lies far left of the slide: the same outline cut off at the edge gives the same numbers."""
-    slide_map = case(0).slide_map
-    tile = slide_map.frame.extent_l0
+    heatmap = case(0).heatmap
+    tile = heatmap.frame.extent_l0
     right = np.stack([np.full(20, 3.0), np.linspace(1, 4, 20)], axis=1) * tile
     tip = np.array([[-3.0, 2.5]]) * tile
     edge = np.array([[0.0, 3.25], [0.0, 1.75]]) * tile  # where the lines to the tip cross the left edge
     far, cut = (
-        LesionCase(slide_map, (Annotation("a", "tumor", np.concatenate([right, end])),), file="a.xml")
+        LesionCase(heatmap, (Annotation("a", "tumor", np.concatenate([right, end])),), file="a.xml")
         for end in (tip, edge)
     )
     told, expected = (score_lesions([each], [], SETTINGS, EVALUATE) for each in (far, cut))
@@ -561,25 +571,25 @@ def test_cases_that_do_not_belong_together():
     fails(r"may not evaluate: s1 \(train\)", [case(0), case(1, part="train")])
     fails(r"may not choose a threshold: s1 \(test\)", [case(0)], [case(1)])
     other = case(1)
-    fails("maps of different kinds", [case(0), LesionCase(replace(other.slide_map, model="b"), other.annotations)])
-    shown = replace(other.slide_map.verdict, shown="normal")
-    fails("maps of different kinds", [case(0), LesionCase(replace(other.slide_map, verdict=shown), other.annotations)])
+    fails("maps of different kinds", [case(0), LesionCase(replace(other.heatmap, model="b"), other.annotations)])
+    shown = replace(other.heatmap.prediction, shown="normal")
+    fails("maps of different kinds", [case(0), LesionCase(replace(other.heatmap, prediction=shown), other.annotations)])
 
 
 def test_case_of_a_cohorts_row(tmp_path: Path):
     plain = case(0, slide="test_114")
     map_file, drawn = tmp_path / "test_114.h5", tmp_path / "test_114.xml"
-    write_map(map_file, plain.slide_map, "x")
+    write_heatmap(map_file, plain.heatmap, "x")
     write_annotations(drawn, plain.annotations)
     row = SlideRow("test_114", tmp_path / "a.svs", "tumor", "p7", "test", annotation=drawn)
     read = lesion_case(row, map_file)
     assert (read.positive, read.complete, read.patient, read.file) == (True, False, "p7", "test_114.xml")
     assert [one.polygon.tolist() for one in read.annotations] == [one.polygon.tolist() for one in plain.annotations]
-    np.testing.assert_array_equal(read.slide_map.score, plain.slide_map.score)
+    np.testing.assert_array_equal(read.heatmap.score, plain.heatmap.score)
     assert "not all" in read.refused
     assert lesion_case(replace(row, split="train"), map_file).refused == ""
-    assert lesion_case(replace(row, label="normal", annotation=None), plain.slide_map).positive is False
-    assert "has no annotation" in lesion_case(replace(row, annotation=None), plain.slide_map).refused
+    assert lesion_case(replace(row, label="normal", annotation=None), plain.heatmap).positive is False
+    assert "has no annotation" in lesion_case(replace(row, annotation=None), plain.heatmap).refused
     with pytest.raises(CohortError, match="test_114: it has no label"):
         lesion_case(replace(row, label=None), map_file)
     with pytest.raises(ArtefactError, match="s9: its map is of test_114"):
@@ -640,8 +650,8 @@ def test_curve_without_points_between_is_the_same_line(some):
 def rival(lesion: LesionCase, noise: float) -> LesionCase:
     """The same slide by a model whose map is worse."""
     rng = np.random.default_rng(len(lesion.slide))
-    score = np.clip(lesion.slide_map.score + rng.normal(0, noise, len(lesion.slide_map)), 0, 1).astype(np.float32)
-    worse = replace(lesion.slide_map, model="vit_worse", score=score, detection=score * np.float32(0.9))
+    score = np.clip(lesion.heatmap.score + rng.normal(0, noise, len(lesion.heatmap)), 0, 1).astype(np.float32)
+    worse = replace(lesion.heatmap, model="vit_worse", score=score, detection=score * np.float32(0.9))
     return LesionCase(worse, lesion.annotations, positive=lesion.positive, patient=lesion.patient)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import planted
-from helpers.heatmaps import VERDICT, made_map
+from helpers.heatmaps import PREDICTION, make_heatmap
 from selfvitmil import aggregate, cli, evaluate
 from selfvitmil.aggregate import scoring
 from selfvitmil.aggregate.scoring import TileScores, score, score_tiles
@@ -30,11 +30,11 @@ from selfvitmil.cohort.camelyon16 import has_camelyon16_names
 from selfvitmil.engine import Engine
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortError, ConfigError
 from selfvitmil.evaluate import read_predictions
-from selfvitmil.localize import places, products, scores
-from selfvitmil.localize.lesions import LESION_GROUP, RANKS_ONLY, REGION_GROUP
-from selfvitmil.localize.maps import Frame, SlideMap, read_map, write_map
-from selfvitmil.localize.products import ProductJob, make_products
-from selfvitmil.localize.source import source_by_annotations
+from selfvitmil.localize import export, heatmap, scores
+from selfvitmil.localize.detection import LESION_GROUP, RANKS_ONLY, REGION_GROUP
+from selfvitmil.localize.export import ExportJob, export_heatmap
+from selfvitmil.localize.heatmap import Frame, Heatmap, read_heatmap, write_heatmap
+from selfvitmil.localize.scores import source_by_annotations
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
 from selfvitmil.slides import synthetic
 from selfvitmil.stages import evaluate as evaluate_stage
@@ -64,7 +64,7 @@ EVERY = pytest.mark.parametrize("name", aggregate.NAMES)
 
 
 def bag_of(size: int, seed: int = 0, lesion: int = 0, shift: float = 5.0) -> Bag:
-    """Places in a row; the first `lesion` vectors are shifted along the first dimension."""
+    """TilePlacement in a row; the first `lesion` vectors are shifted along the first dimension."""
     features = np.random.default_rng(seed).normal(size=(size, DIM))
     features[:lesion, 0] += shift
     coords = np.stack([np.arange(size) * 448, np.zeros(size, np.int64)], axis=1)
@@ -252,13 +252,13 @@ def told_of(attention: Any, instance: Any, effect: Any = None, probabilities: tu
     return TileScores(scoring.BagScore("a", probabilities, None, None, None, 0), *arrays)
 
 
-def map_of(told: Sequence[TileScores], verdict: Any = VERDICT, annotated: Any = None, **chosen: Any) -> SlideMap:
+def map_of(told: Sequence[TileScores], prediction: Any = PREDICTION, annotated: Any = None, **chosen: Any) -> Heatmap:
     number = len(
         next(each for each in (told[0].attention_NC, told[0].instance_NC, told[0].effect_NC) if each is not None)
     )
     coords = np.stack([np.arange(number) * 448, np.zeros(number, np.int64)], axis=1)
-    return scores.make_map(
-        "a", "m", "dsmil", FRAME, coords, told, verdict, LocalizeSettings(**chosen), annotated=annotated
+    return scores.build_heatmap(
+        "a", "m", "dsmil", FRAME, coords, told, prediction, LocalizeSettings(**chosen), annotated=annotated
     )
 
 
@@ -318,9 +318,9 @@ def test_annotated_validation_slides_choose_what_is_shown():
 
 def test_gate_blanks_slides_that_were_not_found_positive():
     told = [told_of([0.5, 0.3, 0.2], None)]
-    negative = replace(VERDICT, decision="normal", probability=(0.2,))
-    for gate, verdict, blank in ((True, negative, True), (False, negative, False), (True, VERDICT, False)):
-        made = map_of(told, verdict, gate=gate)
+    negative = replace(PREDICTION, decision="normal", probability=(0.2,))
+    for gate, prediction, blank in ((True, negative, True), (False, negative, False), (True, PREDICTION, False)):
+        made = map_of(told, prediction, gate=gate)
         assert made.score.any() != blank
         assert made.detection.any() != blank
         assert made.columns["attention"].any()
@@ -342,8 +342,8 @@ def test_the_class_that_is_shown():
         scores.shown_class(three, 0, "d")
     with pytest.raises(ConfigError, match="the positive one, tumor"):
         scores.shown_class(("normal", "tumor"), 0, "normal")
-    verdict = replace(VERDICT, probability=(0.2, 0.5, 0.3), classes=three, shown="c", decision="b")
-    made = map_of([told_of([[0.1, 0.2, 0.6], [0.9, 0.8, 0.4]], None)], verdict)
+    prediction = replace(PREDICTION, probability=(0.2, 0.5, 0.3), classes=three, shown="c", decision="b")
+    made = map_of([told_of([[0.1, 0.2, 0.6], [0.9, 0.8, 0.4]], None)], prediction)
     np.testing.assert_allclose(made.columns["attention"], [0.6, 0.4], rtol=1e-6)
     np.testing.assert_allclose(made.detection, made.score * 0.3, rtol=1e-6)
 
@@ -367,7 +367,7 @@ def test_the_hottest_tile_lies_in_the_planted_lesion(name: str):
     assert np.mean(hit) >= (0.6 if name == "transmil" else 1.0), hit
 
 
-# ---------------------------------------------------------------------------------------------------- places
+# ---------------------------------------------------------------------------------------------------- placement
 
 
 def placed_bag(**attributes: Any) -> Bag:
@@ -377,7 +377,7 @@ def placed_bag(**attributes: Any) -> Bag:
 
 
 def test_our_own_files_tell_everything():
-    told = places.place_tiles(placed_bag(overlap=56))
+    told = heatmap.place_tiles(placed_bag(overlap=56))
     assert told.frame == Frame(0.25, (4480, 900), 448.0, 336.0, 0.5, 224)
     assert told.coords_l0.tolist() == [[0, 0], [448, 0], [896, 448]]
 
@@ -396,38 +396,38 @@ def test_microns_become_pixels_by_the_slide(tmp_path: Path):
         "vit",
         {"tile_size_px": 224},
     )
-    look = lambda: places.look_at_slide(tmp_path / "a.tif", "auto", 0.4)  # noqa: E731
-    told = places.place_tiles(bag, None, look)
+    look = lambda: heatmap.read_slide_geometry(tmp_path / "a.tif", "auto", 0.4)  # noqa: E731
+    told = heatmap.place_tiles(bag, None, look)
     assert told.coords_l0.tolist() == [[0, 0], [640, 1280]]
     assert told.frame == Frame(0.4, (1536, 1536), 640.0, 640.0, 256 / 224, 224)
-    nowhere = lambda: places.look_at_slide(tmp_path / "b.tif", "auto", 0.4)  # noqa: E731
+    nowhere = lambda: heatmap.read_slide_geometry(tmp_path / "b.tif", "auto", 0.4)  # noqa: E731
     with pytest.raises(BagError, match=r"tells its size in pixels.*Put the slide's file"):
-        places.place_tiles(bag, None, nowhere)
+        heatmap.place_tiles(bag, None, nowhere)
     with pytest.raises(BagError, match=r"tells its microns per pixel.*column mpp"):
-        places.place_tiles(bag)
+        heatmap.place_tiles(bag)
 
 
 def test_tile_tables_fill_what_a_file_leaves_open():
     bag = replace(placed_bag(), attributes={"patch_size": 224}, mpp=None)  # as TRIDENT leaves it
     table = TileTable("a", np.zeros((1, 2), np.int64), np.ones(1, np.float32), 224, 0.5, 0, 0.25, (4480, 900))
-    assert places.place_tiles(bag, table).frame == Frame(0.25, (4480, 900), 448.0, 448.0, 0.5, 224)
+    assert heatmap.place_tiles(bag, table).frame == Frame(0.25, (4480, 900), 448.0, 448.0, 0.5, 224)
 
 
 def test_tiles_without_a_size_are_as_wide_as_they_lie_apart():
     bag = replace(placed_bag(), tile_extent=None, mpp=None)
     bag = replace(bag, attributes={key: value for key, value in bag.attributes.items() if key != "patch_size"})
-    told = places.place_tiles(bag)
+    told = heatmap.place_tiles(bag)
     assert told.frame.extent_l0 == 448
     assert "least distance, 448 px" in told.warnings[0]
     with pytest.raises(BagError, match="how large its tiles are"):
-        places.place_tiles(replace(bag, coords=np.zeros((3, 2), np.int64)))
+        heatmap.place_tiles(replace(bag, coords=np.zeros((3, 2), np.int64)))
 
 
 def test_bags_that_have_no_place_in_the_slide():
     with pytest.raises(BagError, match="no coordinates"):
-        places.place_tiles(replace(placed_bag(), coords=None))
+        heatmap.place_tiles(replace(placed_bag(), coords=None))
     with pytest.raises(BagError, match=r"outside the slide.*another slide"):
-        places.place_tiles(placed_bag(level0_width=800))
+        heatmap.place_tiles(placed_bag(level0_width=800))
 
 
 def square(x: float, y: float, edge: float) -> Annotation:
@@ -436,17 +436,17 @@ def square(x: float, y: float, edge: float) -> Annotation:
 
 def test_annotations_of_another_slide_are_refused():
     size = (4480, 900)
-    assert places.check_outlines((square(10, 10, 100),), size, "a.xml") == ()
+    assert heatmap.check_annotations((square(10, 10, 100),), size, "a.xml") == ()
     with pytest.raises(AnnotationError, match=r"a.xml: 100% of its points lie outside .* of another slide"):
-        places.check_outlines((square(9000, 10, 100),), size, "a.xml")
+        heatmap.check_annotations((square(9000, 10, 100),), size, "a.xml")
     slip = Annotation(
         "lesion", "tumor", np.r_[square(10, 10, 100).polygon, [[k, 300 + k] for k in range(20)], [[0, 2000]]]
     )
-    assert "4.0% of the points" in places.check_outlines((slip,), size, "a.xml")[0]
+    assert "4.0% of the points" in heatmap.check_annotations((slip,), size, "a.xml")[0]
 
 
 def test_shares_of_annotated_tumour_follow_the_order_of_the_bag():
-    told = places.place_tiles(placed_bag())
+    told = heatmap.place_tiles(placed_bag())
     coords = np.array([[896, 448], [1344, 448], [0, 0], [448, 0]])
     table = TileTable(
         "a",
@@ -459,13 +459,13 @@ def test_shares_of_annotated_tumour_follow_the_order_of_the_bag():
         (4480, 900),
         annotated=np.array([0.9, 0.1, 0.2, 0], np.float32),
     )
-    shares, _ = places.annotated_shares(told, table, None)
+    shares, _ = heatmap.annotated_shares(told, table, None)
     np.testing.assert_array_equal(shares, np.array([0.2, 0, 0.9], np.float32))
-    shares, _ = places.annotated_shares(told, None, (square(0, 0, 224),))
+    shares, _ = heatmap.annotated_shares(told, None, (square(0, 0, 224),))
     assert shares is not None
     np.testing.assert_allclose(shares, [0.25, 0, 0])
-    assert "another slide?" in places.annotated_shares(told, None, (square(3000, 0, 224),))[1][0]
-    assert places.annotated_shares(told, None, None) == (None, ())
+    assert "another slide?" in heatmap.annotated_shares(told, None, (square(3000, 0, 224),))[1][0]
+    assert heatmap.annotated_shares(told, None, None) == (None, ())
 
 
 # ---------------------------------------------------------------------------------------------------- the command
@@ -519,8 +519,8 @@ class StudyAt:
                 return command(self.study, source, choice, chosen, engine)
             return localize_stage.localize(self.study, source, choice, chosen, engine, name, slides)
 
-    def maps(self, model: str = "features_vit_dsmil") -> dict[str, SlideMap]:
-        return {path.stem: read_map(path) for path in sorted((self.study / "maps" / model).glob("*.h5"))}
+    def maps(self, model: str = "features_vit_dsmil") -> dict[str, Heatmap]:
+        return {path.stem: read_heatmap(path) for path in sorted((self.study / "maps" / model).glob("*.h5"))}
 
 
 @pytest.fixture(scope="module")
@@ -551,16 +551,25 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
     maps = work.maps()
     assert set(maps) == set(rows) == set(work.test_slides)
     for slide, made in maps.items():
-        verdict, row = made.verdict, rows[slide]
-        assert (verdict.probability, verdict.max_probability, verdict.bag_probability) == (row.score, row.max, row.bag)
-        assert (verdict.threshold, verdict.threshold_from) == (row.threshold, row.threshold_from)
-        assert verdict.decision == classes[row.decision]
-        assert (verdict.split, verdict.part, verdict.seeds, verdict.shown) == ("given", "test", (0, 1), "tumor")
+        prediction, row = made.prediction, rows[slide]
+        assert (prediction.probability, prediction.max_probability, prediction.bag_probability) == (
+            row.score,
+            row.max,
+            row.bag,
+        )
+        assert (prediction.threshold, prediction.threshold_from) == (row.threshold, row.threshold_from)
+        assert prediction.decision == classes[row.decision]
+        assert (prediction.split, prediction.part, prediction.seeds, prediction.shown) == (
+            "given",
+            "test",
+            (0, 1),
+            "tumor",
+        )
         bag = read_bag(work.foreign / "features_vit" / f"{slide}.h5")
         np.testing.assert_array_equal(made.coords_l0, bag.coords)
         if slide.startswith("tumor"):
             assert np.argmax(made.columns["attention"]) < len(bag) // 3
-            assert verdict.is_positive
+            assert prediction.is_positive
     assert not any("label" in cell for cell in summary.table[0])
     assert {row[0] for row in summary.table[1:]} == set(maps)
     assert any("no picture is drawn" in line for line in summary.lines)
@@ -568,7 +577,7 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
 
 def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
     summary = work.run(localize_stage.localize)
-    called = {slide: made.verdict.is_positive for slide, made in work.maps().items()}
+    called = {slide: made.prediction.is_positive for slide, made in work.maps().items()}
     assert set(called.values()) == {True, False}
     with (work.study / "maps" / "features_vit_dsmil" / "lesions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -693,7 +702,7 @@ def test_a_slide_that_cannot_be_mapped_fails_alone(work: StudyAt):
 
 
 def test_slides_without_coordinates_fail_alone(work: StudyAt):
-    """CLAM's tensors know no places: aggregators learn from them, maps cannot be drawn."""
+    """CLAM's tensors know no placement: aggregators learn from them, maps cannot be drawn."""
     for path in (work.foreign / "features_vit").glob("*.h5"):
         torch.save(torch.from_numpy(read_bag(path).features_ND.astype(np.float32)), path.with_suffix(".pt"))
         path.unlink()
@@ -709,8 +718,8 @@ def test_named_slides_and_other_parts(work: StudyAt):
     summary = work.run(localize_stage.localize, "mine", [trained_on, work.test_slides[0]])
     maps = work.maps("mine")
     assert set(maps) == {trained_on, work.test_slides[0]}
-    assert maps[trained_on].verdict.part in ("train", "val")
-    if maps[trained_on].verdict.part == "train":
+    assert maps[trained_on].prediction.part in ("train", "val")
+    if maps[trained_on].prediction.part == "train":
         assert any("were trained on" in line for line in summary.lines)
     work.run(localize_stage.localize, "others", localize={"parts": ["val"]})
     config = json.loads(next(work.study.rglob("seed0/config.json")).read_text())
@@ -733,7 +742,7 @@ def test_a_test_slide_of_several_splits_is_mapped_by_the_first(work: StudyAt):
     assert any("several splits; mapped by the models of the first" in line for line in summary.lines)
     models = work.study / "models" / "external" / "features_vit" / "max"
     for slide, made in work.maps("features_vit_max").items():
-        config = json.loads((models / made.verdict.split / "seed0" / "config.json").read_text())
+        config = json.loads((models / made.prediction.split / "seed0" / "config.json").read_text())
         assert slide not in {*config["trained_on"], *config["chosen_on"]}
 
 
@@ -743,7 +752,7 @@ def test_the_optimistic_protocol_says_so(work: StudyAt):
     summary = work.run(localize_stage.localize, method="mean", **flags)
     assert any("OPTIMISTIC" in line for line in summary.lines)
     made = work.maps("features_vit_mean_optimistic")
-    assert all("TEST" in each.verdict.threshold_from for each in made.values())
+    assert all("TEST" in each.prediction.threshold_from for each in made.values())
     assert {each.kind for each in made.values()} == {"instance"}
 
 
@@ -753,13 +762,13 @@ def test_more_than_two_classes(tmp_path: Path):
     flags: dict[str, Any] = {"train": {"options": SMALL["abmil"]}}
     study.run(localize_stage.localize, method="abmil", **flags)
     for made in study.maps("features_vit_abmil").values():
-        assert made.verdict.shown == made.verdict.decision
-        assert made.verdict.threshold is None
-        assert made.verdict.shown_probability == max(made.verdict.probability)
+        assert made.prediction.shown == made.prediction.decision
+        assert made.prediction.threshold is None
+        assert made.prediction.shown_probability == max(made.prediction.probability)
     study.run(localize_stage.localize, "of_b", method="abmil", localize={"of_class": "b", "gate": True}, **flags)
     for made in study.maps("of_b").values():
-        assert made.verdict.shown == "b"
-        assert made.score.any() == (made.verdict.decision == "b")
+        assert made.prediction.shown == "b"
+        assert made.score.any() == (made.prediction.decision == "b")
     with pytest.raises(ConfigError, match=r"localize.of_class 'd', the classes are a, b, c"):
         study.run(localize_stage.localize, method="abmil", localize={"of_class": "d"}, **flags)
     with pytest.raises(ConfigError, match=r"localize.score 'instance' with abmil"):
@@ -821,7 +830,7 @@ def test_two_scales(tmp_path: Path):
     assert "it is of another slide" in summary.failures[0].reason
     assert not (study / "maps" / "vit_dsmil-lc" / "s19.h5").exists()
     for slide in set(test) - {"s19"}:
-        made = read_map(study / "maps" / "vit_dsmil-lc" / f"{slide}.h5")
+        made = read_heatmap(study / "maps" / "vit_dsmil-lc" / f"{slide}.h5")
         assert len(made) == 8  # without the tile that no coarse one holds
         assert made.annotated is not None
         assert made.annotated.tolist() == [int(slide[1:]) % 2] * 2 + [0] * 6
@@ -834,39 +843,41 @@ def test_two_scales(tmp_path: Path):
 
 
 @pytest.fixture
-def drawn(tmp_path: Path) -> ProductJob:
+def drawn(tmp_path: Path) -> ExportJob:
     """A map of a real slide with its annotation."""
     synthetic.make_slide(tmp_path / "made_01.tif", seed=1, size=(1536, 1152), mpp=0.5)
     frame = Frame(0.5, (1536, 1152), 384.0, 384.0, 0.5, 384)
-    write_map(tmp_path / "maps" / "made_01.h5", made_map(4, 3, (1, 1, 2, 1), extent_l0=384.0, frame=frame), "one")
+    write_heatmap(
+        tmp_path / "maps" / "made_01.h5", make_heatmap(4, 3, (1, 1, 2, 1), extent_l0=384.0, frame=frame), "one"
+    )
     write_annotations(tmp_path / "made_01.xml", [square(400, 400, 300)])
     chosen = LocalizeSettings(picture_px=300, colors=("red",))
-    return ProductJob(
+    return ExportJob(
         tmp_path / "maps" / "made_01.h5", tmp_path / "made_01.tif", tmp_path / "made_01.xml", "auto", chosen
     )
 
 
-def test_pictures_are_drawn_once_until_something_changes(drawn: ProductJob):
+def test_pictures_are_drawn_once_until_something_changes(drawn: ExportJob):
     folder = drawn.map_file.parent
-    first = make_products(drawn)
+    first = export_heatmap(drawn)
     assert first.failure is None
     assert {path.name for path in folder.glob("*.png")} == {"made_01_red.png", "made_01_zoom_red.png"}
     assert first.num_made == 3
-    assert make_products(drawn).num_made == 0
+    assert export_heatmap(drawn).num_made == 0
     (folder / "made_01_red.png").unlink()
-    assert make_products(drawn).num_made == 2
+    assert export_heatmap(drawn).num_made == 2
     assert drawn.annotation is not None
     write_annotations(drawn.annotation, [square(500, 400, 300)])
     before = (folder / "made_01_red.png").read_bytes()
-    assert make_products(drawn).num_made == 2
+    assert export_heatmap(drawn).num_made == 2
     assert (folder / "made_01_red.png").read_bytes() != before
     other = replace(drawn, settings=drawn.settings.model_copy(update={"colors": ("inferno",)}))
-    make_products(other)
+    export_heatmap(other)
     assert {path.name for path in folder.glob("*.png")} == {"made_01_inferno.png", "made_01_zoom_inferno.png"}
 
 
-def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ProductJob, monkeypatch: pytest.MonkeyPatch):
-    make_products(drawn)
+def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ExportJob, monkeypatch: pytest.MonkeyPatch):
+    export_heatmap(drawn)
     picture = drawn.map_file.parent / "made_01_red.png"
     before = picture.read_bytes()
 
@@ -876,22 +887,22 @@ def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ProductJob, 
 
     larger = replace(drawn, settings=drawn.settings.model_copy(update={"picture_px": 400}))
     with monkeypatch.context() as patch:
-        patch.setattr(products, "_pictures", killed)
+        patch.setattr(export, "_pictures", killed)
         with pytest.raises(KeyboardInterrupt):
-            make_products(larger)
-    make_products(drawn)
+            export_heatmap(larger)
+    export_heatmap(drawn)
     assert picture.read_bytes() == before
 
 
-def test_a_wrong_picture_is_not_drawn(drawn: ProductJob, tmp_path: Path):
+def test_a_wrong_picture_is_not_drawn(drawn: ExportJob, tmp_path: Path):
     folder = drawn.map_file.parent
     write_annotations(tmp_path / "other.xml", [square(9000, 9000, 300)])
-    wrong = make_products(replace(drawn, annotation=tmp_path / "other.xml"))
+    wrong = export_heatmap(replace(drawn, annotation=tmp_path / "other.xml"))
     assert wrong.failure is not None
     assert "of another slide" in wrong.failure.reason
     synthetic.make_slide(tmp_path / "other.tif", seed=2, size=(1024, 1024), mpp=0.5)
-    assert make_products(replace(drawn, slide_file=tmp_path / "other.tif")).failure is not None
-    missing = make_products(replace(drawn, slide_file=None))
+    assert export_heatmap(replace(drawn, slide_file=tmp_path / "other.tif")).failure is not None
+    missing = export_heatmap(replace(drawn, slide_file=None))
     assert missing.failure is None
     assert not list(folder.glob("*.png"))
     assert "no picture is drawn" in missing.warnings[-1]

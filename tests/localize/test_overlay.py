@@ -20,22 +20,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from helpers.heatmaps import VERDICT, made_map
+from helpers.heatmaps import PREDICTION, make_heatmap
 from selfvitmil.annotations import Annotation
 from selfvitmil.errors import SlideError
-from selfvitmil.localize import overlay, pyramid
-from selfvitmil.localize.lesions import find_lesions
-from selfvitmil.localize.maps import Frame, SlideMap
+from selfvitmil.localize import export, overlay
+from selfvitmil.localize.detection import find_lesions
+from selfvitmil.localize.heatmap import Frame, Heatmap
 from selfvitmil.localize.overlay import (
+    NO_TILE,
+    Colors,
+    Raster,
+    color_table,
     draw_overlay,
     draw_panel,
+    paint_tiles,
     scale_bar,
     shortened,
     wrapped,
     write_overlays,
     zoom_box,
 )
-from selfvitmil.localize.raster import NO_TILE, Colors, Raster, color_table, paint_tiles
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide, write_sparse_slide
@@ -52,7 +56,7 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
 
 def cut_map(
     size_l0: tuple[int, int], slide_mpp: float, size_px: int = 32, mpp: float = 0.5, overlap_px: int = 0, **changes: Any
-) -> SlideMap:
+) -> Heatmap:
     """All tiles of a slide as tiling cuts them, with random scores."""
     coords = grid(size_l0, slide_mpp, size_px, mpp, overlap_px)
     extent, stride = size_px * mpp / slide_mpp, (size_px - overlap_px) * mpp / slide_mpp
@@ -65,7 +69,7 @@ def cut_map(
         "columns": {"attention": score},
         "annotated": None,
     }
-    return replace(made_map(), **{**told, **changes})
+    return replace(make_heatmap(), **{**told, **changes})
 
 
 def expected_color(score: float, under: Sequence[int], colors: Colors) -> np.ndarray:
@@ -109,12 +113,12 @@ def test_a_pixel_shows_the_mean_of_the_tiles_that_hold_its_centre(
     cells = rng.permutation([(x, y) for x in range(5) for y in range(4)])[:12]
     frame = Frame(0.25, (400, 400), 64.0, float(stride), 0.5, 32)
     score = rng.random(12).astype(np.float32)
-    slide_map = made_map(frame=frame, coords_l0=cells * stride, score=score)
+    heatmap = make_heatmap(frame=frame, coords_l0=cells * stride, score=score)
     under = picture(23, 17, seed)
-    painted = paint_tiles(slide_map, under, downsample * 0.25, colors, origin)
+    painted = paint_tiles(heatmap, under, downsample * 0.25, colors, origin)
     for i, j in product(range(17), range(23)):
         centre = np.array(origin) + (np.array([j, i]) + 0.5) * downsample
-        holding = ((slide_map.coords_l0 <= centre) & (centre < slide_map.coords_l0 + 64)).all(axis=1)
+        holding = ((heatmap.coords_l0 <= centre) & (centre < heatmap.coords_l0 + 64)).all(axis=1)
         if not holding.any():
             assert (painted[i, j] == under[i, j]).all()
             continue
@@ -125,40 +129,40 @@ def test_a_pixel_shows_the_mean_of_the_tiles_that_hold_its_centre(
 
 @pytest.mark.parametrize(("slide_mpp", "mpp"), [(0.2431, 3.7), (0.4990, 1.3), (0.2507, 0.9), (0.2528, 0.2528)])
 def test_tiles_of_odd_extent_lie_in_place_and_leave_no_gap(slide_mpp: float, mpp: float) -> None:
-    slide_map = cut_map((900, 700), slide_mpp, size_px=30)
-    assert slide_map.frame.extent_l0 % 1 != 0
+    heatmap = cut_map((900, 700), slide_mpp, size_px=30)
+    assert heatmap.frame.extent_l0 % 1 != 0
     width, height = math.ceil(900 * slide_mpp / mpp), math.ceil(700 * slide_mpp / mpp)
     downsample = mpp / slide_mpp
-    index = Raster.over(slide_map, (width, height), downsample).rows(0, height)
-    for (x, y), score in zip(slide_map.centres_l0, slide_map.score, strict=True):
+    index = Raster.over(heatmap, (width, height), downsample).rows(0, height)
+    for (x, y), score in zip(heatmap.centres_l0, heatmap.score, strict=True):
         assert index[int(y / downsample), int(x / downsample)] == round(255 * float(score))
     # Within the hull of the grid every pixel has a tile, although neighbours' stored corners are rounded.
-    x1, y1 = ((slide_map.coords_l0.max(axis=0) + slide_map.frame.extent_l0) / downsample - 0.5).astype(int)
+    x1, y1 = ((heatmap.coords_l0.max(axis=0) + heatmap.frame.extent_l0) / downsample - 0.5).astype(int)
     assert (index[:y1, :x1] != NO_TILE).all()
     assert (index[y1 + 2 :] == NO_TILE).all()
     assert (index[:, x1 + 2 :] == NO_TILE).all()
 
 
 def test_bands_and_crops_show_the_same_tiles_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    slide_map = cut_map((1600, 1200), 0.25, overlap_px=11)
+    heatmap = cut_map((1600, 1200), 0.25, overlap_px=11)
     under = picture(200, 150)
-    whole = paint_tiles(slide_map, under, 2.0)
-    crop = paint_tiles(slide_map, under[30:90, 50:120], 2.0, origin_l0=(50 * 8, 30 * 8))
+    whole = paint_tiles(heatmap, under, 2.0)
+    crop = paint_tiles(heatmap, under[30:90, 50:120], 2.0, origin_l0=(50 * 8, 30 * 8))
     np.testing.assert_array_equal(crop, whole[30:90, 50:120])
-    monkeypatch.setattr("selfvitmil.localize.raster.BAND_PX", 7)
-    np.testing.assert_array_equal(paint_tiles(slide_map, under, 2.0), whole)
+    monkeypatch.setattr("selfvitmil.localize.overlay.BAND_PX", 7)
+    np.testing.assert_array_equal(paint_tiles(heatmap, under, 2.0), whole)
 
 
 def test_tiles_finer_than_pixels_share_them() -> None:
-    slide_map = cut_map((640, 640), 0.25)
-    index = Raster.over(slide_map, (4, 4), 160.0).rows(0, 4)  # tiles of 64 in pixels of 160
+    heatmap = cut_map((640, 640), 0.25)
+    index = Raster.over(heatmap, (4, 4), 160.0).rows(0, 4)  # tiles of 64 in pixels of 160
     assert (index != NO_TILE).all()
-    assert abs(index.mean() / 255 - slide_map.score.mean()) < 0.1
+    assert abs(index.mean() / 255 - heatmap.score.mean()) < 0.1
 
 
 def test_large_tiles_are_parted_by_a_dark_line_at_their_edge_only() -> None:
-    slide_map = replace(cut_map((640, 320), 0.25), score=np.full(50, 0.5, np.float32))
-    painted = paint_tiles(slide_map, np.full((160, 320, 3), 200, np.uint8), 0.5)  # tiles of 32 px
+    heatmap = replace(cut_map((640, 320), 0.25), score=np.full(50, 0.5, np.float32))
+    painted = paint_tiles(heatmap, np.full((160, 320, 3), 200, np.uint8), 0.5)  # tiles of 32 px
     inner = painted[1, 1]
     assert (painted.reshape(5, 32, 10, 32, 3)[:, 1:, :, 1:] == inner).all()
     assert (painted[::32].astype(int) < inner).all()
@@ -170,7 +174,9 @@ def test_more_evidence_is_brighter_or_redder_and_tissue_stays_visible(colors: Co
     table = color_table(colors).astype(int)
     light = table[:256] @ [0.299, 0.587, 0.114]
     assert (np.diff(light) > -0.5).all()
-    pale, dark = (paint_tiles(made_map(), np.full((9, 12, 3), grey, np.uint8), 112.0, colors) for grey in (230, 120))
+    pale, dark = (
+        paint_tiles(make_heatmap(), np.full((9, 12, 3), grey, np.uint8), 112.0, colors) for grey in (230, 120)
+    )
     assert (pale.astype(int) - dark > 25).all()
 
 
@@ -179,15 +185,15 @@ def test_more_evidence_is_brighter_or_redder_and_tissue_stays_visible(colors: Co
 
 @pytest.mark.parametrize("box_l0", [None, (448, 448, 448 * 9, 448 * 7)])
 def test_the_page_holds_the_tinted_slide_to_the_pixel(box_l0: tuple[int, int, int, int] | None) -> None:
-    slide_map = made_map()
+    heatmap = make_heatmap()
     x0, y0, x1, y1 = box_l0 or (0, 0, 448 * 12, 448 * 9)
     under = picture((x1 - x0) // 28, (y1 - y0) // 28)
-    page = draw_overlay(slide_map, under, 7.0, colors="viridis", box_l0=box_l0)
+    page = draw_overlay(heatmap, under, 7.0, colors="viridis", box_l0=box_l0)
     panel, _ = panel_of(page, (under.shape[1], under.shape[0]))
-    np.testing.assert_array_equal(panel, paint_tiles(slide_map, under, 7.0, "viridis", (x0, y0)))
+    np.testing.assert_array_equal(panel, paint_tiles(heatmap, under, 7.0, "viridis", (x0, y0)))
     row = 5 * 12 + 6  # column 6, row 5
-    x, y = ((slide_map.centres_l0[row] - (x0, y0)) / 28).astype(int)
-    wanted = expected_color(float(slide_map.score[row]), under[y, x], "viridis")
+    x, y = ((heatmap.centres_l0[row] - (x0, y0)) / 28).astype(int)
+    wanted = expected_color(float(heatmap.score[row]), under[y, x], "viridis")
     np.testing.assert_allclose(panel[y, x], wanted, atol=1)
 
 
@@ -195,8 +201,8 @@ def test_a_panel_alone_is_the_one_of_the_page() -> None:
     under = picture(192, 144)
     corners = np.array([(1500.0, 1300.0), (3000.0, 1300.0), (3000.0, 2500.0), (1500.0, 2500.0)])
     outlines = [Annotation("a", "Tumor", corners)]
-    page = draw_overlay(made_map(), under, 7.0, colors="inferno", outlines=outlines)
-    alone = np.asarray(draw_panel(made_map(), under, 7.0, colors="inferno", outlines=outlines))
+    page = draw_overlay(make_heatmap(), under, 7.0, colors="inferno", annotations=outlines)
+    alone = np.asarray(draw_panel(make_heatmap(), under, 7.0, colors="inferno", annotations=outlines))
     assert alone.shape == under.shape
     # Lines are as wide as the words of a page ask for; away from them all pixels are the same.
     panel, _ = panel_of(page, (192, 144))
@@ -208,18 +214,18 @@ def test_a_panel_alone_is_the_one_of_the_page() -> None:
 
 def test_beside_it_stands_the_tissue_alone() -> None:
     under = picture(192, 144)
-    page = draw_overlay(made_map(), under, 7.0, beside=True)
+    page = draw_overlay(make_heatmap(), under, 7.0, beside=True)
     np.testing.assert_array_equal(panel_of(page, (192, 144), 0)[0], under)
-    np.testing.assert_array_equal(panel_of(page, (192, 144), 1)[0], paint_tiles(made_map(), under, 7.0))
+    np.testing.assert_array_equal(panel_of(page, (192, 144), 1)[0], paint_tiles(make_heatmap(), under, 7.0))
 
 
 @pytest.mark.parametrize("box_l0", [None, (448, 896, 448 * 9, 448 * 8)])
 def test_outlines_lie_where_they_were_drawn(box_l0: tuple[int, int, int, int] | None) -> None:
-    slide_map = made_map()
+    heatmap = make_heatmap()
     x0, y0, x1, y1 = box_l0 or (0, 0, 448 * 12, 448 * 9)
     under = picture((x1 - x0) // 8, (y1 - y0) // 8)
     corners = np.array([(1500.0, 1300.0), (3000.0, 1300.0), (3000.0, 2500.0), (1500.0, 2500.0)])
-    page = draw_overlay(slide_map, under, 2.0, outlines=[Annotation("a", "Tumor", corners)], box_l0=box_l0)
+    page = draw_overlay(heatmap, under, 2.0, annotations=[Annotation("a", "Tumor", corners)], box_l0=box_l0)
     panel, _ = panel_of(page, (under.shape[1], under.shape[0]))
     bright = (panel == (0x00, 0xE5, 0xFF)).all(axis=-1)
     rows, columns = np.nonzero(bright)
@@ -236,7 +242,7 @@ def test_outlines_lie_where_they_were_drawn(box_l0: tuple[int, int, int, int] | 
 
 
 def test_outlines_of_every_kind_have_their_line_and_legend() -> None:
-    slide_map = made_map()
+    heatmap = make_heatmap()
     ring = 448 * 2 * SQUARE
     outlines = [
         Annotation("a", "Tumor", ring + 448),
@@ -246,10 +252,10 @@ def test_outlines_of_every_kind_have_their_line_and_legend() -> None:
         Annotation("e", "Vessel", ring + 200, shape="line"),
         Annotation("f", "Tumor", np.empty((0, 2)), shape="points"),
     ]
-    lesions = find_lesions(slide_map, 0.5)
+    lesions = find_lesions(heatmap, 0.5)
     under = picture(384, 288)
-    bare = draw_overlay(slide_map, under, 3.5)
-    page = draw_overlay(slide_map, under, 3.5, outlines=outlines, lesions=lesions, frame_l0=(0, 0, 900, 900))
+    bare = draw_overlay(heatmap, under, 3.5)
+    page = draw_overlay(heatmap, under, 3.5, annotations=outlines, lesions=lesions, frame_l0=(0, 0, 900, 900))
     panel, (_, top) = panel_of(page, (384, 288))
     foot = np.asarray(page)[top + 288 + 2 :]
     for color in (overlay.ANNOTATED, overlay.EXCLUDED, overlay.OTHER, overlay.FRAME):
@@ -265,9 +271,9 @@ def test_outlines_of_every_kind_have_their_line_and_legend() -> None:
 
 @pytest.mark.parametrize(("mpp", "width"), [(7.0, 1000), (0.4990, 640), (12.5, 2000), (0.2431, 300), (3.3, 800)])
 def test_the_scale_bar_is_as_long_as_it_says(mpp: float, width: int) -> None:
-    slide_map = made_map()
+    heatmap = make_heatmap()
     under = np.full((90, width, 3), 230, np.uint8)
-    page = draw_overlay(slide_map, under, mpp)
+    page = draw_overlay(heatmap, under, mpp)
     _, (left, top) = panel_of(page, (width, 90))
     foot = np.asarray(page)[top + 91 :, left : left + width // 2]
     ink = (foot == 0x22).all(axis=-1)
@@ -290,7 +296,7 @@ def test_scale_bars_are_round_numbers_as_long_as_may_be(mpp: float, most_px: flo
 def test_the_colour_bar_shows_the_colours_of_the_tiles() -> None:
     score = np.linspace(0, 1, 108).astype(np.float32)
     under = np.full((108, 144, 3), (210, 160, 190), np.uint8)
-    page = draw_overlay(made_map(score=score), under, 37.33 * 0.25, colors="inferno")
+    page = draw_overlay(make_heatmap(score=score), under, 37.33 * 0.25, colors="inferno")
     panel, (_, top) = panel_of(page, (144, 108))
     foot = np.asarray(page)[top + 110 :].reshape(-1, 3).astype(int)
     for shown in np.unique(panel.reshape(-1, 3)[::97], axis=0).astype(int):
@@ -300,13 +306,13 @@ def test_the_colour_bar_shows_the_colours_of_the_tiles() -> None:
 # ---------------------------------------------------------------------------------------------------- words
 
 
-def words_of(slide_map: SlideMap) -> str:
-    parts = (overlay.verdict_words, overlay.model_words, overlay.caveats, overlay.score_words)
-    return " ".join(part(slide_map) for part in parts)
+def words_of(heatmap: Heatmap) -> str:
+    parts = (overlay.prediction_words, overlay.model_words, overlay.caveats, overlay.score_words)
+    return " ".join(part(heatmap) for part in parts)
 
 
 @pytest.mark.parametrize(
-    ("changes", "verdict", "said"),
+    ("changes", "prediction", "said"),
     [
         (
             {},
@@ -324,13 +330,13 @@ def words_of(slide_map: SlideMap) -> str:
         ({"kind": "instance"}, {}, ["on its own", "Tiles of 112 µm"]),
     ],
 )
-def test_the_caption_says_what_the_map_is(changes: dict[str, Any], verdict: dict[str, Any], said: list[str]) -> None:
-    words = words_of(made_map(verdict=replace(VERDICT, **verdict), **changes))
+def test_the_caption_says_what_the_map_is(changes: dict[str, Any], prediction: dict[str, Any], said: list[str]) -> None:
+    words = words_of(make_heatmap(prediction=replace(PREDICTION, **prediction), **changes))
     assert all(part in words for part in said), words
 
 
 def test_an_ordinary_map_has_no_caveat() -> None:
-    assert overlay.caveats(made_map()) == ""
+    assert overlay.caveats(make_heatmap()) == ""
 
 
 @given(st.text(max_size=60), st.floats(20, 300))
@@ -354,17 +360,17 @@ def test_a_long_name_keeps_both_its_ends() -> None:
 
 @pytest.mark.parametrize("title", ["x" * 500, "Präparat größe 切片 №1", "two\nlines\x00\u202e", "words " * 80])
 def test_any_title_stays_on_the_page(title: str) -> None:
-    verdict = replace(VERDICT, shown="tumor", decision="y" * 300, threshold_from="z " * 300)
-    slide_map = made_map(slide=title, verdict=verdict)
+    prediction = replace(PREDICTION, shown="tumor", decision="y" * 300, threshold_from="z " * 300)
+    heatmap = make_heatmap(slide=title, prediction=prediction)
     for shape in ((300, 80, 3), (40, 500, 3)):
-        page = np.asarray(draw_overlay(slide_map, np.full(shape, 230, np.uint8), 17.0))
+        page = np.asarray(draw_overlay(heatmap, np.full(shape, 230, np.uint8), 17.0))
         assert (page[:, -6:] == 255).all()
         assert (page[-3:] == 255).all()
 
 
 def test_a_title_stands_for_the_name_of_the_slide() -> None:
     under = picture(96, 72)
-    named, hidden = (made_map(slide=name) for name in ("patient_7", "x"))
+    named, hidden = (make_heatmap(slide=name) for name in ("patient_7", "x"))
     told = draw_overlay(named, under, 14.0, title="slide 001")
     assert told.tobytes() == draw_overlay(hidden, under, 14.0, title="slide 001").tobytes()
     assert told.tobytes() != draw_overlay(named, under, 14.0).tobytes()
@@ -374,26 +380,26 @@ def test_a_title_stands_for_the_name_of_the_slide() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Annotation], SlideMap]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Annotation], Heatmap]:
     """A slide with a planted lesion, its outline, and a map that finds it."""
     path = tmp_path_factory.mktemp("made") / "made.svs"
     truth = make_slide(path, seed=7, size=(3000, 2200), lesions=1, lesion_um=(180.0, 220.0))
-    slide_map = cut_map((3000, 2200), 0.25, size_px=112, slide="made")
+    heatmap = cut_map((3000, 2200), 0.25, size_px=112, slide="made")
     low, high = truth.lesions[0].min(axis=0), truth.lesions[0].max(axis=0)
-    inside = ((slide_map.centres_l0 > low) & (slide_map.centres_l0 < high)).all(axis=1)
-    score = np.where(inside, 0.9, 0.1 * slide_map.score).astype(np.float32)
-    return path, [Annotation("lesion", "Tumor", truth.lesions[0])], replace(slide_map, score=score)
+    inside = ((heatmap.centres_l0 > low) & (heatmap.centres_l0 < high)).all(axis=1)
+    score = np.where(inside, 0.9, 0.1 * heatmap.score).astype(np.float32)
+    return path, [Annotation("lesion", "Tumor", truth.lesions[0])], replace(heatmap, score=score)
 
 
 def test_files_show_the_slide_and_its_hottest_region(made: Any, tmp_path: Path) -> None:
-    path, outlines, slide_map = made
+    path, outlines, heatmap = made
     chosen = LocalizeSettings(picture_px=600, colors=("red", "viridis"))
-    lesions = find_lesions(slide_map, 0.5)
+    lesions = find_lesions(heatmap, 0.5)
     with open_slide(path) as slide:
-        written = write_overlays(tmp_path, slide_map, slide, chosen, outlines, lesions)
-        again = write_overlays(tmp_path / "again", slide_map, slide, chosen, outlines, lesions)
+        written = write_overlays(tmp_path, heatmap, slide, chosen, outlines, lesions)
+        again = write_overlays(tmp_path / "again", heatmap, slide, chosen, outlines, lesions)
         thumbnail = slide.thumbnail(0.25 * 3000 / 600)
-        box = zoom_box(slide_map, lesions)
+        box = zoom_box(heatmap, lesions)
         assert box is not None
         edge_px = math.ceil((box[2] - box[0]) * 300 / (box[2] - box[0]))
         part = slide.read_region(*box[:2], (edge_px, edge_px), (box[2] - box[0]) * 0.25 / 300)
@@ -408,7 +414,7 @@ def test_files_show_the_slide_and_its_hottest_region(made: Any, tmp_path: Path) 
     assert (np.array(box[2:]) >= high).all()
     with Image.open(written[0]) as page:
         panel, _ = panel_of(page, (600, 440))
-    plain = paint_tiles(slide_map, thumbnail, 1.25)
+    plain = paint_tiles(heatmap, thumbnail, 1.25)
     assert (panel == plain).all(axis=-1).mean() > 0.9  # all but lines
     frame = (panel == (0x39, 0xFF, 0x14)).all(axis=-1)
     rows, columns = np.nonzero(frame)
@@ -419,32 +425,32 @@ def test_files_show_the_slide_and_its_hottest_region(made: Any, tmp_path: Path) 
         tinted, _ = panel_of(page, (300, 300), 1)
     assert (beside == part).all(axis=-1).mean() > 0.9
     mpp = (box[2] - box[0]) * 0.25 / 300
-    assert (tinted == paint_tiles(slide_map, part, mpp, "red", box[:2])).all(axis=-1).mean() > 0.9
+    assert (tinted == paint_tiles(heatmap, part, mpp, "red", box[:2])).all(axis=-1).mean() > 0.9
 
 
 def test_a_map_without_scores_has_no_zoom(made: Any, tmp_path: Path) -> None:
-    path, _, slide_map = made
-    blank = replace(slide_map, score=np.zeros_like(slide_map.score), gated=True)
+    path, _, heatmap = made
+    blank = replace(heatmap, score=np.zeros_like(heatmap.score), gated=True)
     chosen = LocalizeSettings(picture_px=200, colors=("red",))
     with open_slide(path) as slide:
-        assert len(write_overlays(tmp_path, slide_map, slide, chosen)) == 2
+        assert len(write_overlays(tmp_path, heatmap, slide, chosen)) == 2
         assert [file.name for file in write_overlays(tmp_path, blank, slide, chosen)] == ["made_red.png"]
     assert [file.name for file in tmp_path.iterdir()] == ["made_red.png"]
 
 
 def test_the_map_of_another_slide_is_refused(made: Any, tmp_path: Path) -> None:
-    path, _, slide_map = made
+    path, _, heatmap = made
     with open_slide(path) as slide:
-        for frame in (replace(slide_map.frame, size_l0=(3000, 2000)), replace(slide_map.frame, slide_mpp=0.5)):
+        for frame in (replace(heatmap.frame, size_l0=(3000, 2000)), replace(heatmap.frame, slide_mpp=0.5)):
             with pytest.raises(SlideError, match=r"made\.svs: not the slide of the map made"):
-                write_overlays(tmp_path, replace(slide_map, frame=frame), slide)
+                write_overlays(tmp_path, replace(heatmap, frame=frame), slide)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_zoom_is_around_what_is_hottest() -> None:
-    slide_map = made_map(40, 30, (4, 3, 3, 2))
-    lesion = find_lesions(slide_map, 0.5)
-    x0, y0, x1, y1 = zoom_box(slide_map, lesion) or ()
+    heatmap = make_heatmap(40, 30, (4, 3, 3, 2))
+    lesion = find_lesions(heatmap, 0.5)
+    x0, y0, x1, y1 = zoom_box(heatmap, lesion) or ()
     assert (x1 - x0, y1 - y0) == (4480, 4480)
     assert x0 <= 4 * 448
     assert x1 >= 7 * 448
@@ -453,7 +459,7 @@ def test_the_zoom_is_around_what_is_hottest() -> None:
     # Of several lesions the hottest.
     left, right = np.zeros((30, 40), np.float32), np.zeros((30, 40), np.float32)
     left[20:23, 10:13], right[5, 30] = 0.8, 0.9
-    several = made_map(40, 30, score=(left + right).ravel())
+    several = make_heatmap(40, 30, score=(left + right).ravel())
     assert zoom_box(several, find_lesions(several, 0.5)) == (11424, 224, 15904, 4704)
 
     # Without lesions the hottest tile; of those that tie, the one with the most attention.
@@ -461,11 +467,13 @@ def test_the_zoom_is_around_what_is_hottest() -> None:
     score[[205, 1199]] = 1
     attention = np.full(1200, 0.1, np.float32)
     attention[1199] = 0.9
-    tied = replace(made_map(40, 30, score=score), columns={"attention": attention})
+    tied = replace(make_heatmap(40, 30, score=score), columns={"attention": attention})
     assert zoom_box(tied) == (30 * 448, 20 * 448, 40 * 448, 30 * 448)
 
     # Of a lesion too large to be enlarged, the part around its hottest tile.
-    wide = made_map(80, 60, (0, 0, 80, 60), score=np.where(np.arange(4800) == 80 * 40 + 60, 1, 0.8).astype(np.float32))
+    wide = make_heatmap(
+        80, 60, (0, 0, 80, 60), score=np.where(np.arange(4800) == 80 * 40 + 60, 1, 0.8).astype(np.float32)
+    )
     box = zoom_box(wide, find_lesions(wide, 0.5)) or ()
     assert box == (
         60 * 448 + 224 - 12 * 448,
@@ -474,7 +482,7 @@ def test_the_zoom_is_around_what_is_hottest() -> None:
         40 * 448 + 224 + 12 * 448,
     )
 
-    small = made_map(3, 2, (0, 0, 1, 1))
+    small = make_heatmap(3, 2, (0, 0, 1, 1))
     assert zoom_box(small) == (0, 0, 896, 896)  # a square within the slide
 
 
@@ -482,11 +490,11 @@ def test_the_zoom_is_around_what_is_hottest() -> None:
 def test_pictures_of_the_largest_slides_take_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "large.tif"
     write_sparse_slide(path, size_l0=(100_000, 100_000))
-    slide_map = cut_map((100_000, 100_000), 0.25, size_px=224, slide="large")
+    heatmap = cut_map((100_000, 100_000), 0.25, size_px=224, slide="large")
     with open_slide(path) as slide:
         tracemalloc.start()
-        write_overlays(tmp_path, slide_map, slide, LocalizeSettings(colors=("red",)))
-        pyramid.write_pyramid(tmp_path / "large.tiff", slide_map)
+        write_overlays(tmp_path, heatmap, slide, LocalizeSettings(colors=("red",)))
+        export.write_pyramid(tmp_path / "large.tiff", heatmap)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 400e6
@@ -503,9 +511,9 @@ def test_pictures_of_the_largest_slides_take_little_memory(tmp_path: Path) -> No
 def test_openslide_reads_the_pyramid_in_place(
     size_l0: tuple[int, int], slide_mpp: float, downsample: int, colors: Colors, tmp_path: Path
 ) -> None:
-    slide_map = cut_map(size_l0, slide_mpp, size_px=224)
+    heatmap = cut_map(size_l0, slide_mpp, size_px=224)
     path = tmp_path / "made_01.tiff"
-    pyramid.write_pyramid(path, slide_map, colors)
+    export.write_pyramid(path, heatmap, colors)
     with openslide.OpenSlide(path) as file:
         assert file.properties["openslide.vendor"] == "generic-tiff"
         assert float(file.properties["openslide.mpp-x"]) == pytest.approx(slide_mpp * downsample, rel=1e-6)
@@ -516,9 +524,9 @@ def test_openslide_reads_the_pyramid_in_place(
         for level in range(file.level_count):
             factor = downsample * 2**level
             pixels = np.asarray(file.read_region((0, 0), level, file.level_dimensions[level]))[..., :3]
-            if slide_map.frame.extent_l0 < 2 * factor:
+            if heatmap.frame.extent_l0 < 2 * factor:
                 continue
-            for (x, y), score in zip(slide_map.centres_l0, slide_map.score, strict=True):
+            for (x, y), score in zip(heatmap.centres_l0, heatmap.score, strict=True):
                 step = round(255 * float(score))
                 wanted = (step, 0, 0) if colors == "red" else matplotlib.colormaps[colors](step, bytes=True)[:3]
                 assert tuple(pixels[int(y / factor), int(x / factor)]) == tuple(wanted)
@@ -527,11 +535,11 @@ def test_openslide_reads_the_pyramid_in_place(
 
 
 def test_the_pyramid_is_a_tiled_big_tiff_that_says_what_it_is(tmp_path: Path) -> None:
-    slide_map = made_map(slide="Präparat 切片")
-    coords = np.delete(slide_map.coords_l0, 0, axis=0)  # no tile at the corner
-    slide_map = replace(slide_map, coords_l0=coords, score=slide_map.score[1:])
+    heatmap = make_heatmap(slide="Präparat 切片")
+    coords = np.delete(heatmap.coords_l0, 0, axis=0)  # no tile at the corner
+    heatmap = replace(heatmap, coords_l0=coords, score=heatmap.score[1:])
     for name in ("a.tiff", "b.tiff"):
-        pyramid.write_pyramid(tmp_path / name, slide_map)
+        export.write_pyramid(tmp_path / name, heatmap)
     assert (tmp_path / "a.tiff").read_bytes() == (tmp_path / "b.tiff").read_bytes()
     with tifffile.TiffFile(tmp_path / "a.tiff") as file:
         assert file.is_bigtiff
@@ -546,15 +554,15 @@ def test_the_pyramid_is_a_tiled_big_tiff_that_says_what_it_is(tmp_path: Path) ->
     assert "1 px = 16 level-0 px" in said
     assert "attention" in said
     assert (pixels[:28, :28] == 0).all()
-    step = round(255 * float(slide_map.score[0]))
+    step = round(255 * float(heatmap.score[0]))
     assert (pixels[:28, 28:56] == matplotlib.colormaps["inferno"](step, bytes=True)[:3]).all()
 
 
 def test_a_pyramid_is_never_held_whole(tmp_path: Path) -> None:
-    slide_map = cut_map((80_000, 40_000), 0.25, size_px=448)
-    slide_map = replace(slide_map, frame=replace(slide_map.frame, extent_l0=448.0))  # half of it: a finer picture
+    heatmap = cut_map((80_000, 40_000), 0.25, size_px=448)
+    heatmap = replace(heatmap, frame=replace(heatmap.frame, extent_l0=448.0))  # half of it: a finer picture
     tracemalloc.start()
-    pyramid.write_pyramid(tmp_path / "a.tiff", slide_map)
+    export.write_pyramid(tmp_path / "a.tiff", heatmap)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 80e6  # level 0 alone has 12.5 million pixels, which take 16 bytes and more until they are coloured

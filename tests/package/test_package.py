@@ -21,7 +21,7 @@ from PIL import Image
 from helpers.cli import Done, rows_of, selfvitmil
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError
-from selfvitmil.localize.maps import read_map
+from selfvitmil.localize.heatmap import read_heatmap
 from selfvitmil.package import expect, open_package
 from selfvitmil.package import expected as expectations
 from selfvitmil.package.expected import Measures
@@ -135,13 +135,13 @@ def test_maps_are_those_of_localize(study: Path, model: Path, tmp_path: Path):
     done(selfvitmil("localize", study, *plain))
     done(selfvitmil("predict", model, *slides_of(study, "test"), "--out", tmp_path, *plain))
     for path in slides_of(study, "test"):
-        ours = read_map(tmp_path / "maps" / open_package(model).tag / f"{path.stem}.h5")
-        theirs = read_map(study / "maps" / "tiny_dsmil" / f"{path.stem}.h5")
+        ours = read_heatmap(tmp_path / "maps" / open_package(model).tag / f"{path.stem}.h5")
+        theirs = read_heatmap(study / "maps" / "tiny_dsmil" / f"{path.stem}.h5")
         assert ours.frame == theirs.frame
         assert (ours.coords_l0 == theirs.coords_l0).all()
         assert (ours.score == theirs.score).all()
-        assert ours.verdict.probability == theirs.verdict.probability
-        assert ours.verdict.part == "new"
+        assert ours.prediction.probability == theirs.prediction.probability
+        assert ours.prediction.part == "new"
 
 
 def test_the_layout_travels_with_the_model(study: Path, tmp_path: Path):
@@ -267,14 +267,14 @@ def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange:
     assert "For research only" in result.stdout
     answer = answers_of(tmp_path / "out")["plain"]
     maps = tmp_path / "out" / "maps" / open_package(model).tag
-    slide_map = read_map(maps / "plain.h5")
-    places = {f"maps/{maps.name}/plain{ending}" for ending in (".h5", "_red.png", ".geojson")}
-    assert set(answer["map"]["files"]) >= places
+    heatmap = read_heatmap(maps / "plain.h5")
+    placement = {f"maps/{maps.name}/plain{ending}" for ending in (".h5", "_red.png", ".geojson")}
+    assert set(answer["map"]["files"]) >= placement
     assert all((tmp_path / "out" / name).stat().st_size for name in answer["map"]["files"])
     tiles = [(tile["x_l0"], tile["y_l0"], tile["score"]) for tile in answer["top_tiles"]]
-    best = sorted(slide_map.score.tolist(), reverse=True)[: len(tiles)]
+    best = sorted(heatmap.score.tolist(), reverse=True)[: len(tiles)]
     assert [score for *_, score in tiles] == best
-    rows = {tuple(coords): score for coords, score in zip(slide_map.coords_l0.tolist(), slide_map.score, strict=True)}
+    rows = {tuple(coords): score for coords, score in zip(heatmap.coords_l0.tolist(), heatmap.score, strict=True)}
     assert all(rows[x, y] == score for x, y, score in tiles)
     features = json.loads((maps / "plain.geojson").read_text())["features"]
     # Lesions where the slide is called positive, else regions under another name.
@@ -286,10 +286,10 @@ def test_one_command_answers_with_map_pictures_and_geojson(model: Path, strange:
     assert answer["only_ranks"] == (answer["decision"] == "normal")
     assert answer[empty] == []
     area = sum(region["area_mm2"] for region in answer[listed])
-    tile_mm2 = (slide_map.frame.extent_l0 * slide_map.frame.slide_mpp / 1000) ** 2
-    assert area == pytest.approx(tile_mm2 * int((slide_map.score >= 0.5).sum()))
+    tile_mm2 = (heatmap.frame.extent_l0 * heatmap.frame.slide_mpp / 1000) ** 2
+    assert area == pytest.approx(tile_mm2 * int((heatmap.score >= 0.5).sum()))
     kinds = [feature["properties"]["objectType"] for feature in features]
-    assert kinds.count("tile") == len(slide_map)
+    assert kinds.count("tile") == len(heatmap)
     assert kinds.count("annotation") == len(answer[listed]) > 0
 
     files = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".h5", ".png", ".geojson", ".json")]

@@ -33,12 +33,10 @@ from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult, Run
 from selfvitmil.evaluate.result_files import comparison_row, evaluated_on, write_results
 from selfvitmil.localize import overlay
-from selfvitmil.localize.figures import write_lesion_scores, write_lesion_table
+from selfvitmil.localize.detection import RANKS_ONLY
+from selfvitmil.localize.heatmap import Frame, Heatmap, write_heatmap
 from selfvitmil.localize.lesion_metrics import LesionCase, score_lesions
-from selfvitmil.localize.lesion_scores import LesionScores
-from selfvitmil.localize.lesions import RANKS_ONLY
-from selfvitmil.localize.maps import Frame, SlideMap, write_map
-from selfvitmil.localize.methods import compare_lesions
+from selfvitmil.localize.lesion_results import LesionScores, compare_lesions, write_lesion_scores, write_lesion_table
 from selfvitmil.pseudonyms import Names, give_pseudonyms
 from selfvitmil.report import contents, curves, markup, result_sections, slides, write_report
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
@@ -141,22 +139,22 @@ def plant_results(folder: Path) -> None:
     write_text(folder / "compare" / "table.md", table_markdown([row]))
 
 
-def made_map(slide: str, probability: float, lesion: tuple[int, int, int, int] | None = (1, 2, 1, 1)) -> SlideMap:
-    verdict = replace(
-        heatmaps.VERDICT, probability=(probability,), decision="tumor" if probability >= 0.4 else "normal"
+def make_heatmap(slide: str, probability: float, lesion: tuple[int, int, int, int] | None = (1, 2, 1, 1)) -> Heatmap:
+    prediction = replace(
+        heatmaps.PREDICTION, probability=(probability,), decision="tumor" if probability >= 0.4 else "normal"
     )
     frame = Frame(0.25, (1024, 1024), 224.0, 224.0, 0.5, 112)
-    told = {"slide": slide, "model": MODEL, "method": "self-vit-mil", "frame": frame, "verdict": verdict}
-    return heatmaps.made_map(4, 4, lesion, extent_l0=224.0, **told)
+    told = {"slide": slide, "model": MODEL, "method": "self-vit-mil", "frame": frame, "prediction": prediction}
+    return heatmaps.make_heatmap(4, 4, lesion, extent_l0=224.0, **told)
 
 
 def lesion_scores() -> LesionScores:
     """One slide with an outlined lesion of two tiles, one of which the map finds; one without; one left out."""
     outline = Annotation("lesion", "Tumor", np.array([[224, 448], [672, 448], [672, 672], [224, 672]], dtype=float))
     cases = [
-        LesionCase(made_map(NASTY, 0.9), (outline,), patient=PATIENTS[NASTY]),
-        LesionCase(made_map(GONE, 0.2, lesion=None), patient=PATIENTS[GONE]),
-        LesionCase(made_map(WRONG, 0.3), positive=True, patient=PATIENTS[WRONG]),
+        LesionCase(make_heatmap(NASTY, 0.9), (outline,), patient=PATIENTS[NASTY]),
+        LesionCase(make_heatmap(GONE, 0.2, lesion=None), patient=PATIENTS[GONE]),
+        LesionCase(make_heatmap(WRONG, 0.3), positive=True, patient=PATIENTS[WRONG]),
     ]
     return score_lesions(cases, [], LocalizeSettings(), EVALUATE)
 
@@ -164,7 +162,7 @@ def lesion_scores() -> LesionScores:
 def plant_maps(study: Path) -> None:
     folder = study / "maps" / MODEL
     for slide, probability in ((NASTY, 0.9), (GONE, 0.2), (WRONG, 0.3)):
-        write_map(folder / f"{slide}.h5", made_map(slide, probability), "x")
+        write_heatmap(folder / f"{slide}.h5", make_heatmap(slide, probability), "x")
         Image.new("RGB", (80, 80), "red").save(folder / f"{slide}_red.png")
     rows = f'"{NASTY}",1,0.98765,0.0031\n"{GONE}",1,0.77777,0.0031\n'  # the latter is not called positive
     (folder / "lesions.csv").write_text(f"slide,lesion,score,area_mm2\n{rows}")
@@ -302,14 +300,14 @@ def test_names_are_text_whatever_they_hold(plain: str):
 
 
 def test_tiles_are_those_of_the_map_in_their_order(study: Path, plain: str):
-    slide_map = made_map(NASTY, 0.9)
-    order = sorted(range(16), key=lambda row: -float(slide_map.score[row]))
+    heatmap = make_heatmap(NASTY, 0.9)
+    order = sorted(range(16), key=lambda row: -float(heatmap.score[row]))
     shown = [(content, alt) for _, content, alt in Page(plain).pictures if alt.startswith("tile at")]
     assert len(shown) == 16  # one slide is there; 8 most and 8 least of its 16 tiles
     with open_slide(study / "files" / f"{FILE}.svs") as slide:
         for (content, alt), row in zip(shown, [*order[:8], *order[:7:-1]], strict=True):
-            x, y = slide_map.coords_l0[row]
-            assert alt == f"tile at x {x}, y {y}, score {slide_map.score[row]:.3f}"
+            x, y = heatmap.coords_l0[row]
+            assert alt == f"tile at x {x}, y {y}, score {heatmap.score[row]:.3f}"
             pixels = np.asarray(Image.open(io.BytesIO(content)), dtype=float)
             assert np.abs(pixels - slide.read_tile(int(x), int(y), 112, 0.5)).mean() < 8  # what JPEG loses
 
@@ -527,14 +525,14 @@ def test_decisions_of_several_classes():
 
 def test_of_equal_scores_what_is_behind_decides():
     behind = {"attention": np.array([0.1, 0.4, 0.2, 0.3], np.float32)}
-    high, low = slides.ends(replace(heatmaps.made_map(4, 1), score=np.ones(4, np.float32), columns=behind), 2)
+    high, low = slides.ends(replace(heatmaps.make_heatmap(4, 1), score=np.ones(4, np.float32), columns=behind), 2)
     assert (high.tolist(), low.tolist()) == ([1, 3], [0, 2])
 
 
 @given(scores=st.lists(st.integers(0, 5), max_size=30), most=st.integers(1, 10))
 def test_ends_of_a_map(scores: list[int], most: int):
-    slide_map = replace(heatmaps.made_map(1, 1), score=np.array(scores, dtype=np.float32), columns={})
-    high, low = (part.tolist() for part in slides.ends(slide_map, most))
+    heatmap = replace(heatmaps.make_heatmap(1, 1), score=np.array(scores, dtype=np.float32), columns={})
+    high, low = (part.tolist() for part in slides.ends(heatmap, most))
     assert not set(high) & set(low)
     assert len(high) + len(low) == min(len(scores), 2 * most)
     assert 0 <= len(high) - len(low) <= 1

@@ -16,7 +16,7 @@ from helpers.planted import planted
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine
-from selfvitmil.localize.maps import SlideMap, read_map
+from selfvitmil.localize.heatmap import Heatmap, read_heatmap
 from selfvitmil.settings import EngineSettings, StudySettings, resolve_settings
 from selfvitmil.stages.compare import compare
 from selfvitmil.stages.evaluate import evaluate
@@ -83,7 +83,7 @@ def test_lesions_of_one_method(study: Path):
     told = json.loads((study / "results" / "features_vit_dsmil" / "lesions.json").read_text())
     hits = []
     for slide in ("tumor_12_0", "tumor_13_0", "tumor_14_0"):
-        found = read_map(study / "maps" / "features_vit_dsmil" / f"{slide}.h5")
+        found = read_heatmap(study / "maps" / "features_vit_dsmil" / f"{slide}.h5")
         hottest = int(np.argmax(found.columns[found.kind]))
         hits.append(found.coords_l0[hottest, 0] < lesion_tiles(choice_of(study).folder, slide) * TILE_L0)
     assert told["scores"]["hit_rate"]["value"] == np.mean(hits)
@@ -128,8 +128,8 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
         with Engine(EngineSettings(workers=0)) as engine:
             return localize(copy, CohortSource(), choice_of(copy), own, engine)
 
-    def maps() -> dict[str, SlideMap]:
-        return {path.stem: read_map(path) for path in (copy / "maps" / "features_vit_dsmil").glob("*.h5")}
+    def maps() -> dict[str, Heatmap]:
+        return {path.stem: read_heatmap(path) for path in (copy / "maps" / "features_vit_dsmil").glob("*.h5")}
 
     def spoil(slide: str) -> None:
         """Outline the other end of the slide."""
@@ -138,7 +138,7 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
         write_annotations(copy.parent / f"{slide}.geojson", [Annotation("lesion", "Tumor", corners)])
 
     summary = localized(parts=("test", "val"))
-    judges = [one for one in maps().values() if one.verdict.part == "val" and one.slide.startswith("tumor")]
+    judges = [one for one in maps().values() if one.prediction.part == "val" and one.slide.startswith("tumor")]
     assert judges
     found = {
         kind: np.mean([slow_average_precision(one.annotated > 0.5, one.columns[kind]) for one in judges])

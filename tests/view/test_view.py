@@ -27,12 +27,12 @@ from openslide.deepzoom import DeepZoomGenerator
 from PIL import Image
 from starlette.testclient import TestClient
 
-from helpers.heatmaps import VERDICT, made_map
+from helpers.heatmaps import PREDICTION, make_heatmap
 from helpers.viewer import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil import cli, open_slide
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.lesions import find_lesions
-from selfvitmil.localize.maps import read_map, write_map
+from selfvitmil.localize.detection import find_lesions
+from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
 from selfvitmil.report.slides import ends
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.view import app as app_module
@@ -160,12 +160,12 @@ def test_the_list_says_what_is_known_of_every_slide(client: TestClient) -> None:
     assert [model["name"] for model in data["models"]] == list(MODELS)
     tumor, normal, failed, missing = data["slides"]
     dsmil, abmil = models(client)["vit_dsmil"], models(client)["vit_abmil"]
-    assert tumor["verdicts"][dsmil]["probability"] == 0.9
-    assert tumor["verdicts"][dsmil]["positive"]
-    assert not normal["verdicts"][dsmil]["positive"]
-    assert (tumor["verdicts"][dsmil]["lesions"], normal["verdicts"][dsmil]["lesions"]) == (2, 0)
-    assert tumor["verdicts"][abmil]["lesions"] is None  # no table of lesions there
-    assert failed["verdicts"] == {}
+    assert tumor["predictions"][dsmil]["probability"] == 0.9
+    assert tumor["predictions"][dsmil]["positive"]
+    assert not normal["predictions"][dsmil]["positive"]
+    assert (tumor["predictions"][dsmil]["lesions"], normal["predictions"][dsmil]["lesions"]) == (2, 0)
+    assert tumor["predictions"][abmil]["lesions"] is None  # no table of lesions there
+    assert failed["predictions"] == {}
     assert "no tissue" in failed["problem"]
     assert missing["thumbnail"] is None
     assert "not where the cohort says" in missing["problem"]
@@ -182,38 +182,38 @@ def test_ids_stay_the_same(study: Path, client: TestClient) -> None:
 def test_a_map_arrives_as_it_is(client: TestClient, study: Path) -> None:
     slide, model = ids(client)["Meier_01"], models(client)["vit_dsmil"]
     data = client.get(f"/api/slides/{slide}/maps/{model}.json").json()
-    slide_map = read_map(study / "maps/vit_dsmil/Meier_01.h5")
-    assert data["coords"] == slide_map.coords_l0.ravel().tolist()
+    heatmap = read_heatmap(study / "maps/vit_dsmil/Meier_01.h5")
+    assert data["coords"] == heatmap.coords_l0.ravel().tolist()
     assert data["columns"] == ["score", "detection", "attention", "instance", "product", "annotated"]
     for name in data["columns"]:
-        values = {"score": slide_map.score, "detection": slide_map.detection, "annotated": slide_map.annotated}
-        expected = values.get(name, slide_map.columns.get(name))
+        values = {"score": heatmap.score, "detection": heatmap.detection, "annotated": heatmap.annotated}
+        expected = values.get(name, heatmap.columns.get(name))
         np.testing.assert_allclose(data[name], expected, rtol=5e-4)
     assert data["frame"]["size_l0"] == list(SIZE)
-    assert data["verdict"]["probability"] == 0.9
-    assert data["verdict"]["classes"] == ["normal", "tumor"]
+    assert data["prediction"]["probability"] == 0.9
+    assert data["prediction"]["classes"] == ["normal", "tumor"]
 
 
 def test_tiles_are_ranked_by_what_is_behind_a_score_that_was_cut_off(client: TestClient, study: Path) -> None:
     """As in report and predictions, and by digits that are not sent."""
     path = study / "maps/vit_dsmil/Meier_01.h5"
-    slide_map = read_map(path)
-    behind = np.full(len(slide_map), 0.25, np.float32)
+    heatmap = read_heatmap(path)
+    behind = np.full(len(heatmap), 0.25, np.float32)
     behind[[3, 20, 7, 11]] = (0.999991, 0.999993, 0.999992, 0.5)
     score = np.where(behind > 0.9, 1, behind / 2).astype(np.float32)
-    write_map(path, replace(slide_map, kind="instance", score=score, columns={"instance": behind}), "made")
+    write_heatmap(path, replace(heatmap, kind="instance", score=score, columns={"instance": behind}), "made")
     slide, model = ids(client)["Meier_01"], models(client)["vit_dsmil"]
     data = client.get(f"/api/slides/{slide}/maps/{model}.json").json()
     assert {data["instance"][tile] for tile in (3, 7, 20)} == {1.0}
     rest = [tile for tile in range(len(score)) if tile not in (20, 7, 3, 11)]
     assert data["strongest_first"] == [20, 7, 3, 11, *rest]
-    assert ends(read_map(path), 5)[0].tolist() == data["strongest_first"][:5]
+    assert ends(read_heatmap(path), 5)[0].tolist() == data["strongest_first"][:5]
 
 
 def test_lesions_and_annotations_have_their_outlines(client: TestClient, study: Path) -> None:
     slide, model = ids(client)["Meier_01"], models(client)["vit_dsmil"]
     (lesion,) = client.get(f"/api/slides/{slide}/lesions/{model}.json").json()
-    (expected,) = find_lesions(read_map(study / "maps/vit_dsmil/Meier_01.h5"), 0.5)
+    (expected,) = find_lesions(read_heatmap(study / "maps/vit_dsmil/Meier_01.h5"), 0.5)
     assert lesion["area_mm2"] == expected.area_mm2 == pytest.approx(2 * (224 * MPP) ** 2 / 1e6)
     xs, ys = zip(*lesion["rings"][0], strict=True)
     assert (min(xs), max(xs), min(ys), max(ys)) == (224, 672, 224, 448)
@@ -223,11 +223,11 @@ def test_lesions_and_annotations_have_their_outlines(client: TestClient, study: 
 
 
 def test_terms_of_lymph_nodes_and_lesions_on_negative_slides(client: TestClient, study: Path) -> None:
-    verdict = replace(VERDICT, probability=(0.1,), decision="normal")
+    prediction = replace(PREDICTION, probability=(0.1,), decision="normal")
     for model in MODELS:
-        negative = made_map(6, 4, (1, 1, 2, 1), extent_l0=224.0, slide_mpp=MPP, slide="other", model=model)
-        negative = replace(negative, frame=replace(negative.frame, size_l0=SIZE), verdict=verdict)
-        write_map(study / "maps" / model / "other.h5", negative, "made")
+        negative = make_heatmap(6, 4, (1, 1, 2, 1), extent_l0=224.0, slide_mpp=MPP, slide="other", model=model)
+        negative = replace(negative, frame=replace(negative.frame, size_l0=SIZE), prediction=prediction)
+        write_heatmap(study / "maps" / model / "other.h5", negative, "made")
     (study / "maps" / "vit_abmil" / "settings.toml").write_text('[localize]\nstaging = "lymph-node"\n')
 
     def told(slide: str, model: str) -> list[tuple[bool, str]]:
@@ -264,7 +264,7 @@ def test_a_study_without_maps_labels_or_failures(tmp_path: Path, slide_file: Pat
         data = client.get("/api/study.json").json()
         assert (data["models"], data["failures"]) == ([], [])
         (row,) = data["slides"]
-        assert (row["label"], row["split"], row["verdicts"], row["status"]) == (None, None, {}, "ok")
+        assert (row["label"], row["split"], row["predictions"], row["status"]) == (None, None, {}, "ok")
         assert client.get(f"/api/slides/{row['id']}.json").json()["maps"] == []
         assert client.get(row["thumbnail"]).status_code == 200
 
@@ -302,13 +302,13 @@ def test_ten_thousand_slides_are_read_once(tmp_path: Path, study: Path, monkeypa
     shown = viewed(study)
     data = shown.study_data()
     assert len(data["slides"]) == 10_000
-    assert sum(bool(row["verdicts"]) for row in data["slides"]) == 50
+    assert sum(bool(row["predictions"]) for row in data["slides"]) == 50
     assert len(opened) == 50
     shown.study_data()
     assert len(opened) == 50
     os.utime(study / "maps/vit_dsmil/s00007.h5", (1, 1))
     (study / "maps/vit_dsmil/s00008.h5").unlink()
-    assert sum(bool(row["verdicts"]) for row in shown.study_data()["slides"]) == 49
+    assert sum(bool(row["predictions"]) for row in shown.study_data()["slides"]) == 49
     assert opened[50:] == ["s00007.h5"]
 
 

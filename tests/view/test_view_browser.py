@@ -24,15 +24,15 @@ from PIL import Image, ImageDraw
 
 pytest.importorskip("playwright.sync_api", reason="no Playwright: the viewer cannot be tried in a browser")
 
-from helpers import browser
-from helpers.browser import MadeStudy, make_study, serving
-from selfvitmil.localize.lesions import hottest_first
-from selfvitmil.localize.maps import SlideMap, read_map, write_map
+from helpers.browser import CHROMIUM, MadeStudy, browsing, make_study, serving
+from selfvitmil.cohort import SlideRow
+from selfvitmil.localize.detection import rank_tiles
+from selfvitmil.localize.heatmap import Heatmap, read_heatmap, write_heatmap
 from selfvitmil.view.export import write_folder
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium: the viewer cannot be tried in a browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: the viewer cannot be tried in a browser"),
 ]
 WAIT_MS = 20_000
 
@@ -61,7 +61,7 @@ def folder(study: MadeStudy, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with browser.browsing() as one:
+    with browsing() as one:
         yield one
 
 
@@ -108,8 +108,8 @@ def hash_of(page: Any) -> dict[str, str]:
     return {key: values[0] for key, values in parse_qs(urlsplit(page.url).fragment).items()}
 
 
-def map_of(study: MadeStudy, slide: str = "node_01", model: str = "vit_dsmil") -> SlideMap:
-    return read_map(study.folder / "maps" / model / f"{slide}.h5")
+def map_of(study: MadeStudy, slide: str = "node_01", model: str = "vit_dsmil") -> Heatmap:
+    return read_heatmap(study.folder / "maps" / model / f"{slide}.h5")
 
 
 def choose_model(page: Any, name: str = "vit_dsmil") -> None:
@@ -230,8 +230,8 @@ def test_map_lies_on_the_lesion(desk: SimpleNamespace, request: Any, study: Made
     look(page, colors="red", opacity="1", fade="0", threshold="0.5", lesions="0", annotation="0")
     pixels = picture(page)
     red = (pixels[..., 0] > 100) & (pixels[..., 1] < 12) & (pixels[..., 2] < 12)
-    slide_map = map_of(study)
-    tiles = slide_map.boxes_l0[slide_map.score >= 0.5]
+    heatmap = map_of(study)
+    tiles = heatmap.boxes_l0[heatmap.score >= 0.5]
     size = (pixels.shape[1], pixels.shape[0])
     wanted = drawn_mask(page, size, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, y0, x1, y1 in tiles])
     lesion = drawn_mask(page, size, list(study.truths["node_01"].lesions))
@@ -247,11 +247,11 @@ def test_layer_threshold_and_outlines(desk: SimpleNamespace, address: str, study
     choose_model(page)
     page.get_by_label("Lesions found").uncheck()
     page.get_by_label("Annotation").uncheck()
-    slide_map = map_of(study)
-    lowest, top = np.argmin(slide_map.score), np.argmax(slide_map.score)
+    heatmap = map_of(study)
+    lowest, top = np.argmin(heatmap.score), np.argmax(heatmap.score)
     page.get_by_label("Fade low values").uncheck()
     page.get_by_label("Opacity").fill("1")
-    (low_x, low_y), (top_x, top_y) = (place(page, *slide_map.centres_l0[tile]) for tile in (lowest, top))
+    (low_x, low_y), (top_x, top_y) = (place(page, *heatmap.centres_l0[tile]) for tile in (lowest, top))
     box = page.locator("#pane-first").bounding_box()
 
     def color(x: float, y: float) -> NDArray[np.int16]:
@@ -279,16 +279,16 @@ def test_tooltip_tells_the_values_of_the_tile(desk: SimpleNamespace, address: st
     page = desk.page
     open_page(page, address)
     choose_model(page)
-    slide_map = map_of(study)
-    tile = int(np.argsort(slide_map.score)[-3])
+    heatmap = map_of(study)
+    tile = int(np.argsort(heatmap.score)[-3])
     page.wait_for_selector("#score option[value=product]", state="attached")
-    page.mouse.move(*place(page, *slide_map.centres_l0[tile]))
+    page.mouse.move(*place(page, *heatmap.centres_l0[tile]))
     tip = page.locator("#pane-first .tip")
     tip.wait_for(state="visible")
     told = dict(zip(tip.locator("dt").all_inner_texts(), tip.locator("dd").all_inner_texts(), strict=True))
-    assert float(told["Score"]) == pytest.approx(slide_map.score[tile], abs=0.006)
-    assert float(told["Detection"]) == pytest.approx(slide_map.detection[tile], abs=0.006)
-    assert float(told["Attention"]) == pytest.approx(slide_map.columns["attention"][tile], rel=0.06)
+    assert float(told["Score"]) == pytest.approx(heatmap.score[tile], abs=0.006)
+    assert float(told["Detection"]) == pytest.approx(heatmap.detection[tile], abs=0.006)
+    assert float(told["Attention"]) == pytest.approx(heatmap.columns["attention"][tile], rel=0.06)
     page.mouse.move(*place(page, 4, 4))  # glass
     tip.wait_for(state="hidden")
 
@@ -299,33 +299,33 @@ def test_keys_go_from_tile_to_tile(desk: SimpleNamespace, request: Any, study: M
     open_page(page, request.getfixturevalue("address" if kind == "served" else "folder"))
     choose_model(page)
     page.locator("#pane-first .openseadragon-canvas").first.focus()
-    slide_map = map_of(study)
-    order = np.argsort(-slide_map.score, kind="stable")
+    heatmap = map_of(study)
+    order = np.argsort(-heatmap.score, kind="stable")
     for key, rank in (("n", 0), ("n", 1), ("p", 0)):
         page.keyboard.press(key)
-        x, y = slide_map.centres_l0[order[rank]]
+        x, y = heatmap.centres_l0[order[rank]]
         wanted = {"tile": str(order[rank]), "x": f"{x:.1f}", "y": f"{y:.1f}"}
         wait(page, lambda wanted=wanted: wanted.items() <= hash_of(page).items())
         read = page.locator("#live").inner_text()
-        assert read.startswith(f"Tile {rank + 1}: Score {slide_map.score[order[rank]]:.2f}")
-    suspicious = int((slide_map.score >= 0.5).sum())
+        assert read.startswith(f"Tile {rank + 1}: Score {heatmap.score[order[rank]]:.2f}")
+    suspicious = int((heatmap.score >= 0.5).sum())
     assert page.locator("#tile-place").inner_text() == f"1 of {suspicious}"
-    assert float(hash_of(page)["w"]) < slide_map.frame.size_l0[0]  # closer than the whole slide
+    assert float(hash_of(page)["w"]) < heatmap.frame.size_l0[0]  # closer than the whole slide
 
 
 def test_of_equal_scores_the_strongest_tile_is_that_of_the_report(
     desk: SimpleNamespace, tmp_path: Path, study: MadeStudy
 ):
     """Many scores are cut off at 1: then what is behind them decides, in more digits than are sent."""
-    slide_map = map_of(study)
+    heatmap = map_of(study)
     rng = np.random.default_rng(0)
-    cut = np.flatnonzero(slide_map.score >= 0.5)
-    behind = np.zeros(len(slide_map), np.float32)
+    cut = np.flatnonzero(heatmap.score >= 0.5)
+    behind = np.zeros(len(heatmap), np.float32)
     behind[cut] = 0.9999 + 1e-5 * rng.permutation(len(cut)) / len(cut)
     score = (behind > 0).astype(np.float32)
-    changed = replace(slide_map, kind="instance", score=score, columns={"instance": behind})
-    write_map(tmp_path / "maps" / "vit_dsmil" / "node_01.h5", changed, "made")
-    order = hottest_first(changed)
+    changed = replace(heatmap, kind="instance", score=score, columns={"instance": behind})
+    write_heatmap(tmp_path / "maps" / "vit_dsmil" / "node_01.h5", changed, "made")
+    order = rank_tiles(changed)
     assert order[0] != cut[0]
     page = desk.page
     with serving(MadeStudy(tmp_path, study.rows[:1], {}).viewed()) as url:
@@ -364,7 +364,7 @@ def test_a_slide_that_is_called_negative_has_no_lesions(desk: SimpleNamespace, a
     wait(page, lambda: page.locator("#lesions-heading").inner_text() == "Highest-ranked regions")
     assert "colours only rank tiles within this slide" in page.locator("#ranks-only").inner_text()
     assert page.locator("#tiles-heading").inner_text() == "Highest-ranked tiles"
-    assert page.locator("#lesions-told").inner_text().startswith("No lesions")
+    assert page.locator("#lesions-note").inner_text().startswith("No lesions")
     assert page.locator("#legend-high").inner_text() == "highest in this slide"
     assert not page.locator("#lesions-switch").is_visible()
     panel = page.locator("#panel").inner_text()
@@ -490,9 +490,9 @@ def test_everything_has_a_name_and_a_key(desk: SimpleNamespace, address: str):
     assert page.locator("#keys tr").count() > 10
     page.get_by_label("Use single-letter keys").uncheck()
     page.keyboard.press("Escape")
-    before = page.get_by_label("Show the map").is_checked()
+    before = page.get_by_label("Show the heatmap").is_checked()
     page.keyboard.press("h")
-    assert page.get_by_label("Show the map").is_checked() == before
+    assert page.get_by_label("Show the heatmap").is_checked() == before
     page.keyboard.press("/")  # no letter, so it still works
     assert page.evaluate("document.activeElement.id") == "search"
     page.keyboard.press("Enter")
@@ -565,7 +565,7 @@ def test_a_slide_whose_annotation_cannot_be_read_still_has_its_map(desk: SimpleN
     page.route("**/annotation.json", lambda route: route.fulfill(**refusal))
     open_page(page, address)
     page.wait_for_selector("html[data-slide]")
-    page.locator("#map-controls").wait_for(state="visible")
+    page.locator("#heatmap-controls").wait_for(state="visible")
     assert page.locator("#pane-first .trouble").inner_text().endswith("is not shown: node_01.xml: it is cut short")
     assert page.get_by_label("Annotation").is_disabled()
     assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []
@@ -583,25 +583,25 @@ def test_a_map_that_cannot_be_read_takes_no_other_along(desk: SimpleNamespace, a
     page.route(f"**/maps/{second}.json", lambda route: route.fulfill(**refusal))
     open_page(page, f"{address}#model={first}&beside={second}")
     page.wait_for_selector("html[data-slide]")
-    assert "cut short" in page.locator("#map-told").inner_text()
-    assert page.locator("#map-controls").is_visible()  # of the other one
+    assert "cut short" in page.locator("#heatmap-note").inner_text()
+    assert page.locator("#heatmap-controls").is_visible()  # of the other one
     page.get_by_label("Model", exact=True).select_option(second)
     wait(page, lambda: hash_of(page).get("model") == second)
     page.wait_for_selector("html[data-slide]")
-    assert not page.locator("#map-controls").is_visible()  # the map before is not taken for it
+    assert not page.locator("#heatmap-controls").is_visible()  # the map before is not taken for it
     assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []
     desk.troubles.clear()
 
 
 def test_study_without_maps_and_labels(desk: SimpleNamespace, tmp_path: Path, study: MadeStudy):
     page = desk.page
-    bare_rows = [browser.SlideRow(row.slide, row.path) for row in study.rows[:2]]
+    bare_rows = [SlideRow(row.slide, row.path) for row in study.rows[:2]]
     plain = MadeStudy(tmp_path, tuple(bare_rows), {})
     with serving(plain.viewed()) as url:
         open_page(page, url)
         assert names(page) == ["node_01", "node_02"]
-        assert "selfvitmil localize" in page.locator("#map-told").inner_text()
-        assert "No label" in page.locator("#verdict").inner_text()
+        assert "selfvitmil localize" in page.locator("#heatmap-note").inner_text()
+        assert "No label" in page.locator("#prediction").inner_text()
         page.keyboard.press("n")
         assert "selfvitmil localize" in page.locator("#toast").inner_text()
         page.goto("about:blank")
@@ -615,9 +615,9 @@ def test_slides_that_are_not_there(desk: SimpleNamespace, tmp_path: Path, study:
     shutil.copy(study.rows[0].path, tmp_path / "node_05.svs")
     listed = (
         study.rows[0],
-        browser.SlideRow("node_05", tmp_path / "node_05.svs", "tumor"),
-        browser.SlideRow("node_03", broken, "tumor"),
-        browser.SlideRow("node_04", tmp_path / "gone.svs", "tumor"),
+        SlideRow("node_05", tmp_path / "node_05.svs", "tumor"),
+        SlideRow("node_03", broken, "tumor"),
+        SlideRow("node_04", tmp_path / "gone.svs", "tumor"),
     )
     with serving(MadeStudy(study.folder, listed, {}).viewed()) as url:
         open_page(page, url)

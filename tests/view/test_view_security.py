@@ -266,8 +266,8 @@ def test_links_out_of_the_study_are_not_followed(study: Path, tmp_path: Path) ->
     assert [model["name"] for model in data["models"]] == ["vit_abmil", "vit_dsmil"]
     ids = {model["name"]: model["id"] for model in data["models"]}
     first, second, *_ = data["slides"]
-    assert list(first["verdicts"]) == [ids["vit_abmil"]]
-    assert second["verdicts"][ids["vit_abmil"]]["lesions"] is None
+    assert list(first["predictions"]) == [ids["vit_abmil"]]
+    assert second["predictions"][ids["vit_abmil"]]["lesions"] is None
     assert ask(app, f"/api/slides/{first['id']}/maps/{ids['vit_dsmil']}.json").status == 404
     assert ["leads out of the study" in failure["reason"] for failure in data["failures"]] == [True]
 

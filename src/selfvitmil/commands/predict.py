@@ -1,8 +1,8 @@
 """The command `predict`: inference on new slides with a packaged model, without a study.
 
-A slide goes the way of the stages, by their own functions (`tile_slide`, `embed_slide`, `score_tiles`, `make_map`) and
-with the package's settings, so it gets the numbers that `evaluate` gives it, to the bit on the same machine. Tiles and
-vectors stay in `work/` below the answers: the same command again does only what is missing.
+A slide goes the way of the stages, by their own functions (`tile_slide`, `embed_slide`, `score_tiles`,
+`build_heatmap`) and with the package's settings, so it gets the numbers that `evaluate` gives it, to the bit on the
+same machine. Tiles and embeddings stay in `work/` below the answers: the same command again does only what is missing.
 
     OUT/predictions.csv, predictions.json   the answers of all calls into this folder, by slide and model
     OUT/maps/<model>/<slide>.h5, _red.png, .geojson ...
@@ -24,7 +24,7 @@ from selfvitmil.cohort.folder import find_slides
 from selfvitmil.cohort.table import listing, make_cohort, name_key
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.localize.products import ProductJob, Record, make_products
+from selfvitmil.localize.export import ExportJob, ExportRecord, export_heatmap
 from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
 from selfvitmil.stages.localize import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.store.failures import Failure, record_failures
@@ -264,16 +264,16 @@ def _localize(
     failures: list[Failure],
 ) -> list[Answer]:
     """Maps, pictures and exports as files; the answers with the names of these."""
-    from selfvitmil.localize.maps import write_map
+    from selfvitmil.localize.heatmap import write_heatmap
 
     paths, folder = {row.slide: row.path for row in rows}, StudyLayout(out).heatmaps(package.tag)
-    jobs: dict[str, ProductJob] = {}
+    jobs: dict[str, ExportJob] = {}
     for each in answers:
         file = folder / f"{each.slide}.h5"
-        write_map(file, each.slide_map, _map_made_from(out, each.slide, package, settings))
-        jobs[each.slide] = ProductJob(file, paths[each.slide], None, settings.slide.reader, settings.localize)
+        write_heatmap(file, each.heatmap, _map_made_from(out, each.slide, package, settings))
+        jobs[each.slide] = ExportJob(file, paths[each.slide], None, settings.slide.reader, settings.localize)
     stage = _stage("localize", package)
-    made, failed = map_slides(engine, out, stage, make_products, jobs)
+    made, failed = map_slides(engine, out, stage, export_heatmap, jobs)
     unmade = [replace(each.failure, stage=stage) for each in made.values() if each.failure is not None]
     failures += [*failed, *unmade]
     write_tables(folder, made, list(jobs))
@@ -289,7 +289,7 @@ def _map_made_from(out: Path, slide: str, package: Package, settings: StudySetti
 
 def _files(folder: Path, slide: str) -> tuple[str, ...]:
     """What was written of a slide's map, from the folder of the answers on."""
-    products = Record.read(folder / f"{slide}.json").products.values()
+    products = ExportRecord.read(folder / f"{slide}.json").products.values()
     names = [f"{slide}.h5", *(name for product in products for name in product["files"])]
     return tuple(f"{folder.parent.name}/{folder.name}/{name}" for name in names)
 
@@ -308,21 +308,21 @@ def _bag(out: Path, tiling: str, encoder: str, slide: str) -> Path:
 def _summary(
     answers: Sequence[Answer], asked: int, failures: Sequence[Failure], package: Package, out: Path
 ) -> Summary:
-    from selfvitmil.localize.lesions import RANKS_ONLY
+    from selfvitmil.localize.detection import RANKS_ONLY
     from selfvitmil.package import RESEARCH_ONLY
 
     of = f" of {package.about['positive']}" if package.about["positive"] else ""
     header = ("slide", "decision", f"probability{of}", "tiles", "lesions", "outside")
     table: list[tuple[str, ...]] = [header]
     for answer in answers:
-        verdict = answer.slide_map.verdict
-        own = verdict.classes.index(verdict.decision)
-        probability = verdict.probability[0 if len(verdict.probability) == 1 else own]
+        prediction = answer.heatmap.prediction
+        own = prediction.classes.index(prediction.decision)
+        probability = prediction.probability[0 if len(prediction.probability) == 1 else own]
         outside = ", ".join(dict.fromkeys(each.about for each in answer.outside))
-        counts = (str(len(answer.slide_map)), "-" if answer.slide_map.only_ranks else str(len(answer.lesions)))
-        table.append((answer.slide, verdict.decision, f"{probability:.4f}", *counts, outside))
+        counts = (str(len(answer.heatmap)), "-" if answer.heatmap.only_ranks else str(len(answer.lesions)))
+        table.append((answer.slide, prediction.decision, f"{probability:.4f}", *counts, outside))
     lines = [f"{answer.slide}: {note}" for answer in answers for note in answer.notes]
-    if negative := sum(answer.slide_map.only_ranks for answer in answers):
+    if negative := sum(answer.heatmap.only_ranks for answer in answers):
         lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
     choice = package.choice
     if choice.threshold is not None:

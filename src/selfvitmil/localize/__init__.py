@@ -1,11 +1,10 @@
-"""Where the evidence lies: scores of tiles to maps, maps to lesions, pictures, files for other tools, and figures.
+"""Where the evidence lies: from tile scores to heatmaps, lesions, pictures, files for other tools, and metrics.
 
-source.py    which of an aggregator's per-tile evidence a heatmap shows, and why
-scores.py    what an aggregator says of every tile, put on one scale
-maps.py      the map of a slide, and its file
-lesions.py   connected regions of high score, and points
-overlay.py   pictures for people
-pyramid.py   the map as a pyramidal TIFF for any viewer
-export.py    GeoJSON for QuPath, XML for ASAP
+heatmap.py         the heatmap of a slide, its file, and the positions of its tiles
+scores.py          which of an aggregator's per-tile evidence a heatmap shows, and its scale
+detection.py       lesions (connected regions of high score) and points
+overlay.py         pictures
+export.py          all files from one heatmap: overlays, GeoJSON for QuPath, XML for ASAP, pyramidal TIFF
 lesion_metrics.py  heatmaps against annotations: FROC, coverage, false-positive area ...
+lesion_results.py  their scores with confidence intervals, tables and FROC figure
 """

@@ -1,29 +1,49 @@
-"""Maps for other tools: tiles and lesions as GeoJSON for QuPath, lesions as XML for ASAP.
+"""Files from one heatmap: lesions and points, overlays, GeoJSON for QuPath, XML for ASAP, a pyramidal TIFF.
 
-In QuPath a tile is an object of type `tile` with its numbers as measurements, so that *Measure > Show measurement maps*
-colours the slide by any of them; a lesion is an annotation of a class of its own, which our readers do not take for
-annotated truth. ASAP knows neither tiles nor measurements: there the name of a lesion carries its score and size. On a
-slide that is not called positive regions have another class and name: they are its highest-ranked ones and no lesions.
+`export_heatmap` runs in a worker. Lesions and points are found anew every time, which is quick. Files are left alone as
+long as they exist and `<slide>.json` beside them says that they were built from this heatmap, with these settings,
+annotation and slide.
 
-Files are written tile by tile, so that 200,000 of them cost no memory, and whole or not at all.
+* **GeoJSON**: in QuPath a tile is an object of type `tile` with its numbers as measurements, so that *Measure > Show
+  measurement maps* colours the slide by any of them; a lesion is an annotation of a class of its own, which our readers
+  do not take for ground truth. Written tile by tile, so that 200,000 of them cost no memory.
+* **ASAP** knows neither tiles nor measurements: there the name of a lesion carries its score and size.
+* **TIFF**: a BigTIFF in RGB with tiles of 256 pixels, losslessly compressed, each level a page of its own. OpenSlide
+  calls that a generic TIFF; QuPath, ASAP, libvips and tifffile read it (OpenSlide does not find the levels of an
+  OME-TIFF). It covers the area of the slide, and its resolution tags say so: a pixel is `downsample` level-0 pixels, a
+  power of two that leaves 16 to 32 pixels to the edge of a tile. Where there is no tile it is black: viewers that lay
+  the file over the slide, channel by channel, take dark for little. No level is held in memory whole.
+
+On a slide that is not called positive regions have another class and name: they are its highest-ranked ones and no
+lesions. Every file is written atomically; equal heatmaps give equal bytes.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tifffile
 
-from selfvitmil.annotations import write_annotations
+from selfvitmil.annotations import read_annotations, write_annotations
 from selfvitmil.annotations.geojson import feature_texts, write_features
-from selfvitmil.errors import AnnotationError
-from selfvitmil.localize.lesions import Lesion
-from selfvitmil.localize.maps import COLUMNS, SlideMap
-from selfvitmil.store.files import atomic_path
+from selfvitmil.errors import AnnotationError, SelfVitMilError
+from selfvitmil.localize.detection import Lesion, find_lesions, find_points, highest_scoring_tile
+from selfvitmil.localize.heatmap import COLUMNS, Heatmap, check_annotations, heatmap_made_from, read_heatmap
+from selfvitmil.localize.overlay import Colors, Pixels, Raster, color_table, shown_words, write_overlays
+from selfvitmil.settings import LocalizeSettings
+from selfvitmil.slides import fingerprint, open_slide
+from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, write_text
+from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, compare_digests, stale
 
 MEASUREMENTS = {"instance": "instance probability"}
 """What columns of a map are called in QuPath, where not by their own name."""
@@ -31,14 +51,14 @@ MEASUREMENTS = {"instance": "instance probability"}
 _CHUNK = 2_000  # tiles whose numbers are plain Python at a time
 
 
-def write_geojson_map(path: Path, slide_map: SlideMap, lesions: Sequence[Lesion]) -> None:
+def write_geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> None:
     """Write lesions and tiles as a FeatureCollection for QuPath; `.geojson`, packed where the name ends in `.gz`."""
     if not path.name.lower().endswith((".geojson", ".geojson.gz")):
         raise AnnotationError(
             f"{path.name} is no name for a map of QuPath", "it is GeoJSON", "Use .geojson or .geojson.gz"
         )
     parts = (part for lesion in lesions for part in lesion.parts)
-    features = chain(feature_texts(parts), _tile_texts(slide_map))
+    features = chain(feature_texts(parts), _tile_texts(heatmap))
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         if path.name.lower().endswith(".gz"):
             with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6) as packed:
@@ -47,14 +67,14 @@ def write_geojson_map(path: Path, slide_map: SlideMap, lesions: Sequence[Lesion]
             write_features(file, features)
 
 
-def write_asap_lesions(path: Path, slide_map: SlideMap, lesions: Sequence[Lesion]) -> None:
+def write_asap(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> None:
     """Write the outlines of lesions as XML for ASAP; their names tell model, score and size."""
     write_annotations(
         path,
         (
             replace(
                 lesion.annotation,
-                name=f"{slide_map.model} {lesion.annotation.name}: score {lesion.score:.3f}, "
+                name=f"{heatmap.model} {lesion.annotation.name}: score {lesion.score:.3f}, "
                 f"{lesion.area_mm2:.3g} mm2, {lesion.size_words('none')}",
             )
             for lesion in lesions
@@ -62,25 +82,25 @@ def write_asap_lesions(path: Path, slide_map: SlideMap, lesions: Sequence[Lesion
     )
 
 
-def _tile_texts(slide_map: SlideMap) -> Iterator[str]:
+def _tile_texts(heatmap: Heatmap) -> Iterator[str]:
     """A feature for every tile, numbers to six digits that count: attention may be very small."""
-    extent = round(slide_map.frame.extent_l0, 2)
-    measured = {"score": slide_map.score, "detection": slide_map.detection}
-    measured |= {MEASUREMENTS.get(name, name): slide_map.columns[name] for name in COLUMNS if name in slide_map.columns}
-    if slide_map.annotated is not None:
-        measured["annotated"] = slide_map.annotated
+    extent = round(heatmap.frame.extent_l0, 2)
+    measured = {"score": heatmap.score, "detection": heatmap.detection}
+    measured |= {MEASUREMENTS.get(name, name): heatmap.columns[name] for name in COLUMNS if name in heatmap.columns}
+    if heatmap.annotated is not None:
+        measured["annotated"] = heatmap.annotated
     ring = ",".join(["[%.12g,%.12g]"] * 5)
     numbers = ",".join(f'"{name}":%s' for name in measured)
     text = (
         '{"type":"Feature","geometry":{"type":"Polygon","coordinates":[[' + ring + "]]},"
         '"properties":{"objectType":"tile","measurements":{' + numbers + "}}}"
     )
-    for start in range(0, len(slide_map), _CHUNK):
+    for start in range(0, len(heatmap), _CHUNK):
         rows = slice(start, start + _CHUNK)
-        (x0, y0), columns = slide_map.coords_l0[rows].T, [values[rows] for values in measured.values()]
+        (x0, y0), columns = heatmap.coords_l0[rows].T, [values[rows] for values in measured.values()]
         x1, y1 = x0 + extent, y0 + extent
-        places = (axis.tolist() for axis in (x0, y0, x1, y0, x1, y1, x0, y1, x0, y0))
-        for row in zip(*places, *map(_number_texts, columns), strict=True):
+        placement = (axis.tolist() for axis in (x0, y0, x1, y0, x1, y1, x0, y1, x0, y0))
+        for row in zip(*placement, *map(_number_texts, columns), strict=True):
             yield text % row
 
 
@@ -90,3 +110,288 @@ def _number_texts(values: np.ndarray) -> list[str]:
     for row in np.flatnonzero(~np.isfinite(values)):
         words[row] = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}[words[row]]
     return words
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+TILE_PX = 256
+LEAST_PX = 16
+"""The edge of a slide's tile has at least this many pixels, where the slide has them."""
+
+
+def downsample_of(heatmap: Heatmap) -> int:
+    """Level-0 pixels per pixel of the heatmap's largest level."""
+    return 2 ** max(0, math.floor(math.log2(heatmap.frame.extent_l0 / LEAST_PX)))
+
+
+def write_pyramid(path: Path, heatmap: Heatmap, colors: Colors = "inferno") -> None:
+    """Write the map's scores in these colours."""
+    downsample = downsample_of(heatmap)
+    with atomic_path(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:
+        for k, size_px in enumerate(level_sizes(heatmap.frame.size_l0, downsample)):
+            level_downsample = downsample * 2**k
+            per_cm = 10_000 / (heatmap.frame.slide_mpp * level_downsample)
+            file.write(
+                _tiles(Raster.over(heatmap, size_px, level_downsample), colors),
+                shape=(size_px[1], size_px[0], 3),
+                dtype=np.uint8,
+                tile=(TILE_PX, TILE_PX),
+                photometric="rgb",
+                compression="zlib",
+                subfiletype=1 if k else 0,  # a smaller copy of the first page
+                resolution=(per_cm, per_cm),
+                resolutionunit="CENTIMETER",
+                description=_description(heatmap, colors, downsample) if k == 0 else None,
+                metadata=None,
+                software="selfvitmil",
+            )
+
+
+def level_sizes(size_l0: tuple[int, int], downsample: int) -> list[tuple[int, int]]:
+    """(width, height) of every level, down to one tile; partly covered last pixels count."""
+    sizes: list[tuple[int, int]] = []
+    while not sizes or max(sizes[-1]) > TILE_PX:
+        width, height = (-(-edge // (downsample * 2 ** len(sizes))) for edge in size_l0)
+        sizes.append((width, height))
+    return sizes
+
+
+def _tiles(raster: Raster, colors: Colors) -> Iterator[Pixels]:
+    """Row by row; those over the edge are filled up with black."""
+    width, height = raster.size_px
+    for top in range(0, height, TILE_PX):
+        index = raster.rows(top, min(top + TILE_PX, height))
+        band = np.zeros((TILE_PX, -(-width // TILE_PX) * TILE_PX, 3), np.uint8)
+        band[: len(index), :width] = color_table(colors)[index]
+        for left in range(0, width, TILE_PX):
+            yield np.ascontiguousarray(band[:, left : left + TILE_PX])
+
+
+def _description(heatmap: Heatmap, colors: Colors, downsample: int) -> bytes:
+    """For people, in UTF-8."""
+    words = (
+        f"selfvitmil heat-map of {heatmap.slide} by {heatmap.model}: {heatmap.kind}, {heatmap.scale}, "
+        f"evidence for {heatmap.prediction.shown}, colours {colors} from 0 to 1, "
+        f"1 px = {downsample} level-0 px of the slide"
+    )
+    return words.encode()
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+VERSION = 2
+"""Of how files are made from maps; a higher one makes them stale. Since 2 slides that are not called positive have
+highest-ranked regions and no lesions."""
+LESION_COLUMNS = (
+    "slide", "lesion", "score", "mean_score", "area_mm2", "diameter_um", "tile_um", "size", "x_l0", "y_l0", "tiles",
+)  # fmt: skip
+POINT_COLUMNS = ("slide", "detection", "x_l0", "y_l0")
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """All that a worker needs to know."""
+
+    map_file: Path
+    slide_file: Path | None
+    """None where there is none at hand; then no picture is drawn."""
+    annotation: Path | None
+    reader: str
+    settings: LocalizeSettings
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What became of one slide."""
+
+    cells: tuple[str, ...]
+    """Of its row in the command's table."""
+    lesions: tuple[tuple[Any, ...], ...]
+    """Rows of lesions.csv without the slide; none where the slide is not called positive."""
+    points: tuple[tuple[Any, ...], ...]
+    num_made: int
+    """Files that were written now."""
+    shows: str = ""
+    """What the heatmap shows, and why."""
+    only_ranks: bool = False
+    """Whether the slide is not called positive."""
+    warnings: tuple[str, ...] = ()
+    failure: Failure | None = None
+    """Of what could not be made, though the map and all else could."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Some files that are made together, what they depend on, and how they are made."""
+
+    name: str
+    made_from: str
+    make: Callable[[], Sequence[Path]]
+
+
+@dataclass
+class ExportRecord:
+    """`<slide>.json`: which files were made from what."""
+
+    map: str = ""
+    products: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> ExportRecord:
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            return cls(str(told["map"]), {str(name): dict(value) for name, value in told["products"].items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()  # then everything is rebuilt
+
+    def files(self, product: str) -> list[str]:
+        """Return the names of the files of a product."""
+        return self.products.get(product, {}).get("files", [])
+
+    def freshness(self, folder: Path, product: Product) -> Freshness:
+        """Return whether the files of a product are up to date."""
+        if product.name not in self.products:
+            return MISSING
+        missing = [name for name in self.files(product.name) if not (folder / name).exists()]
+        if missing:
+            return stale(*(Change(ChangeKind.MISSING_FILE, name) for name in missing))
+        return compare_digests(self.products[product.name].get("made_from"), product.made_from)
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps({"map": self.map, "products": self.products}, indent=1, sort_keys=True))
+
+
+def export_heatmap(job: ExportJob) -> ExportResult:
+    """Find lesions and points of a map and write the files that were asked for and are not current."""
+    settings = job.settings
+    heatmap = read_heatmap(job.map_file)
+    lesions = find_lesions(heatmap, settings.lesion_threshold, settings.min_lesion_mm2)
+    points = find_points(heatmap, settings.point_radius_um, settings.point_min)
+    products, warnings = _wanted(job, heatmap, lesions)
+    found = () if heatmap.only_ranks else lesions
+    num_made, failure = _make(job, heatmap.slide, products)
+    return ExportResult(
+        cells=_cells(heatmap, found),
+        lesions=tuple(_lesion_row(lesion, settings.staging) for lesion in found),
+        points=tuple(tuple(row) for row in points.tolist()),
+        num_made=num_made,
+        shows=shown_words(heatmap),
+        only_ranks=heatmap.only_ranks,
+        warnings=(*heatmap.warnings, *warnings),
+        failure=failure,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _wanted(job: ExportJob, heatmap: Heatmap, lesions: Sequence[Lesion]) -> tuple[list[Product], list[str]]:
+    """The products that were asked for, and why one of them cannot be."""
+    settings, slide = job.settings, heatmap.slide
+    folder = job.map_file.parent
+    on_lesions = settings.lesion_threshold, settings.min_lesion_mm2
+    products: list[Product] = []
+    warnings: list[str] = []
+
+    def add(name: str, make: Callable[[], Sequence[Path]], *parts: Any) -> None:
+        products.append(Product(name, hash_of(VERSION, *parts), make))
+
+    if settings.geojson != "none":
+        file = folder / f"{slide}.geojson{'.gz' * (settings.geojson == 'gzip')}"
+        add("geojson", partial(_geojson, file, heatmap, lesions), on_lesions, settings.geojson)
+    if settings.asap:
+        add("asap", partial(_asap, folder / f"{slide}.xml", heatmap, lesions), on_lesions)
+    if settings.tiff:
+        add("tiff", partial(_tiff, folder / f"{slide}.tiff", heatmap))
+    if settings.pictures and job.slide_file is None:
+        warnings.append("no picture is drawn, for the slide's file is not there; map, lesions and exports are made")
+    elif settings.pictures and job.slide_file is not None:
+        annotation = None if job.annotation is None else file_fingerprint(job.annotation)
+        inputs = annotation, fingerprint(job.slide_file)
+        draw = partial(_pictures, job, job.slide_file, heatmap, lesions)
+        add("pictures", draw, on_lesions, settings.colors, settings.picture_px, inputs)
+    return products, warnings
+
+
+def _make(job: ExportJob, slide: str, products: Sequence[Product]) -> tuple[int, Failure | None]:
+    """Make what is not current; how many files that were, and the failure among them."""
+    folder, record_file = job.map_file.parent, job.map_file.with_suffix(".json")
+    record, origin = ExportRecord.read(record_file), heatmap_made_from(job.map_file) or ""
+    origin = hash_of(origin)
+    if record.map != origin:  # what an earlier map gave and nobody makes anew would show what is no longer so
+        _remove(folder, [name for product in record.products for name in record.files(product)])
+        record = ExportRecord(origin)
+    num_made, failure = 0, None
+    for product in products:
+        if record.freshness(folder, product).is_up_to_date:
+            continue
+        _remove(folder, record.files(product.name))
+        record.products.pop(product.name, None)
+        record.write(record_file)  # before: should we be killed, what is half new must not pass for what was there
+        try:
+            files = [path.name for path in product.make()]
+        except (SelfVitMilError, OSError) as error:
+            failure = Failure.of(slide, "localize", error)
+            continue
+        record.products[product.name] = {"made_from": product.made_from, "files": files}
+        num_made += len(files)
+    record.write(record_file)
+    return num_made, failure
+
+
+def _remove(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        (folder / Path(name).name).unlink(missing_ok=True)
+
+
+def _geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
+
+    write_geojson(path, heatmap, lesions)
+    return [path]
+
+
+def _asap(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
+
+    write_asap(path, heatmap, lesions)
+    return [path]
+
+
+def _tiff(path: Path, heatmap: Heatmap) -> list[Path]:
+
+    write_pyramid(path, heatmap)
+    return [path]
+
+
+def _pictures(job: ExportJob, slide_file: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
+    outlines = () if job.annotation is None else read_annotations(job.annotation, repair=True)
+    if job.annotation is not None:
+        check_annotations(outlines, heatmap.frame.size_l0, job.annotation.name)
+    with open_slide(slide_file, reader=job.reader, mpp=heatmap.frame.slide_mpp) as slide:
+        found = () if heatmap.only_ranks else lesions
+        return write_overlays(job.map_file.parent, heatmap, slide, job.settings, outlines, found)
+
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+def _lesion_row(lesion: Lesion, staging: str) -> tuple[Any, ...]:
+    x, y = lesion.centroid_l0
+    return (
+        lesion.number, lesion.score, lesion.mean_score, lesion.area_mm2, lesion.diameter_um, lesion.tile_um,
+        lesion.size_words(staging), x, y, len(lesion.rows),
+    )  # fmt: skip
+
+
+def _cells(heatmap: Heatmap, lesions: Sequence[Lesion]) -> tuple[str, ...]:
+    prediction = heatmap.prediction
+    largest = max(lesions, key=lambda lesion: lesion.area_mm2, default=None)
+    measured = "" if largest is None else f"{largest.area_mm2:.3g} mm2, {largest.size_words('none')}"
+    hottest = ""
+    if heatmap.score.any():
+        x, y = heatmap.coords_l0[highest_scoring_tile(heatmap)].tolist()
+        hottest = f"at {x}, {y}"
+    probability = f"{prediction.shown_probability:.3f} {prediction.shown}"
+    number = "-" if heatmap.only_ranks else str(len(lesions))
+    return probability, prediction.decision, heatmap.kind, number, measured, hottest

@@ -31,7 +31,7 @@ N tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,10 @@ from selfvitmil.annotations import Annotation, box_coverage, read_annotations, t
 from selfvitmil.cohort.table import SlideRow, listing
 from selfvitmil.errors import ArtefactError, CohortError, MetricError
 from selfvitmil.evaluate.method_metrics import attempt
-from selfvitmil.localize.lesion_scores import Json, LesionScores, ScoredSlide, Threshold
-from selfvitmil.localize.lesions import find_points, hottest_tile
-from selfvitmil.localize.maps import SlideMap, read_map
-from selfvitmil.localize.places import check_outlines
-from selfvitmil.localize.source import NORMAL_SHARE, TUMOUR_SHARE
+from selfvitmil.localize.detection import find_points, highest_scoring_tile
+from selfvitmil.localize.heatmap import Heatmap, check_annotations, read_heatmap
+from selfvitmil.localize.lesion_results import Json, LesionScores, ScoredSlide, Threshold
+from selfvitmil.localize.scores import NORMAL_SHARE, TUMOUR_SHARE
 from selfvitmil.metrics.detection import ITC_UM, evaluation_mask, major_axes
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
 
@@ -78,7 +77,7 @@ Floats = NDArray[np.float64]
 class LesionCase:
     """The map of a slide, and what is known of its lesions. AnnotationError where outlines are another slide's."""
 
-    slide_map: SlideMap
+    heatmap: Heatmap
     annotations: tuple[Annotation, ...] | None = None
     """None where the slide has no annotation, as normal slides."""
     positive: bool | None = None
@@ -97,12 +96,12 @@ class LesionCase:
         if not self.patient:
             object.__setattr__(self, "patient", self.slide)
         if self.annotations:
-            warnings = check_outlines(self.annotations, self.slide_map.frame.size_l0, self.file)
+            warnings = check_annotations(self.annotations, self.heatmap.frame.size_l0, self.file)
             object.__setattr__(self, "warnings", warnings)
 
     @property
     def slide(self) -> str:
-        return self.slide_map.slide
+        return self.heatmap.slide
 
     @property
     def tumour(self) -> list[Annotation]:
@@ -112,7 +111,7 @@ class LesionCase:
     @property
     def refused(self) -> str:
         """Why it cannot be scored; empty where it can."""
-        if not len(self.slide_map):
+        if not len(self.heatmap):
             return "its map has no tile"
         if not self.complete:
             return "not all of its lesions are outlined"
@@ -122,17 +121,17 @@ class LesionCase:
             groups = sorted({one.group for one in self.annotations or ()}) or ["none"]
             return f"it is positive and {self.file} outlines no tumour (groups: {listing(groups)})"
         if not self.positive and self.tumour:
-            return f"{self.file} outlines tumour, but its label is not {self.slide_map.verdict.shown}"
+            return f"{self.file} outlines tumour, but its label is not {self.heatmap.prediction.shown}"
         return ""
 
 
-def lesion_case(row: SlideRow, slide_map: SlideMap | Path) -> LesionCase:
+def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
     """The case of a cohort's slide from its map and the annotation that the cohort names.
 
     Raises ArtefactError where the map is unreadable or of another slide, AnnotationError where the annotation is
     unreadable or of another slide, CohortError where the slide has no label.
     """
-    found = slide_map if isinstance(slide_map, SlideMap) else read_map(slide_map)
+    found = heatmap if isinstance(heatmap, Heatmap) else read_heatmap(heatmap)
     if found.slide != row.slide:
         raise ArtefactError(
             f"{row.slide}: its map is of {found.slide}",
@@ -146,21 +145,38 @@ def lesion_case(row: SlideRow, slide_map: SlideMap | Path) -> LesionCase:
     return LesionCase(
         found,
         None if row.annotation is None else read_annotations(row.annotation, repair=True),
-        positive=row.label == found.verdict.shown,
+        positive=row.label == found.prediction.shown,
         complete=row.lesions_complete,
         patient=row.patient,
         file="" if row.annotation is None else row.annotation.name,
     )
 
 
+def common_cases(
+    cases: Mapping[str, Sequence[LesionCase]],
+) -> tuple[dict[str, list[LesionCase]], tuple[str, ...]]:
+    """Of every model the cases of those slides that all have, in the order of the first; and who lacks which."""
+    slides = {name: {case.slide: case for case in own} for name, own in cases.items()}
+    everywhere = set.intersection(*map(set, slides.values())) if slides else set()
+    anywhere = {slide for own in slides.values() for slide in own}
+    first = next(iter(cases.values()), ())
+    kept = {name: [own[case.slide] for case in first if case.slide in everywhere] for name, own in slides.items()}
+    warnings = [
+        f"{name} has no map of {listing(missing)}: left out for all"
+        for name, own in slides.items()
+        if (missing := sorted(anywhere - own.keys()))
+    ]
+    return kept, tuple(warnings)
+
+
 # ---------------------------------------------------------------------------------------------------- one slide
 
 
-def outlined_shares(case: LesionCase, edge_l0: float) -> Floats:
+def tumour_shares(case: LesionCase, edge_l0: float) -> Floats:
     """(N,) share of the square of this edge around each tile's centre that is outlined as tumour."""
     if not case.positive:
-        return np.zeros(len(case.slide_map))
-    centres = case.slide_map.centres_l0
+        return np.zeros(len(case.heatmap))
+    centres = case.heatmap.centres_l0
     boxes = np.concatenate([centres - edge_l0 / 2, centres + edge_l0 / 2], axis=1)
     return box_coverage(case.annotations or (), boxes)
 
@@ -178,12 +194,12 @@ class _Areas:
 
     @classmethod
     def of(cls, case: LesionCase) -> _Areas:
-        frame = case.slide_map.frame
+        frame = case.heatmap.frame
         edge, (width, height) = min(frame.stride_l0, frame.extent_l0), frame.size_l0
         whole = float(box_coverage(case.annotations or (), [[0, 0, width, height]])[0]) if case.positive else 0.0
         pixel_mm2 = frame.slide_mpp**2 / 1e6
-        shares = outlined_shares(case, edge)
-        return cls(case.slide_map.score, shares, edge**2 * pixel_mm2, whole * width * height * pixel_mm2)
+        shares = tumour_shares(case, edge)
+        return cls(case.heatmap.score, shares, edge**2 * pixel_mm2, whole * width * height * pixel_mm2)
 
     def at(self, thresholds: Floats) -> tuple[Floats, Floats]:
         """For each threshold the area of the tiles that reach it, and that of outlined tumour under them, in mm2."""
@@ -207,26 +223,26 @@ class _Tiles:
 
 
 def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[ScoredSlide, _Tiles]:
-    slide_map, areas = case.slide_map, _Areas.of(case)
+    heatmap, areas = case.heatmap, _Areas.of(case)
     marked, covered = (float(area[0]) for area in areas.at(np.array([threshold])))
-    apart = slide_map.frame.stride_l0 >= slide_map.frame.extent_l0
-    share = areas.outlined if apart else outlined_shares(case, slide_map.frame.extent_l0)
+    apart = heatmap.frame.stride_l0 >= heatmap.frame.extent_l0
+    share = areas.outlined if apart else tumour_shares(case, heatmap.frame.extent_l0)
     tumour, normal = share >= TUMOUR_SHARE, share < NORMAL_SHARE
     known = tumour | normal
     peaks, is_itc = _lesion_peaks(case, frame) if case.positive else (np.empty(0, np.float32), np.empty(0, bool))
     touched = peaks >= np.float32(threshold)
     two_kinds = tumour.any() and normal.any()
-    hottest = hottest_tile(slide_map)
-    found = bool(slide_map.score[hottest] > 0)
-    x, y = slide_map.centres_l0[hottest].tolist()
+    hottest = highest_scoring_tile(heatmap)
+    found = bool(heatmap.score[hottest] > 0)
+    x, y = heatmap.centres_l0[hottest].tolist()
     scored = ScoredSlide(
         slide=case.slide,
         patient=case.patient,
         positive=bool(case.positive),
-        called=slide_map.verdict.is_positive,
-        probability=slide_map.verdict.shown_probability,
+        called=heatmap.prediction.is_positive,
+        probability=heatmap.prediction.shown_probability,
         threshold=threshold,
-        tissue_mm2=len(slide_map) * areas.square_mm2,
+        tissue_mm2=len(heatmap) * areas.square_mm2,
         tumour_mm2=areas.tumour_mm2,
         reachable_mm2=float(areas.outlined.sum()) * areas.square_mm2,
         covered_mm2=covered,
@@ -240,35 +256,35 @@ def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Scored
         tumour_tiles=int(tumour.sum()),
         normal_tiles=int(normal.sum()),
         between_tiles=int((~known).sum()),
-        tile_auc=metrics.auc(tumour[known], slide_map.score[known]) if two_kinds else math.nan,
-        tile_ap=metrics.average_precision(tumour[known], slide_map.score[known]) if two_kinds else math.nan,
+        tile_auc=metrics.auc(tumour[known], heatmap.score[known]) if two_kinds else math.nan,
+        tile_ap=metrics.average_precision(tumour[known], heatmap.score[known]) if two_kinds else math.nan,
         hottest_x_l0=x,
         hottest_y_l0=y,
         hit=found and bool(share[hottest] >= NORMAL_SHARE) if case.positive else None,
         hit_half=found and bool(tumour[hottest]) if case.positive else None,
     )
-    return scored, _Tiles(slide_map.detection[known], tumour[known])
+    return scored, _Tiles(heatmap.detection[known], tumour[known])
 
 
 # ---------------------------------------------------------------------------------------------------- FROC
 
 
-def _pixel_l0(slide_map: SlideMap, frame: str) -> float:
+def _pixel_l0(heatmap: Heatmap, frame: str) -> float:
     """Edge of a pixel of the evaluation mask."""
-    unit = CHALLENGE_MPP / slide_map.frame.slide_mpp if frame == "microns" else 1.0
+    unit = CHALLENGE_MPP / heatmap.frame.slide_mpp if frame == "microns" else 1.0
     return 2**LEVEL * unit
 
 
 def _mask(case: LesionCase, frame: str) -> NDArray[np.bool_]:
-    told = case.slide_map.frame
-    mpp = _pixel_l0(case.slide_map, frame) * told.slide_mpp
+    told = case.heatmap.frame
+    mpp = _pixel_l0(case.heatmap, frame) * told.slide_mpp
     return to_mask(case.annotations or (), told.size_l0, told.slide_mpp, mpp)
 
 
 def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """For each lesion of the evaluation mask the best score of a tile with its outlined tumour (-1 where no tile lies),
     and whether it is isolated tumour cells."""
-    slide_map, tumour = case.slide_map, _mask(case, frame)
+    heatmap, tumour = case.heatmap, _mask(case, frame)
     columns, lines = (np.flatnonzero(tumour.any(axis=axis)) for axis in (0, 1))
     if not len(columns):
         return np.empty(0, np.float32), np.empty(0, bool)
@@ -277,11 +293,11 @@ def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], ND
     tumour = tumour[top : lines[-1] + _MARGIN_PX, left : columns[-1] + _MARGIN_PX]
     labels = evaluation_mask(tumour, LEVEL, CHALLENGE_MPP)
     y, x = np.nonzero(tumour)
-    centre = (np.stack([x + left, y + top], axis=1) + 0.5) * _pixel_l0(slide_map, frame)
-    told = slide_map.frame
-    corner = np.asarray(slide_map.origin_l0) + (told.extent_l0 - told.stride_l0) / 2
+    centre = (np.stack([x + left, y + top], axis=1) + 0.5) * _pixel_l0(heatmap, frame)
+    told = heatmap.frame
+    corner = np.asarray(heatmap.origin_l0) + (told.extent_l0 - told.stride_l0) / 2
     column, line = np.floor((centre - corner) / told.stride_l0).astype(np.int64).T
-    picture = slide_map.heat_map()
+    picture = heatmap.as_grid()
     height, width = picture.shape
     inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
     score = np.full(len(x), -1, np.float32)
@@ -302,10 +318,10 @@ class _FrocCases(Sequence[tuple[Any, Any]]):
 
     def __getitem__(self, index: Any) -> tuple[Any, Any]:
         case, settings = self.cases[index], self.settings
-        points = find_points(case.slide_map, settings.point_radius_um, settings.point_min)
+        points = find_points(case.heatmap, settings.point_radius_um, settings.point_min)
         # Edge tiles of other tools may have their centres outside.
-        points[:, 1:] = np.clip(points[:, 1:], 0, np.asarray(case.slide_map.frame.size_l0) - 1)
-        points[:, 1:] *= 2**LEVEL / _pixel_l0(case.slide_map, settings.froc_frame)
+        points[:, 1:] = np.clip(points[:, 1:], 0, np.asarray(case.heatmap.frame.size_l0) - 1)
+        points[:, 1:] *= 2**LEVEL / _pixel_l0(case.heatmap, settings.froc_frame)
         return (_mask(case, settings.froc_frame) if case.positive else None), points
 
 
@@ -361,7 +377,7 @@ def score_lesions(
         warnings.append(f"limits rest on {num_positive} positive slides and are rough")
     tiles = [tiles for _, tiles in scored]
     detection, tumour = (np.concatenate([getattr(each, name) for each in tiles]) for name in ("detection", "tumour"))
-    splits, split_of = np.unique([case.slide_map.verdict.split for case in cases], return_inverse=True)
+    splits, split_of = np.unique([case.heatmap.prediction.split for case in cases], return_inverse=True)
     if len(splits) > 1:
         warnings.append(ONE_ORDER.format(len(splits)))
     folds = np.repeat(split_of, [len(each.tumour) for each in tiles])
@@ -375,7 +391,7 @@ def score_lesions(
         threshold=threshold,
         froc=froc,
         pooled=pooled,
-        about=_about(cases[0].slide_map, settings),
+        about=_about(cases[0].heatmap, settings),
         evaluate=evaluate,
         reasons=reasons,
         warnings=tuple(warnings),
@@ -388,8 +404,8 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
         raise MetricError(
             f"several maps of {listing(twice)}", "a slide counts once, to choose or to evaluate", "Pass each slide once"
         )
-    told = {(case.slide_map.model, case.slide_map.kind, case.slide_map.scale, case.slide_map.gated,
-             case.slide_map.verdict.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
+    told = {(case.heatmap.model, case.heatmap.kind, case.heatmap.scale, case.heatmap.gated,
+             case.heatmap.prediction.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
     if len(told) > 1:
         listed = listing(sorted(", ".join(map(str, one)) for one in told))
         raise MetricError(
@@ -398,7 +414,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             "Localize all slides by one model with the same settings",
         )
     for cases, parts, what in ((test_cases, ("test", "new"), "evaluate"), (val_cases, ("val",), "choose a threshold")):
-        wrong = [f"{case.slide} ({part})" for case in cases if (part := case.slide_map.verdict.part) not in parts]
+        wrong = [f"{case.slide} ({part})" for case in cases if (part := case.heatmap.prediction.part) not in parts]
         if wrong:
             raise MetricError(
                 f"maps of slides that may not {what}: {listing(wrong)}",
@@ -407,14 +423,14 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             )
 
 
-def _about(slide_map: SlideMap, settings: LocalizeSettings) -> Json:
+def _about(heatmap: Heatmap, settings: LocalizeSettings) -> Json:
     return {
-        "model": slide_map.model,
-        "method": slide_map.method,
-        "mapped": slide_map.kind,
-        "scale": slide_map.scale,
-        "gated": slide_map.gated,
-        "shown": slide_map.verdict.shown,
+        "model": heatmap.model,
+        "method": heatmap.method,
+        "mapped": heatmap.kind,
+        "scale": heatmap.scale,
+        "gated": heatmap.gated,
+        "shown": heatmap.prediction.shown,
         "froc_frame": settings.froc_frame,
         "point_radius_um": settings.point_radius_um,
         "point_min": settings.point_min,

@@ -1,8 +1,9 @@
-"""Pictures of maps for people: the slide, its tiles tinted by their score, and all that is needed to read it.
+"""Pictures of heatmaps: the slide, its tiles tinted by their score, and all that is needed to read it.
 
-A map and a picture of the slide come in, a page goes out: caption, the tinted slide, scale bar, legend, colour bar. No
-word covers any tissue. Tiles are squares with hard edges, never blurred: what a model says, it says of whole tiles.
-Where tiles overlap, the mean of their scores is shown.
+A heatmap and a picture of the slide come in, a page goes out: caption, the tinted slide, scale bar, legend, colour bar.
+No text covers any tissue. A pixel belongs to a tile when its centre lies in it, so tiles are squares with hard edges,
+never blurred: a model scores whole tiles. Where tiles overlap, the mean of their scores is shown. Pixels are painted in
+bands, so that large pictures need little memory.
 
 | colours              | a tile is covered by                                             |
 |----------------------|------------------------------------------------------------------|
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -30,12 +32,140 @@ from PIL import Image, ImageDraw, ImageFont
 from selfvitmil.annotations import Annotation
 from selfvitmil.errors import SlideError
 from selfvitmil.geometry import size_at_mpp
-from selfvitmil.localize.lesions import RANKS_ONLY, Lesion, hottest_tile
-from selfvitmil.localize.maps import SlideMap
-from selfvitmil.localize.raster import NO_TILE, Colors, Pixels, Raster, paint_tiles, tint
+from selfvitmil.localize.detection import RANKS_ONLY, Lesion, highest_scoring_tile
+from selfvitmil.localize.heatmap import Heatmap
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.slides import Slide
 from selfvitmil.store.files import atomic_path
+
+Colors = Literal["red", "inferno", "viridis"]
+Pixels = NDArray[np.uint8]
+
+NO_TILE = 256
+"""Index of pixels where there is no tile; scores have 0 to 255."""
+OPACITY: dict[Colors, tuple[float, float]] = {"red": (0.5, 0.62), "inferno": (0.2, 0.7), "viridis": (0.25, 0.7)}
+"""Of tiles with score 0 and 1."""
+BAND_PX = 256
+"""Rows painted at a time, so that large pictures need little memory."""
+LINES_FROM_PX = 24
+"""Tiles that are this wide in a picture are parted by thin lines."""
+
+
+@dataclass(frozen=True, eq=False)
+class Raster:
+    """The tiles of a map as rectangles of whole pixels of some picture."""
+
+    boxes_px: NDArray[np.int64]
+    """(N, 4) x0, y0, x1, y1, half open, cut to the picture; none is empty."""
+    weight: NDArray[np.int64]
+    """(N,) scores in 1 / 2**24, so that sums are exact."""
+    size_px: tuple[int, int]
+
+    @classmethod
+    def over(
+        cls, heatmap: Heatmap, size_px: tuple[int, int], downsample: float, origin_l0: tuple[float, float] = (0, 0)
+    ) -> Raster:
+        """For a picture of `size_px` from `origin_l0` on, whose pixels are `downsample` level-0 pixels wide."""
+        boxes = _meeting(heatmap.boxes_l0)
+        boxes = np.ceil((boxes - np.tile(origin_l0, 2)) / downsample - 0.5).astype(np.int64)
+        boxes[:, 2:] = np.maximum(boxes[:, 2:], boxes[:, :2] + 1)  # tiles finer than pixels share them
+        boxes = np.clip(boxes, 0, np.tile(size_px, 2))
+        inside = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+        weight = np.rint(heatmap.score[inside].astype(np.float64) * 2**24).astype(np.int64)
+        return cls(boxes[inside], weight, size_px)
+
+    def rows(self, top: int, bottom: int) -> NDArray[np.int64]:
+        """[y, x] of these rows: 0 to 255 for the mean score of the tiles at a pixel, or `NO_TILE`."""
+        here = (self.boxes_px[:, 1] < bottom) & (self.boxes_px[:, 3] > top)
+        x0, y0, x1, y1 = self.boxes_px[here].T
+        y0, y1 = np.maximum(y0, top) - top, np.minimum(y1, bottom) - top
+        shape = (bottom - top + 1, self.size_px[0] + 1)
+        total, count = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
+        for y, x, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
+            np.add.at(total, (y, x), sign * self.weight[here])
+            np.add.at(count, (y, x), sign)
+        for part in (total, count):
+            np.cumsum(part, axis=0, out=part)
+            np.cumsum(part, axis=1, out=part)
+        total, count = total[:-1, :-1], count[:-1, :-1]
+        mean = total / np.maximum(count, 1) / 2.0**24
+        return np.where(count > 0, np.rint(255 * mean), NO_TILE).astype(np.int64)
+
+    def bands(self) -> Iterator[tuple[int, int]]:
+        """(top, bottom) of the bands of the picture."""
+        height = self.size_px[1]
+        return ((top, min(top + BAND_PX, height)) for top in range(0, height, BAND_PX))
+
+
+def _meeting(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Boxes whose right and lower edges meet the next tile where only the rounding of stored corners parts them."""
+    boxes = boxes.copy()
+    for start, end in ((0, 2), (1, 3)):
+        starts = np.unique(boxes[:, start])
+        if len(starts):
+            place = np.clip(np.searchsorted(starts, boxes[:, end] - 1), 0, len(starts) - 1)
+            near = np.abs(starts[place] - boxes[:, end]) <= 1
+            boxes[near, end] = starts[place[near]]
+    return boxes
+
+
+@cache
+def color_table(colors: Colors) -> Pixels:
+    """(257, 3) colours of the scores 0 to 1 in 256 steps; black, the last one, is for no tile."""
+    if colors == "red":
+        table = np.zeros((256, 3), np.uint8)
+        table[:, 0] = np.arange(256)
+    else:
+        table = matplotlib.colormaps[colors](np.arange(256), bytes=True)[:, :3]
+    table = np.concatenate([table, np.zeros((1, 3), np.uint8)])
+    table.setflags(write=False)
+    return table
+
+
+@cache
+def opacity_table(colors: Colors) -> NDArray[np.float32]:
+    """(257,) how much of a tile's colour covers the tissue; 0 where there is no tile."""
+    table = np.append(np.linspace(*OPACITY[colors], 256), 0).astype(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+def tint(pixels: Pixels, index: NDArray[np.int64], colors: Colors) -> Pixels:
+    """Pixels under the colours of these scores; what is under no tile stays as it is."""
+    under = pixels.astype(np.float32)
+    color, opacity = color_table(colors)[index].astype(np.float32), opacity_table(colors)[index][..., None]
+    return np.rint(under + (color - under) * opacity).astype(np.uint8)
+
+
+def paint_tiles(
+    heatmap: Heatmap,
+    thumbnail: Pixels,
+    thumbnail_mpp: float,
+    colors: Colors = "red",
+    origin_l0: tuple[float, float] = (0, 0),
+) -> Pixels:
+    """A picture of the slide, or of a part of it from `origin_l0` on, with its tiles tinted and nothing else."""
+    height, width = thumbnail.shape[:2]
+    raster = Raster.over(heatmap, (width, height), thumbnail_mpp / heatmap.frame.slide_mpp, origin_l0)
+    painted = np.empty_like(thumbnail)
+    for top, bottom in raster.bands():
+        painted[top:bottom] = tint(thumbnail[top:bottom], raster.rows(top, bottom), colors)
+    extent_px = heatmap.frame.extent_l0 * heatmap.frame.slide_mpp / thumbnail_mpp
+    if extent_px >= LINES_FROM_PX and heatmap.frame.stride_l0 > heatmap.frame.extent_l0 - 1:
+        _part_tiles(painted, raster)
+    return painted
+
+
+def _part_tiles(painted: Pixels, raster: Raster) -> None:
+    """Darken the upper and left edge of every tile."""
+    darker = (np.arange(256) * 0.75).astype(np.uint8)
+    for x0, y0, x1, y1 in raster.boxes_px:
+        for edge in (painted[y0, x0:x1], painted[y0 + 1 : y1, x0]):
+            edge[...] = darker[edge]
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 BoxL0 = tuple[float, float, float, float]
 """(x0, y0, x1, y1) in level-0 pixels."""
@@ -80,51 +210,52 @@ def scale_bar(mpp: float, most_px: float) -> tuple[float, str]:
     return microns, f"{microns / 1000:g} mm" if microns >= 1000 else f"{microns:g} µm"
 
 
-def score_words(slide_map: SlideMap) -> str:
+def score_words(heatmap: Heatmap) -> str:
     """What the colours mean."""
-    kind, scale = KINDS.get(slide_map.kind, slide_map.kind), SCALES.get(slide_map.scale, slide_map.scale)
-    tile = f"Tiles of {slide_map.frame.extent_l0 * slide_map.frame.slide_mpp:.3g} µm."
-    return f"Score: evidence for {slide_map.verdict.shown}, by {kind}; {scale}. {tile}"
+    kind, scale = KINDS.get(heatmap.kind, heatmap.kind), SCALES.get(heatmap.scale, heatmap.scale)
+    tile = f"Tiles of {heatmap.frame.extent_l0 * heatmap.frame.slide_mpp:.3g} µm."
+    return f"Score: evidence for {heatmap.prediction.shown}, by {kind}; {scale}. {tile}"
 
 
-def shown_words(slide_map: SlideMap) -> str:
+def shown_words(heatmap: Heatmap) -> str:
     """What the heatmap shows, and why that and nothing else."""
-    why = slide_map.details.get("shown_because", "")
-    return f"{KINDS.get(slide_map.kind, slide_map.kind)}{f': {why}' if why else ''}"
+    why = heatmap.details.get("shown_because", "")
+    return f"{KINDS.get(heatmap.kind, heatmap.kind)}{f': {why}' if why else ''}"
 
 
-def verdict_words(slide_map: SlideMap) -> str:
+def prediction_words(heatmap: Heatmap) -> str:
     """Probability, decision, and where its threshold came from."""
-    verdict = slide_map.verdict
-    if verdict.threshold is None:
-        rule = "the most probable class" if not verdict.threshold_from else verdict.threshold_from
+    prediction = heatmap.prediction
+    if prediction.threshold is None:
+        rule = "the most probable class" if not prediction.threshold_from else prediction.threshold_from
     else:
-        rule = f"threshold {verdict.threshold:.3g}: {verdict.threshold_from}"
-    return f"Probability of {verdict.shown} {verdict.shown_probability:.3f}, decision: {verdict.decision} ({rule})."
+        rule = f"threshold {prediction.threshold:.3g}: {prediction.threshold_from}"
+    probability = f"{prediction.shown} {prediction.shown_probability:.3f}"
+    return f"Probability of {probability}, decision: {prediction.decision} ({rule})."
 
 
-def caveats(slide_map: SlideMap) -> str:
+def caveats(heatmap: Heatmap) -> str:
     """What must not be overlooked in this map; mostly nothing."""
-    verdict, words = slide_map.verdict, []
-    if not verdict.is_positive:
-        shown = "all scores are set to 0" if slide_map.gated else RANKS_ONLY
-        instead = "" if verdict.decision == verdict.shown else f", not {verdict.shown}"
-        words.append(f"Called {verdict.decision}{instead}: {shown}.")
-    elif not slide_map.score.any():
+    prediction, words = heatmap.prediction, []
+    if not prediction.is_positive:
+        shown = "all scores are set to 0" if heatmap.gated else RANKS_ONLY
+        instead = "" if prediction.decision == prediction.shown else f", not {prediction.shown}"
+        words.append(f"Called {prediction.decision}{instead}: {shown}.")
+    elif not heatmap.score.any():
         words.append("The tiles do not differ: the map points nowhere.")
-    if verdict.part == "train":
+    if prediction.part == "train":
         words.append("The model was trained on this slide.")
-    if slide_map.model.endswith("_optimistic"):
+    if heatmap.model.endswith("_optimistic"):
         words.append("OPTIMISTIC: the model was chosen with the test slides.")
     return " ".join(words)
 
 
-def model_words(slide_map: SlideMap) -> str:
+def model_words(heatmap: Heatmap) -> str:
     """Whose map it is, and whether the slide was new to the model."""
-    verdict = slide_map.verdict
-    trainings = f", mean of {len(verdict.seeds)} trainings" if len(verdict.seeds) > 1 else ""
-    split = f", split {verdict.split}" if verdict.split else ""
-    return f"Model {slide_map.model}{split}{trainings}. {PARTS.get(verdict.part, verdict.part)}"
+    prediction = heatmap.prediction
+    trainings = f", mean of {len(prediction.seeds)} trainings" if len(prediction.seeds) > 1 else ""
+    split = f", split {prediction.split}" if prediction.split else ""
+    return f"Model {heatmap.model}{split}{trainings}. {PARTS.get(prediction.part, prediction.part)}"
 
 
 def printable(text: str) -> str:
@@ -207,12 +338,12 @@ class _View:
 
 
 def draw_overlay(
-    slide_map: SlideMap,
+    heatmap: Heatmap,
     thumbnail: Pixels,
     thumbnail_mpp: float,
     *,
     colors: Colors = "red",
-    outlines: Sequence[Annotation] = (),
+    annotations: Sequence[Annotation] = (),
     lesions: Sequence[Lesion] = (),
     box_l0: BoxL0 | None = None,
     title: str = "",
@@ -221,54 +352,54 @@ def draw_overlay(
 ) -> Image.Image:
     """The page for one map.
 
-    `thumbnail` shows `box_l0` of the slide, or all of it, at `thumbnail_mpp`. `outlines` are annotations, `lesions`
+    `thumbnail` shows `box_l0` of the slide, or all of it, at `thumbnail_mpp`. `annotations` are drawn, and `lesions`,
     regions that were found. `title` stands for the slide's name. `frame_l0` marks a region that another picture
     enlarges. `beside` puts the tissue without tiles to the left.
     """
     origin = (0.0, 0.0) if box_l0 is None else box_l0[:2]
-    view = _View(origin, thumbnail_mpp, slide_map.frame.slide_mpp)
+    view = _View(origin, thumbnail_mpp, heatmap.frame.slide_mpp)
     height, width = thumbnail.shape[:2]
     size = max(13, round(max(width * (1 + beside), height) / 72))
-    marks = _marks(outlines, lesions, frame_l0)
+    marks = _marks(annotations, lesions, frame_l0)
     panels = [thumbnail] if beside else []
-    panels.append(paint_tiles(slide_map, thumbnail, thumbnail_mpp, colors, origin))
-    tile_px = slide_map.frame.extent_l0 * slide_map.frame.slide_mpp / thumbnail_mpp
+    panels.append(paint_tiles(heatmap, thumbnail, thumbnail_mpp, colors, origin))
+    tile_px = heatmap.frame.extent_l0 * heatmap.frame.slide_mpp / thumbnail_mpp
     shown = [_marked(Image.fromarray(panel), marks, view, _line_px(size, tile_px)) for panel in panels]
     page_width = max(sum(panel.width for panel in shown) + size // 2 * (len(shown) - 1), 30 * size)
 
-    head = _head(slide_map, title or slide_map.slide, page_width, size)
-    tissue = _mean_under(slide_map, thumbnail, view)
+    head = _head(heatmap, title or heatmap.slide, page_width, size)
+    tissue = _mean_under(heatmap, thumbnail, view)
     ground = tint(tissue, np.zeros((), np.int64), colors)
     blocks = [
         _scale_block(thumbnail_mpp, width, size),
         _color_block(colors, tissue, size, min(12 * size, page_width // 3)),
     ]
     blocks += [_legend_block(mark, size, ground) for mark in _legend(marks)]
-    text = f"{printable(score_words(slide_map))} {NOTICE}"
+    text = f"{printable(score_words(heatmap))} {NOTICE}"
     foot = _Line(text, _font(round(size * 0.85)), GREY).folded(page_width)
     return _page(shown, head, blocks, foot, page_width, size)
 
 
 def draw_panel(
-    slide_map: SlideMap,
+    heatmap: Heatmap,
     thumbnail: Pixels,
     thumbnail_mpp: float,
     *,
     colors: Colors = "red",
-    outlines: Sequence[Annotation] = (),
+    annotations: Sequence[Annotation] = (),
     lesions: Sequence[Lesion] = (),
 ) -> Image.Image:
     """The tinted slide and its lines without any word, for pictures that are too small to hold some."""
-    view = _View((0.0, 0.0), thumbnail_mpp, slide_map.frame.slide_mpp)
-    panel = paint_tiles(slide_map, thumbnail, thumbnail_mpp, colors, view.origin_l0)
-    return _marked(Image.fromarray(panel), _marks(outlines, lesions, None), view, 1)
+    view = _View((0.0, 0.0), thumbnail_mpp, heatmap.frame.slide_mpp)
+    panel = paint_tiles(heatmap, thumbnail, thumbnail_mpp, colors, view.origin_l0)
+    return _marked(Image.fromarray(panel), _marks(annotations, lesions, None), view, 1)
 
 
-def _head(slide_map: SlideMap, title: str, width: int, size: int) -> list[_Line]:
+def _head(heatmap: Heatmap, title: str, width: int, size: int) -> list[_Line]:
     name = _Line(printable(title), _font(round(size * 1.3), bold=True))
     short = _Line(shortened(name.text, width, name.font.getlength), name.font)
-    plain = [_Line(printable(words), _font(size)) for words in (verdict_words(slide_map), model_words(slide_map))]
-    alarm = _Line(printable(caveats(slide_map)), _font(size, bold=True), ALARM)
+    plain = [_Line(printable(words), _font(size)) for words in (prediction_words(heatmap), model_words(heatmap))]
+    alarm = _Line(printable(caveats(heatmap)), _font(size, bold=True), ALARM)
     return [short, *(line for text in (*plain, alarm) for line in text.folded(width))]
 
 
@@ -344,10 +475,10 @@ def _color_block(colors: Colors, tissue: Pixels, size: int, width: int) -> _Bloc
     return _Block(width, draw)
 
 
-def _mean_under(slide_map: SlideMap, thumbnail: Pixels, view: _View) -> Pixels:
+def _mean_under(heatmap: Heatmap, thumbnail: Pixels, view: _View) -> Pixels:
     """Mean colour of the tiles' pixels; a pale pink where there are none."""
     height, width = thumbnail.shape[:2]
-    raster = Raster.over(slide_map, (width, height), view.mpp / view.slide_mpp, view.origin_l0)
+    raster = Raster.over(heatmap, (width, height), view.mpp / view.slide_mpp, view.origin_l0)
     total, count = np.zeros(3), 0
     for top, bottom in raster.bands():
         under = thumbnail[top:bottom][raster.rows(top, bottom) != NO_TILE]
@@ -366,15 +497,15 @@ class _Mark:
     shape: str = "polygon"
 
 
-def _marks(outlines: Sequence[Annotation], lesions: Sequence[Lesion], frame_l0: BoxL0 | None) -> list[_Mark]:
+def _marks(annotations: Sequence[Annotation], lesions: Sequence[Lesion], frame_l0: BoxL0 | None) -> list[_Mark]:
     """What is drawn over the tiles; annotations last, since they are the truth."""
     words = {"tumour": ("annotated", ANNOTATED), "excluded": ("annotated: left out", EXCLUDED)}
     marks = [_Mark("found by the model", FOUND, lesion.annotation.rings) for lesion in lesions]
     for kind in ("other", "excluded", "tumour"):
-        for outline in outlines:
-            if outline.kind == kind:
-                label, color = words.get(kind, (f"annotated: {printable(outline.group) or 'no class'}", OTHER))
-                marks.append(_Mark(label, color, outline.rings, outline.shape))
+        for each in annotations:
+            if each.kind == kind:
+                label, color = words.get(kind, (f"annotated: {printable(each.group) or 'no class'}", OTHER))
+                marks.append(_Mark(label, color, each.rings, each.shape))
     if frame_l0 is not None:
         x0, y0, x1, y1 = frame_l0
         corners = np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)], np.float64)
@@ -444,13 +575,13 @@ def _rgb(color: Pixels) -> tuple[int, int, int]:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def zoom_box(slide_map: SlideMap, lesions: Sequence[Lesion] = ()) -> BoxL0 | None:
+def zoom_box(heatmap: Heatmap, lesions: Sequence[Lesion] = ()) -> BoxL0 | None:
     """The square around the hottest lesion, else the hottest tile; None where no tile has any score."""
-    if not len(slide_map) or slide_map.score.max() <= 0:
+    if not len(heatmap) or heatmap.score.max() <= 0:
         return None
-    frame = slide_map.frame
+    frame = heatmap.frame
     least, most = (tiles * frame.extent_l0 for tiles in ZOOM_TILES)
-    centre, edge = slide_map.centres_l0[hottest_tile(slide_map)], least
+    centre, edge = heatmap.centres_l0[highest_scoring_tile(heatmap)], least
     if lesions:
         hottest = max(lesions, key=lambda lesion: (lesion.score, lesion.area_mm2))
         low, high = hottest.annotation.polygon.min(axis=0), hottest.annotation.polygon.max(axis=0)
@@ -466,30 +597,30 @@ def zoom_box(slide_map: SlideMap, lesions: Sequence[Lesion] = ()) -> BoxL0 | Non
 
 def write_overlays(
     folder: Path,
-    slide_map: SlideMap,
+    heatmap: Heatmap,
     slide: Slide,
     settings: LocalizeSettings = LocalizeSettings(),
-    outlines: Sequence[Annotation] = (),
+    annotations: Sequence[Annotation] = (),
     lesions: Sequence[Lesion] = (),
 ) -> list[Path]:
     """Write `<slide>_<colours>.png` of the whole slide and `<slide>_zoom_<colours>.png` of its hottest region.
 
     A map without any score above 0 has no hottest region: no zoom is written, and one of an earlier run is removed.
     """
-    _check_slide(slide_map, slide)
+    _check_slide(heatmap, slide)
     mpp = max(max(slide.size_l0) * slide.mpp / settings.picture_px, slide.mpp)
-    box = zoom_box(slide_map, lesions)
+    box = zoom_box(heatmap, lesions)
     whole, part = slide.thumbnail(mpp), None
     part_mpp = mpp
     if box is not None:
         part_mpp = max((box[2] - box[0]) * slide.mpp / min(settings.picture_px // 2, ZOOM_PX), slide.mpp)
         size_px = size_at_mpp((round(box[2] - box[0]), round(box[3] - box[1])), slide.mpp, part_mpp)
         part = slide.read_region(box[0], box[1], size_px, part_mpp)
-    draw = partial(draw_overlay, slide_map, outlines=outlines, lesions=lesions)
+    draw = partial(draw_overlay, heatmap, annotations=annotations, lesions=lesions)
     pages: dict[Path, Callable[[], Image.Image]] = {}
     for colors in settings.colors:
-        pages[folder / f"{slide_map.slide}_{colors}.png"] = partial(draw, whole, mpp, colors=colors, frame_l0=box)
-        zoom = folder / f"{slide_map.slide}_zoom_{colors}.png"
+        pages[folder / f"{heatmap.slide}_{colors}.png"] = partial(draw, whole, mpp, colors=colors, frame_l0=box)
+        zoom = folder / f"{heatmap.slide}_zoom_{colors}.png"
         if part is None:
             zoom.unlink(missing_ok=True)
         else:
@@ -499,11 +630,11 @@ def write_overlays(
         return list(pool.map(lambda path: _save(pages[path](), path), pages))
 
 
-def _check_slide(slide_map: SlideMap, slide: Slide) -> None:
-    frame = slide_map.frame
+def _check_slide(heatmap: Heatmap, slide: Slide) -> None:
+    frame = heatmap.frame
     if slide.size_l0 != frame.size_l0 or not math.isclose(slide.mpp, frame.slide_mpp, rel_tol=1e-3):
         raise SlideError(
-            f"{slide.name}: not the slide of the map {slide_map.slide}",
+            f"{slide.name}: not the slide of the map {heatmap.slide}",
             f"it has {slide.size_l0[0]} x {slide.size_l0[1]} px of {slide.mpp:g} um, the map "
             f"{frame.size_l0[0]} x {frame.size_l0[1]} of {frame.slide_mpp:g}",
             "Correct the slide's path or mpp in cohort.csv, or tile, embed and localize it again",

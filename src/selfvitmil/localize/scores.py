@@ -1,17 +1,23 @@
-"""From what an aggregator says of tiles to the numbers of a map; pure.
+"""From an aggregator's per-tile evidence to the scores of a heatmap; pure.
 
-In come one `TileScores` per seed (`score_by_seeds`) and the slide's verdict (`make_verdict`), out comes a `SlideMap`.
-Seeds are combined by the mean of their attention, of their instance probabilities, of the products of the two, and of
-their effects. One of these columns is put on a scale from 0 to 1 (s the scores of a slide's tiles, z their z-scores by
-the population's deviation):
+**Source.** `localize.score` names the evidence that is shown (attention, the tiles' own scores, their product, or the
+effect of leaving a tile out), or `auto` chooses: where validation slides are annotated, the one that ranks annotated
+tiles highest on them; else the tiles' own scores where the method has them, which gave the better heatmaps on every set
+measured (docs/experiments/attention.md). No annotation of a test slide is used.
 
-    winsor          z cut off at -limit and +limit, then from the least to the most of what is left
-    zero-outliers   what lies above +limit is 0, the rest from its least to its most: the paper's rule to the letter,
-                    which may erase the very tile that decided the prediction
+**Seeds.** In come one `TileScores` per seed (`score_by_seeds`) and the slide's prediction (`ensemble_prediction`), out
+comes a `Heatmap`. Seeds are combined by the mean of their attention, of their instance probabilities, of the products
+of the two, and of their effects.
+
+**Scale.** The shown column is put on a scale from 0 to 1 (z are z-scores with the population's standard deviation):
+
+    winsor          z clipped to -limit and +limit, then min-max scaled
+    zero-outliers   what lies above +limit is 0, the rest min-max scaled: the paper's rule to the letter, which may
+                    erase the very tile that decided the prediction
     percentile      share of the other tiles that score less; ties share the mean of their ranks
-    none            from the least to the most
+    none            min-max scaled
 
-Scores that do not differ point nowhere: all are 0, and the map warns of it. The only tile of a slide is 1.
+Scores that do not differ are uninformative: all are 0, with a warning. The only tile of a slide is 1.
 
 N tiles, C classes, S seeds.
 """
@@ -19,14 +25,15 @@ N tiles, C classes, S seeds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from selfvitmil import metrics
 from selfvitmil.errors import BagError, ConfigError
-from selfvitmil.localize.maps import Floats, Frame, SlideMap, Verdict
-from selfvitmil.localize.source import HeatmapSource, source_without_evidence
+from selfvitmil.localize.heatmap import Floats, Frame, Heatmap, SlidePrediction
 from selfvitmil.settings import LocalizeSettings
 
 if TYPE_CHECKING:  # these load torch, and who draws maps needs none
@@ -35,6 +42,79 @@ if TYPE_CHECKING:  # these load torch, and who draws maps needs none
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
     from selfvitmil.evaluate.thresholds import Choice
+
+AUTO = ("instance", "attention", "effect")
+"""What `auto` takes where there is no evidence, the first that there is."""
+CANDIDATES = ("instance", "attention")
+"""What annotated validation slides choose between; of equals the first."""
+TUMOUR_SHARE = 0.5
+"""A tile is tumour when at least this share of it is outlined."""
+NORMAL_SHARE = 0.01
+"""A tile is normal when less than this share of it is outlined: a line may brush it."""
+
+
+@dataclass(frozen=True)
+class HeatmapSource:
+    """What a heatmap shows, and why."""
+
+    kind: str
+    """`attention`, `instance`, `product` or `effect`."""
+    reason: str
+    """In words, for output and file."""
+    precision: Mapping[str, float] | None = None
+    """Mean average precision of tiles within annotated validation slides, by candidate; None where none chose."""
+    num_slides: int = 0
+    """Validation slides that chose."""
+
+
+def choose_kind(wanted: str, columns: Mapping[str, Floats], method: str) -> str:
+    """Which of the columns is shown; ConfigError where the method has none such."""
+    kinds = AUTO if wanted == "auto" else (wanted,)
+    kind = next((kind for kind in kinds if kind in columns), None)
+    if kind is None:
+        raise ConfigError(
+            f"localize.score {wanted!r} with {method}",
+            f"what it says of tiles is {' and '.join(columns) or 'nothing'}",
+            "Leave localize.score at auto, or use effect, which every method has",
+        )
+    return kind
+
+
+def source_without_evidence(wanted: str, columns: Mapping[str, Floats], method: str) -> HeatmapSource:
+    """What is asked for, or what `auto` takes where no annotated validation slide can choose."""
+    kind = choose_kind(wanted, columns, method)
+    if wanted != "auto":
+        return HeatmapSource(kind, "set by localize.score")
+    if kind == "instance" and "attention" in columns:
+        why = "no annotated validation slide to choose by; tile scores gave the better heatmaps on every set measured"
+        return HeatmapSource(kind, why)
+    return HeatmapSource(kind, f"{method} has no other per-tile evidence")
+
+
+def source_by_annotations(slides: Sequence[tuple[Mapping[str, Floats], Floats]]) -> HeatmapSource | None:
+    """The candidate with the largest mean average precision of tiles, from the columns and the annotated share (N,) of
+    every validation slide's tiles. None where a candidate is missing or no slide has tumour tiles and normal ones."""
+    found: dict[str, list[float]] = {kind: [] for kind in CANDIDATES}
+    for columns, annotated in slides:
+        tumour, normal = annotated >= TUMOUR_SHARE, annotated < NORMAL_SHARE
+        known = tumour | normal
+        if tumour.any() and normal.any() and all(kind in columns for kind in CANDIDATES):
+            for kind in CANDIDATES:
+                found[kind].append(float(metrics.average_precision(tumour[known], columns[kind][known])))
+    num_slides = len(found[CANDIDATES[0]])
+    if not num_slides:
+        return None
+    precision = {kind: float(np.mean(values)) for kind, values in found.items()}
+    best = max(CANDIDATES, key=lambda kind: precision[kind])  # of equals the first
+    told = ", ".join(f"{kind} {value:.3f}" for kind, value in precision.items())
+    why = (
+        f"best on {num_slides} annotated validation slide{'s' * (num_slides > 1)} (average precision of tiles: {told})"
+    )
+    return HeatmapSource(best, why, precision, num_slides)
+
+
+# ----------------------------------------------------------------------------------------------------
+
 
 Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
 
@@ -134,7 +214,7 @@ def score_by_seeds(modules: Iterable[Aggregator], bag: Bag, kind: str, store: Ba
     return scores
 
 
-def make_verdict(
+def ensemble_prediction(
     scores: Sequence[BagScore],
     choice: Choice,
     classes: Sequence[str],
@@ -143,12 +223,12 @@ def make_verdict(
     split: str,
     part: str,
     seeds: Sequence[int],
-) -> Verdict:
+) -> SlidePrediction:
     """The very numbers of the evaluation: the mean of the seeds' `scores`, decided by the ensemble's own threshold."""
     probability = mean_probabilities([each.probabilities for each in scores])
     assert probability is not None
     decision = int(choice.decide(np.array([probability]))[0])
-    return Verdict(
+    return SlidePrediction(
         probability=probability,
         max_probability=mean_probabilities([each.max_probabilities for each in scores]),
         bag_probability=mean_probabilities([each.bag_probabilities for each in scores]),
@@ -184,27 +264,27 @@ def combine(tile_scores: Sequence[TileScores], column: int) -> dict[str, Floats]
 # ---------------------------------------------------------------------------------------------------- the map
 
 
-def make_map(
+def build_heatmap(
     slide: str,
     model: str,
     method: str,
     frame: Frame,
     coords_l0: NDArray[np.int64],
     tile_scores: Sequence[TileScores],
-    verdict: Verdict,
+    prediction: SlidePrediction,
     settings: LocalizeSettings,
     *,
     source: HeatmapSource | None = None,
     annotated: Floats | None = None,
     warnings: Sequence[str] = (),
     details: Mapping[str, Any] | None = None,
-) -> SlideMap:
+) -> Heatmap:
     """The map of a slide from what each seed's model says of its tiles (`coords_l0`, (N, 2) top left corners).
 
-    `verdict.shown` names the class; `source` what annotated validation slides chose to show, else `settings.score`
+    `prediction.shown` names the class; `source` what annotated validation slides chose to show, else `settings.score`
     decides. A gated map of a slide that was not found positive is 0 throughout.
     """
-    column = 0 if len(verdict.probability) == 1 else verdict.classes.index(verdict.shown)
+    column = 0 if len(prediction.probability) == 1 else prediction.classes.index(prediction.shown)
     columns = combine(tile_scores, column)
     source = source or source_without_evidence(settings.score, columns, method)
     kind = source.kind
@@ -217,9 +297,9 @@ def make_map(
         notes.append(
             f"the {kind} of its tiles does not differ after scaling ({settings.scale}): the map points nowhere"
         )
-    if settings.gate and not verdict.is_positive:
+    if settings.gate and not prediction.is_positive:
         score = np.zeros_like(score)
-    return SlideMap(
+    return Heatmap(
         slide=slide,
         model=model,
         method=method,
@@ -227,10 +307,10 @@ def make_map(
         scale=settings.scale,
         gated=settings.gate,
         frame=frame,
-        verdict=verdict,
+        prediction=prediction,
         coords_l0=coords_l0,
         score=score,
-        detection=(score * np.float64(verdict.shown_probability)).astype(np.float32),
+        detection=(score * np.float64(prediction.shown_probability)).astype(np.float32),
         columns=columns,
         annotated=annotated,
         warnings=tuple(notes),

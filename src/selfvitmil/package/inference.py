@@ -1,7 +1,7 @@
 """Inference on one new slide with a packaged model: its bag and its tile table come in, an `Answer` goes out.
 
-Scores and verdict come from `score_by_seeds` and `make_verdict`, as those of a study's maps do, so the numbers are the
-ones that `evaluate` gives the same slide. What `predictions.json` and `predictions.csv` say of an answer is here too.
+Scores and prediction come from `score_by_seeds` and `ensemble_prediction`, as for a study's heatmaps, so the numbers
+are those that `evaluate` gives the same slide. What `predictions.json` and `predictions.csv` contain is here too.
 
 K columns of probabilities: one where there are two classes, else one per class.
 """
@@ -16,10 +16,9 @@ import numpy as np
 
 from selfvitmil import __version__
 from selfvitmil.bags import Bag
-from selfvitmil.localize.lesions import Lesion, find_lesions, hottest_first
-from selfvitmil.localize.maps import SlideMap
-from selfvitmil.localize.places import place_tiles
-from selfvitmil.localize.scores import make_map, make_verdict, score_by_seeds, shown_class
+from selfvitmil.localize.detection import Lesion, find_lesions, rank_tiles
+from selfvitmil.localize.heatmap import Heatmap, place_tiles
+from selfvitmil.localize.scores import build_heatmap, ensemble_prediction, score_by_seeds, shown_class
 from selfvitmil.package.expected import Measures, Outside
 from selfvitmil.package.files import RESEARCH_ONLY, Package
 from selfvitmil.package.predictions import Predictions
@@ -49,8 +48,8 @@ class Answer:
     seeds: Mapping[int, Values]
     """Seed -> probabilities (K,)."""
     calibrated: Values | None
-    slide_map: SlideMap
-    """Has the verdict: probability, decision, threshold."""
+    heatmap: Heatmap
+    """Has the prediction: probability, decision, threshold."""
     regions: tuple[Lesion, ...]
     """Those that reach the threshold: lesions where the slide is called positive, else its highest-ranked regions."""
     outside: tuple[Outside, ...]
@@ -69,7 +68,7 @@ class Answer:
     @property
     def lesions(self) -> tuple[Lesion, ...]:
         """None where the slide is not called positive."""
-        return () if self.slide_map.only_ranks else self.regions
+        return () if self.heatmap.only_ranks else self.regions
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,17 +99,17 @@ class Predictor:
     def answer(self, slide: str, file: str, bag: Bag, table: TileTable, scores: Sequence[TileScores]) -> Answer:
         """From what every seed says of the bag."""
         package, expected = self.package, self.package.expected
-        places = place_tiles(bag, table)
-        verdict = make_verdict(
+        placement = place_tiles(bag, table)
+        prediction = ensemble_prediction(
             [each.bag for each in scores], package.choice, package.classes, self._localize.of_class,
             split=package.split, part="new", seeds=package.seeds,
         )  # fmt: skip
         facts = Measures.of(table, self._store.moments(bag))
-        slide_map = make_map(
-            slide, package.name, package.method, places.frame, places.coords_l0, scores, verdict,
+        heatmap = build_heatmap(
+            slide, package.name, package.method, placement.frame, placement.coords_l0, scores, prediction,
             self._localize, details={"package": package.identity},
         )  # fmt: skip
-        regions = find_lesions(slide_map, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
+        regions = find_lesions(heatmap, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
         seeds = dict(zip(package.seeds, (each.bag.probabilities for each in scores), strict=True))
         outside = tuple(expected.outside(facts))
         # Told once, and there with what it means.
@@ -121,8 +120,8 @@ class Predictor:
             if text not in twice and not (outside and text.startswith(UNFITTED))
         ]
         return Answer(
-            slide, file, seeds, self._calibrated(verdict.probability), slide_map, regions, outside,
-            expected.to_json(facts), (*told, *slide_map.warnings), short_fingerprint(table.fingerprint or ""),
+            slide, file, seeds, self._calibrated(prediction.probability), heatmap, regions, outside,
+            expected.to_json(facts), (*told, *heatmap.warnings), short_fingerprint(table.fingerprint or ""),
             self._localize.staging,
         )  # fmt: skip
 
@@ -159,8 +158,8 @@ def add_answers(
 
 
 def _told(answer: Answer) -> dict[str, Any]:
-    verdict, slide_map = answer.slide_map.verdict, answer.slide_map
-    shown = verdict.classes[1:] if len(verdict.classes) == 2 else verdict.classes
+    prediction, heatmap = answer.heatmap.prediction, answer.heatmap
+    shown = prediction.classes[1:] if len(prediction.classes) == 2 else prediction.classes
 
     def named(values: Values | None) -> dict[str, float] | None:
         return None if values is None else dict(zip(shown, values, strict=True))
@@ -168,39 +167,39 @@ def _told(answer: Answer) -> dict[str, Any]:
     return {
         "file": answer.file,
         "fingerprint": answer.fingerprint,
-        "decision": verdict.decision,
-        "probability": named(verdict.probability),
+        "decision": prediction.decision,
+        "probability": named(prediction.probability),
         "calibrated": named(answer.calibrated),
-        "max": named(verdict.max_probability),
-        "bag": named(verdict.bag_probability),
+        "max": named(prediction.max_probability),
+        "bag": named(prediction.bag_probability),
         "seeds": {str(seed): named(values) for seed, values in answer.seeds.items()},
-        "threshold": verdict.threshold,
-        "threshold_from": verdict.threshold_from,
-        "slide_mpp": slide_map.frame.slide_mpp,
-        "size_l0": list(slide_map.frame.size_l0),
-        "tiles": len(slide_map),
+        "threshold": prediction.threshold,
+        "threshold_from": prediction.threshold_from,
+        "slide_mpp": heatmap.frame.slide_mpp,
+        "size_l0": list(heatmap.frame.size_l0),
+        "tiles": len(heatmap),
         "outside": [asdict(each) for each in answer.outside],
         "warnings": list(answer.warnings),
         "ood": dict(answer.ood),
-        "map": {"shows": verdict.shown, "kind": slide_map.kind, "scale": slide_map.scale, "files": list(answer.files)},
-        "top_tiles": _top_tiles(slide_map),
-        "only_ranks": slide_map.only_ranks,
+        "map": {"shows": prediction.shown, "kind": heatmap.kind, "scale": heatmap.scale, "files": list(answer.files)},
+        "top_tiles": _top_tiles(heatmap),
+        "only_ranks": heatmap.only_ranks,
         "lesions": [_lesion(lesion, answer.staging) for lesion in answer.lesions],
-        "highest_ranked_regions": [_lesion(region, "none") for region in answer.regions] * slide_map.only_ranks,
+        "highest_ranked_regions": [_lesion(region, "none") for region in answer.regions] * heatmap.only_ranks,
     }
 
 
-def _top_tiles(slide_map: SlideMap) -> list[dict[str, Any]]:
-    """The tiles that score highest, with their places in level-0 pixels."""
+def _top_tiles(heatmap: Heatmap) -> list[dict[str, Any]]:
+    """The tiles that score highest, with their positions in level-0 pixels."""
     return [
         {
-            "x_l0": int(slide_map.coords_l0[row, 0]),
-            "y_l0": int(slide_map.coords_l0[row, 1]),
-            "size_l0": slide_map.frame.extent_l0,
-            "score": float(slide_map.score[row]),
-            **{name: float(values[row]) for name, values in slide_map.columns.items()},
+            "x_l0": int(heatmap.coords_l0[row, 0]),
+            "y_l0": int(heatmap.coords_l0[row, 1]),
+            "size_l0": heatmap.frame.extent_l0,
+            "score": float(heatmap.score[row]),
+            **{name: float(values[row]) for name, values in heatmap.columns.items()},
         }
-        for row in hottest_first(slide_map)[:TOP_TILES]
+        for row in rank_tiles(heatmap)[:TOP_TILES]
     ]
 
 
@@ -229,20 +228,20 @@ def answers_table(package: Package, answers: Sequence[Answer]) -> tuple[list[str
     header = ["slide", "model", "file", "decision", *columns, *tail]
     rows: list[dict[str, str]] = []
     for answer in answers:
-        verdict = answer.slide_map.verdict
-        values = (verdict.probability, answer.calibrated, verdict.max_probability, verdict.bag_probability)
+        prediction = answer.heatmap.prediction
+        values = (prediction.probability, answer.calibrated, prediction.max_probability, prediction.bag_probability)
         cells = [cell for each in values for cell in ([""] * len(names) if each is None else map(repr, each))]
         about = " ".join(dict.fromkeys(each.about for each in answer.outside))
-        threshold = "" if verdict.threshold is None else repr(verdict.threshold)
-        lesions = "" if answer.slide_map.only_ranks else len(answer.lesions)
+        threshold = "" if prediction.threshold is None else repr(prediction.threshold)
+        lesions = "" if answer.heatmap.only_ranks else len(answer.lesions)
         ood = ["" if answer.ood[key] is None else repr(answer.ood[key]) for key in ("score", "threshold")]
-        told = (threshold, verdict.threshold_from, len(answer.slide_map), lesions, about, *ood)
+        told = (threshold, prediction.threshold_from, len(answer.heatmap), lesions, about, *ood)
         classes = " ".join(package.classes)
         row = [
             answer.slide,
             package.tag,
             answer.file,
-            verdict.decision,
+            prediction.decision,
             *cells,
             *told,
             "; ".join(answer.notes),

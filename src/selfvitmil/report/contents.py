@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
-from selfvitmil.localize.maps import MAIN_METHOD, SlideMap, Verdict, main_first, read_map
+from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, main_first, read_heatmap
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
@@ -90,13 +90,13 @@ class Maps:
     model: str
     files: Mapping[str, Path]
     """By slide, those that can be read."""
-    verdicts: Mapping[str, Verdict]
+    predictions: Mapping[str, SlidePrediction]
     lesions: Mapping[str, Sequence[Record]]
     """Rows of `lesions.csv`, by slide."""
     settings: Mapping[str, Any]
 
-    def read(self, slide: str) -> SlideMap:
-        return read_map(self.files[slide])
+    def read(self, slide: str) -> Heatmap:
+        return read_heatmap(self.files[slide])
 
     def overlay(self, slide: str) -> Path | None:
         """The picture that was drawn with the map: as in the paper where there are several."""
@@ -186,10 +186,10 @@ class Contents:
             if row.slide not in found or row.part == "test":
                 found[row.slide] = _finding(row, class_names)
         for maps in self.maps[:1]:
-            for slide, verdict in maps.verdicts.items():
+            for slide, prediction in maps.predictions.items():
                 found[slide] = Finding(
-                    verdict.shown_probability, verdict.shown, verdict.decision, verdict.threshold,
-                    verdict.threshold_from, verdict.part, self.label(slide),
+                    prediction.shown_probability, prediction.shown, prediction.decision, prediction.threshold,
+                    prediction.threshold_from, prediction.part, self.label(slide),
                 )  # fmt: skip
         return found
 
@@ -313,15 +313,15 @@ def _results(reader: _Reader, folder: Path) -> Results:
 
 def _maps(reader: _Reader, folder: Path) -> Maps:
     files: dict[str, Path] = {}
-    verdicts: dict[str, Verdict] = {}
+    predictions: dict[str, SlidePrediction] = {}
     for path in sorted(folder.glob("*.h5")):
-        slide_map = reader.attempt(path, read_map, None)
-        if slide_map is not None and len(slide_map):
-            files[slide_map.slide], verdicts[slide_map.slide] = path, slide_map.verdict
+        heatmap = reader.attempt(path, read_heatmap, None)
+        if heatmap is not None and len(heatmap):
+            files[heatmap.slide], predictions[heatmap.slide] = path, heatmap.prediction
     lesions: dict[str, list[Record]] = {}
     for row in reader.records(folder / "lesions.csv"):
         lesions.setdefault(row.get("slide", ""), []).append(row)
-    return Maps(folder.name, files, verdicts, lesions, reader.attempt(folder / "settings.toml", _toml, {}))
+    return Maps(folder.name, files, predictions, lesions, reader.attempt(folder / "settings.toml", _toml, {}))
 
 
 def _count_bags(study: Path) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.evaluate.result_files import FORMAT_VERSION
 from selfvitmil.formatting import percent, value_and_limits
-from selfvitmil.localize.maps import MAIN_METHOD
+from selfvitmil.localize.heatmap import MAIN_METHOD
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, Record, Results
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag, unfold

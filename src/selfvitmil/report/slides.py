@@ -1,7 +1,7 @@
 """The part of the page about single slides: a table of all, and a section for those worth looking at.
 
-A section shows the overlays of all models, the verdict of the main one, its lesions, and the tiles that it finds most
-and least suspicious, read from the slide's file. Where that file is not at hand a line says so. The picture that
+A section shows the overlays of all models, the prediction of the main one, its lesions, and the tiles that it finds
+most and least suspicious, read from the slide's file. Where that file is not at hand a line says so. The picture that
 `localize` drew carries the slide's name, so with pseudonyms the overlay is drawn anew from map and slide.
 """
 
@@ -18,8 +18,8 @@ from PIL import Image
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.localize.lesions import RANKS_ONLY, Lesion, find_lesions, hottest_first, hottest_tile
-from selfvitmil.localize.maps import SlideMap
+from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, highest_scoring_tile, rank_tiles
+from selfvitmil.localize.heatmap import Heatmap
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.contents import Contents, Finding, Maps, Record
 from selfvitmil.report.markup import Markup, bullets, facts, join, missing, section, table, tag
@@ -172,7 +172,7 @@ def _slide(
             tag("div", overlay, class_="overlay"),
             tag(
                 "div",
-                _verdict(first, finding, row, names),
+                _prediction(first, finding, row, names),
                 _ranks_only(first) if first.only_ranks else _lesions(own[0].lesions.get(slide), bool(own[0].lesions)),
                 bullets((names.text(text) for text in first.warnings), "warnings"),
             ),
@@ -185,15 +185,15 @@ def _slide(
     )
 
 
-def _open(row: SlideRow | None, slide_map: SlideMap, settings: StudySettings) -> tuple[Slide | None, str]:
+def _open(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tuple[Slide | None, str]:
     """The slide with the microns per pixel that its map was made with, or why there is none."""
     if row is None:
         return None, "the cohort does not name it"
     try:
-        opened = open_slide(row.path, reader=settings.slide.reader, mpp=slide_map.frame.slide_mpp)
+        opened = open_slide(row.path, reader=settings.slide.reader, mpp=heatmap.frame.slide_mpp)
     except SelfVitMilError as error:
         return None, error.reason
-    if opened.size_l0 != slide_map.frame.size_l0:
+    if opened.size_l0 != heatmap.frame.size_l0:
         opened.close()
         return None, "the file has another size than the slide of the map"
     return opened, ""
@@ -215,30 +215,30 @@ def _badge(finding: Finding | None) -> Markup:
     return join(words, " ")
 
 
-def _verdict(slide_map: SlideMap, finding: Finding | None, row: SlideRow | None, names: Names) -> Markup:
+def _prediction(heatmap: Heatmap, finding: Finding | None, row: SlideRow | None, names: Names) -> Markup:
     from selfvitmil.localize.overlay import shown_words
 
-    verdict, frame = slide_map.verdict, slide_map.frame
-    threshold = "" if verdict.threshold is None else f"{verdict.threshold:.3f}, {verdict.threshold_from}"
+    prediction, frame = heatmap.prediction, heatmap.frame
+    threshold = "" if prediction.threshold is None else f"{prediction.threshold:.3f}, {prediction.threshold_from}"
     streams = [
         f"{name} {_numbers(values)}"
-        for name, values in (("bag", verdict.bag_probability), ("max", verdict.max_probability))
+        for name, values in (("bag", prediction.bag_probability), ("max", prediction.max_probability))
         if values is not None
     ]
     width, height = (edge * frame.slide_mpp / 1000 for edge in frame.size_l0)
     return facts(
         [
-            ("decision", f"{verdict.decision} (truth: {row.label if row and row.label else 'not known'})"),
-            (f"probability of {verdict.shown}", f"{verdict.shown_probability:.3f}"),
+            ("decision", f"{prediction.decision} (truth: {row.label if row and row.label else 'not known'})"),
+            (f"probability of {prediction.shown}", f"{prediction.shown_probability:.3f}"),
             ("streams", ", ".join(streams)),
             ("threshold", threshold),
-            ("part", f"{verdict.part} slide of split {verdict.split}"),
+            ("part", f"{prediction.part} slide of split {prediction.split}"),
             ("patient", names.patient(row.patient) if row else ""),
-            ("map", f"{slide_map.method}, {slide_map.kind}, scale {slide_map.scale}{', gated' * slide_map.gated}"),
-            ("shows", shown_words(slide_map)),
-            ("tiles", f"{len(slide_map):,} of {frame.size_px} px at {frame.tile_mpp:g} µm/px"),
+            ("map", f"{heatmap.method}, {heatmap.kind}, scale {heatmap.scale}{', gated' * heatmap.gated}"),
+            ("shows", shown_words(heatmap)),
+            ("tiles", f"{len(heatmap):,} of {frame.size_px} px at {frame.tile_mpp:g} µm/px"),
             ("slide", f"{width:.1f} x {height:.1f} mm, {frame.slide_mpp:.4g} µm/px"),
-            ("annotated", _annotated_words(slide_map)),
+            ("annotated", _annotated_words(heatmap)),
         ]
     )
 
@@ -247,17 +247,19 @@ def _numbers(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
 
-def _annotated_words(slide_map: SlideMap) -> str:
-    if slide_map.annotated is None:
+def _annotated_words(heatmap: Heatmap) -> str:
+    if heatmap.annotated is None:
         return ""
-    inside = slide_map.annotated > 0
-    hottest = bool(inside[hottest_tile(slide_map)])
+    inside = heatmap.annotated > 0
+    hottest = bool(inside[highest_scoring_tile(heatmap)])
     return f"{int(inside.sum()):,} tiles touch annotated tumour; the hottest tile {'does' if hottest else 'does not'}"
 
 
-def _ranks_only(slide_map: SlideMap) -> Markup:
+def _ranks_only(heatmap: Heatmap) -> Markup:
     """In place of lesions, where the slide is not called positive."""
-    return tag("p", f"Called {slide_map.verdict.decision}, not {slide_map.verdict.shown}: {RANKS_ONLY}.", class_="note")
+    return tag(
+        "p", f"Called {heatmap.prediction.decision}, not {heatmap.prediction.shown}: {RANKS_ONLY}.", class_="note"
+    )
 
 
 def _lesions(rows: Sequence[Record] | None, known: bool) -> Markup:
@@ -316,8 +318,8 @@ def _other_overlays(
         return Markup()
     outlines, figures = _outlines(row), []
     for maps in others:
-        slide_map = maps.read(slide)
-        drawn = draw_panel(slide_map, thumbnail, mpp, outlines=outlines, lesions=_lesions_of(maps, slide_map))
+        heatmap = maps.read(slide)
+        drawn = draw_panel(heatmap, thumbnail, mpp, annotations=outlines, lesions=_lesions_of(maps, heatmap))
         shown = picture(drawn, f"map of {names.slide(slide)} by {maps.model}", edge_px=OTHER_PX)
         figures.append(_captioned(shown, maps, study.lesion_row(maps.model, slide)))
     return tag("div", *figures, class_="overlays")
@@ -342,22 +344,22 @@ def _draw(maps: Maps, slide: str, row: SlideRow | None, opened: Slide, title: st
     """The overlay under another title; None where the slide does not read."""
     from selfvitmil.localize.overlay import draw_overlay
 
-    slide_map = maps.read(slide)
+    heatmap = maps.read(slide)
     mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OVERLAY_PX)
     try:
         thumbnail = opened.thumbnail(mpp)
     except SelfVitMilError:
         return None
-    lesions = _lesions_of(maps, slide_map)
-    return draw_overlay(slide_map, thumbnail, mpp, outlines=_outlines(row), lesions=lesions, title=title)
+    lesions = _lesions_of(maps, heatmap)
+    return draw_overlay(heatmap, thumbnail, mpp, annotations=_outlines(row), lesions=lesions, title=title)
 
 
-def _lesions_of(maps: Maps, slide_map: SlideMap) -> Sequence[Lesion]:
+def _lesions_of(maps: Maps, heatmap: Heatmap) -> Sequence[Lesion]:
     """The lesions of a map, found as they were when it was made; none where the slide is not called positive."""
-    if slide_map.only_ranks:
+    if heatmap.only_ranks:
         return ()
     how = _localize_settings(maps)
-    return find_lesions(slide_map, how.lesion_threshold, how.min_lesion_mm2)
+    return find_lesions(heatmap, how.lesion_threshold, how.min_lesion_mm2)
 
 
 def _localize_settings(maps: Maps) -> LocalizeSettings:
@@ -377,39 +379,39 @@ def _outlines(row: SlideRow | None) -> Sequence[Annotation]:
         return ()
 
 
-def _tiles(slide_map: SlideMap, opened: Slide | None, problem: str, names: Names) -> Markup:
+def _tiles(heatmap: Heatmap, opened: Slide | None, problem: str, names: Names) -> Markup:
     """The tiles at both ends of the map."""
     if opened is None:
         words = f"Tiles are not shown, since the slide's file cannot be used: {names.text(problem)}."
         return tag("p", words, class_="missing")
-    highest, lowest = ends(slide_map, NUM_TILES)
-    annotated = slide_map.annotated is not None and bool((slide_map.annotated[[*highest, *lowest]] > 0).any())
+    highest, lowest = ends(heatmap, NUM_TILES)
+    annotated = heatmap.annotated is not None and bool((heatmap.annotated[[*highest, *lowest]] > 0).any())
     return join(
         (
-            _strip(f"The {len(highest)} highest-ranked tiles", slide_map, highest, opened),
-            _strip(f"The {len(lowest)} lowest-ranked tiles", slide_map, lowest, opened),
+            _strip(f"The {len(highest)} highest-ranked tiles", heatmap, highest, opened),
+            _strip(f"The {len(lowest)} lowest-ranked tiles", heatmap, lowest, opened),
             tag("p", "Framed, with a star: tiles that touch annotated tumour.", class_="note") if annotated else "",
         )
     )
 
 
-def ends(slide_map: SlideMap, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ends(heatmap: Heatmap, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows of the highest scores, highest first, and of the lowest, lowest first; none is in both."""
-    order = hottest_first(slide_map)
+    order = rank_tiles(heatmap)
     high = min(most, -(-len(order) // 2))
     low = min(most, len(order) - high)
     return order[:high], order[::-1][:low]
 
 
-def _strip(title: str, slide_map: SlideMap, rows: NDArray[np.int64], opened: Slide) -> Markup:
+def _strip(title: str, heatmap: Heatmap, rows: NDArray[np.int64], opened: Slide) -> Markup:
     if not len(rows):
         return Markup()
-    frame = slide_map.frame
+    frame = heatmap.frame
     figures: list[Markup] = []
     for row in rows:
-        x, y = (int(corner) for corner in slide_map.coords_l0[row])
-        score = f"{slide_map.score[row]:.3f}"
-        tumour = slide_map.annotated is not None and bool(slide_map.annotated[row] > 0)
+        x, y = (int(corner) for corner in heatmap.coords_l0[row])
+        score = f"{heatmap.score[row]:.3f}"
+        tumour = heatmap.annotated is not None and bool(heatmap.annotated[row] > 0)
         try:
             pixels = opened.read_tile(x, y, frame.size_px, frame.tile_mpp)
             shown = picture(pixels, f"tile at x {x}, y {y}, score {score}", edge_px=TILE_PX, quality=70)

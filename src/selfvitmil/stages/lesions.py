@@ -40,8 +40,8 @@ def evaluate_lesions(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
 ) -> Summary:
     """Score the heatmaps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
-    from selfvitmil.localize.figures import write_lesion_scores
     from selfvitmil.localize.lesion_metrics import score_lesions
+    from selfvitmil.localize.lesion_results import write_lesion_scores
 
     with open_study(study, "evaluate"):
         found_cases, encoder, failures, lines = _lesion_cases(
@@ -63,10 +63,9 @@ def compare_lesions(
     study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
 ) -> Summary:
     """Score the heatmaps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
-    from selfvitmil.localize.figures import write_lesion_table
-    from selfvitmil.localize.lesion_metrics import score_lesions
-    from selfvitmil.localize.methods import common_cases
-    from selfvitmil.localize.methods import compare_lesions as side_by_side
+    from selfvitmil.localize.lesion_metrics import common_cases, score_lesions
+    from selfvitmil.localize.lesion_results import compare_lesions as side_by_side
+    from selfvitmil.localize.lesion_results import write_lesion_table
 
     rows = compared_methods(settings, two_scales=False)
     methods = [row.method for row in rows if row.method != TWO_SCALES and row.is_main_recipe]
@@ -131,7 +130,7 @@ def _lesion_cases(
 
 def _remove_earlier(folder: Path) -> None:
     """Remove earlier scores, which would pass for current ones where heatmaps can no longer be scored."""
-    from selfvitmil.localize.figures import LESION_FILES
+    from selfvitmil.localize.lesion_results import LESION_FILES
 
     for name in LESION_FILES:
         (folder / name).unlink(missing_ok=True)
@@ -149,7 +148,7 @@ def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[F
         except SelfVitMilError as error:
             failures.append(Failure.of(path.stem, "lesions", error))
             continue
-        found[case.slide_map.verdict.part].append(case)
+        found[case.heatmap.prediction.part].append(case)
     return found, failures
 
 

@@ -22,7 +22,6 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine
 from selfvitmil.engine.progress import show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.localize.products import LESION_COLUMNS, POINT_COLUMNS, ProductJob, Products, make_products
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     from selfvitmil.evaluate.dataset import BagFile
     from selfvitmil.evaluate.evaluation_splits import TrialSplit
     from selfvitmil.evaluate.thresholds import Choice
-    from selfvitmil.localize.maps import Verdict
-    from selfvitmil.localize.places import Places
-    from selfvitmil.localize.source import HeatmapSource
+    from selfvitmil.localize.export import ExportJob, ExportResult
+    from selfvitmil.localize.heatmap import SlidePrediction, TilePlacement
+    from selfvitmil.localize.scores import HeatmapSource
     from selfvitmil.tiles import TileTable
 
 
@@ -84,6 +83,7 @@ def localize(
 ) -> Summary:
     """Map slides by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
     from selfvitmil.evaluate import hold_out_test_labels
+    from selfvitmil.localize.export import export_heatmap
     from selfvitmil.localize.scores import shown_class
 
     with open_study(study, "localize"):
@@ -98,8 +98,8 @@ def localize(
         mapper = Mapper(study, settings, trial, cases.cohort, features, model)
         mapped, failures = split_failures(mapper.map_all(wanted))
         record_failures(study, "localize", wanted, failures)
-        jobs = {slide: mapper.product_job(slide) for slide in wanted if slide in mapped}
-        made, unmade = map_slides(engine, study, "localize", make_products, jobs)
+        jobs = {slide: mapper.export_job(slide) for slide in wanted if slide in mapped}
+        made, unmade = map_slides(engine, study, "localize", export_heatmap, jobs)
         failures += unmade + [result.failure for result in made.values() if result.failure is not None]
         record_failures(study, "localize", wanted, failures)
         write_tables(mapper.folder, made, wanted)
@@ -182,7 +182,7 @@ class Prepared:
     wanted: Wanted
     bag: Bag
     table: TileTable | None
-    places: Places
+    placement: TilePlacement
     provenance: Provenance
     freshness: Freshness
 
@@ -236,14 +236,16 @@ class Mapper:
                     outcomes[slide] = outcome_of(prepared.freshness) if failure is None else failed(failure)
         return outcomes
 
-    def product_job(self, slide: str) -> ProductJob:
-        """What a worker has to make from the map of a slide."""
+    def export_job(self, slide: str) -> ExportJob:
+        """Return what a worker needs to write the files of a slide's heatmap."""
+        from selfvitmil.localize.export import ExportJob
+
         row = self.cohort[slide]
         # In a cohort of another tool's feature files these stand where slides would be named.
         at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt")
         file = row.path if at_hand else None
         reader, settings = self.settings.slide.reader, self.settings.localize
-        return ProductJob(self.folder / f"{slide}.h5", file, row.annotation, reader, settings)
+        return ExportJob(self.folder / f"{slide}.h5", file, row.annotation, reader, settings)
 
     # ------------------------------------------------------------------------------------------------ before scoring
 
@@ -259,7 +261,7 @@ class Mapper:
         from selfvitmil.aggregate.scoring import check_effect
 
         row = self.cohort[wanted.case.slide]
-        bag, table, places = self._placed(wanted.case)
+        bag, table, placement = self._placed(wanted.case)
         if self.settings.localize.score == "effect":
             check_effect(bag)
         settings = {
@@ -270,27 +272,27 @@ class Mapper:
             "models": models,
             "split": [wanted.split.name, wanted.part],
             "features": wanted.case.identity,
-            "frame": hash_of(asdict(places.frame)),
+            "frame": hash_of(asdict(placement.frame)),
             "tiles": None if table is None else file_fingerprint(self._table_file(row.slide)),
             "annotation": None if row.annotation is None else file_fingerprint(row.annotation),
             "validation annotations": self._evidence_identity,
         }
         provenance = Provenance("localize", VERSION, settings, inputs)
         freshness = heatmap_freshness(self.folder / f"{row.slide}.h5", provenance)
-        return Prepared(wanted, bag, table, places, provenance, freshness)
+        return Prepared(wanted, bag, table, placement, provenance, freshness)
 
     def _table_file(self, slide: str) -> Path:
         return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
 
-    def _placed(self, case: BagFile) -> tuple[Bag, TileTable | None, Places]:
+    def _placed(self, case: BagFile) -> tuple[Bag, TileTable | None, TilePlacement]:
         """The slide's bag, its tile table where the study has one, and where the tiles lie."""
-        from selfvitmil.localize.places import look_at_slide, place_tiles
+        from selfvitmil.localize.heatmap import place_tiles, read_slide_geometry
         from selfvitmil.tiles import read_tiles
 
         row, slide, file = self.cohort[case.slide], self.settings.slide, self._table_file(case.slide)
         bag = self.trial.bag(case)
         table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
-        look = partial(look_at_slide, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
+        look = partial(read_slide_geometry, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
         return bag, table, place_tiles(bag, table, look)
 
     # ------------------------------------------------------------------------------------------------ scoring
@@ -323,15 +325,14 @@ class Mapper:
 
     def choose_source(self, modules: Sequence[Aggregator], store: BagStore) -> HeatmapSource | None:
         """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
-        from selfvitmil.localize.scores import combine, score_by_seeds
-        from selfvitmil.localize.source import source_by_annotations
+        from selfvitmil.localize.scores import combine, score_by_seeds, source_by_annotations
 
         told: list[tuple[Any, Any]] = []
         unread = 0
         for case in self._evidence:
             try:
-                bag, table, places = self._placed(case)
-                shares, _ = _shares(places, table, self._outlines(case.slide, places)[0])
+                bag, table, placement = self._placed(case)
+                shares, _ = _shares(placement, table, self._outlines(case.slide, placement)[0])
                 told.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
             except (SelfVitMilError, OSError):  # `localize --localize.parts val` says what is wrong with it
                 unread += 1
@@ -343,42 +344,42 @@ class Mapper:
     def _write(
         self, prepared: Prepared, models: SplitModels, source: HeatmapSource | None, store: BagStore
     ) -> Failure | None:
-        from selfvitmil.localize.maps import write_map
-        from selfvitmil.localize.scores import make_map, score_by_seeds
+        from selfvitmil.localize.heatmap import write_heatmap
+        from selfvitmil.localize.scores import build_heatmap, score_by_seeds
 
-        slide, places = prepared.wanted.case.slide, prepared.places
+        slide, placement = prepared.wanted.case.slide, prepared.placement
         try:
-            outlines, notes = self._outlines(slide, places)
-            shares, doubts = _shares(places, prepared.table, outlines)
+            outlines, notes = self._outlines(slide, placement)
+            shares, doubts = _shares(placement, prepared.table, outlines)
             kind = self.settings.localize.score if source is None else source.kind
             scores = score_by_seeds(models.modules.values(), prepared.bag, kind, store)
-            slide_map = make_map(
-                slide, self.model, self.method, places.frame, places.coords_l0, scores,
-                self._verdict(prepared.wanted, models, scores), self.settings.localize,
-                source=source, annotated=shares, warnings=(*places.warnings, *notes, *doubts),
+            heatmap = build_heatmap(
+                slide, self.model, self.method, placement.frame, placement.coords_l0, scores,
+                self._prediction(prepared.wanted, models, scores), self.settings.localize,
+                source=source, annotated=shares, warnings=(*placement.warnings, *notes, *doubts),
                 details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
             )  # fmt: skip
-            write_map(self.folder / f"{slide}.h5", slide_map, _to_json(prepared.provenance))
+            write_heatmap(self.folder / f"{slide}.h5", heatmap, _to_json(prepared.provenance))
         except ConfigError:
             raise  # what was asked for cannot be, whatever the slide
         except (SelfVitMilError, OSError) as error:
             return Failure.of(slide, "localize", error)
         return None
 
-    def _outlines(self, slide: str, places: Places) -> tuple[tuple[Annotation, ...] | None, tuple[str, ...]]:
+    def _outlines(self, slide: str, placement: TilePlacement) -> tuple[tuple[Annotation, ...] | None, tuple[str, ...]]:
         from selfvitmil.annotations import read_annotations
-        from selfvitmil.localize.places import check_outlines
+        from selfvitmil.localize.heatmap import check_annotations
 
         file = self.cohort[slide].annotation
         if file is None:
             return None, ()
         outlines = read_annotations(file, repair=True)
-        return outlines, check_outlines(outlines, places.frame.size_l0, file.name)
+        return outlines, check_annotations(outlines, placement.frame.size_l0, file.name)
 
-    def _verdict(self, wanted: Wanted, models: SplitModels, scores: Sequence[TileScores]) -> Verdict:
-        from selfvitmil.localize.scores import make_verdict
+    def _prediction(self, wanted: Wanted, models: SplitModels, scores: Sequence[TileScores]) -> SlidePrediction:
+        from selfvitmil.localize.scores import ensemble_prediction
 
-        return make_verdict(
+        return ensemble_prediction(
             [each.bag for each in scores], models.choice, self.trial.class_names, self.settings.localize.of_class,
             split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in models.modules],
         )  # fmt: skip
@@ -393,20 +394,22 @@ class SplitModels:
     choice: Choice
 
 
-def _shares(places: Places, table: TileTable | None, outlines: tuple[Annotation, ...] | None) -> tuple[Any, Any]:
-    from selfvitmil.localize.places import annotated_shares
+def _shares(
+    placement: TilePlacement, table: TileTable | None, outlines: tuple[Annotation, ...] | None
+) -> tuple[Any, Any]:
+    from selfvitmil.localize.heatmap import annotated_shares
 
-    return annotated_shares(places, table, outlines)
+    return annotated_shares(placement, table, outlines)
 
 
 def heatmap_freshness(path: Path, now: Provenance) -> Freshness:
     """Return whether the heatmap at `path` is up to date."""
-    from selfvitmil.localize.maps import map_made_from
+    from selfvitmil.localize.heatmap import heatmap_made_from
 
     if not path.exists():
         return MISSING
     try:
-        record = json.loads(map_made_from(path) or "")
+        record = json.loads(heatmap_made_from(path) or "")
         version, settings = record.pop("version", None), record.pop("settings", {})
     except (ValueError, TypeError, AttributeError):
         return damaged(path)
@@ -428,8 +431,10 @@ def split_failures(outcomes: Mapping[str, BuildOutcome]) -> tuple[dict[str, Buil
 # ---------------------------------------------------------------------------------------------------- tables
 
 
-def write_tables(folder: Path, made: Mapping[str, Products], tried: Collection[str]) -> None:
+def write_tables(folder: Path, made: Mapping[str, ExportResult], tried: Collection[str]) -> None:
     """Write lesions.csv and points.csv; rows of slides that were not tried stay, as long as they have a map."""
+    from selfvitmil.localize.export import LESION_COLUMNS, POINT_COLUMNS
+
     parts = (("lesions.csv", LESION_COLUMNS, "lesions"), ("points.csv", POINT_COLUMNS, "points"))
     for name, header, part in parts:
         rows = [[slide, *row] for slide, result in made.items() for row in getattr(result, part)]
@@ -447,12 +452,12 @@ def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable
     return [row for row in rows[1:] if row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
 
 
-def _table(made: Mapping[str, Products]) -> tuple[tuple[str, ...], ...]:
+def _table(made: Mapping[str, ExportResult]) -> tuple[tuple[str, ...], ...]:
     header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
     return (header, *((slide, *result.cells) for slide, result in made.items()))
 
 
-def _warning_lines(made: Mapping[str, Products]) -> list[str]:
+def _warning_lines(made: Mapping[str, ExportResult]) -> list[str]:
     texts: dict[str, list[str]] = {}
     for slide, result in made.items():
         for warning in result.warnings:
@@ -460,15 +465,15 @@ def _warning_lines(made: Mapping[str, Products]) -> list[str]:
     return few([f"{listing(slides, 3)}: {text}" for text, slides in texts.items()], "the maps")
 
 
-def _source_lines(made: Mapping[str, Products]) -> list[str]:
+def _source_lines(made: Mapping[str, ExportResult]) -> list[str]:
     """What the heatmaps show, and why."""
     return list(dict.fromkeys(f"heatmaps show {result.shows}" for result in made.values() if result.shows))
 
 
 def _last_lines(
-    study: Path, folder: Path, mapped: Mapping[str, BuildOutcome], made: Mapping[str, Products]
+    study: Path, folder: Path, mapped: Mapping[str, BuildOutcome], made: Mapping[str, ExportResult]
 ) -> list[str]:
-    from selfvitmil.localize.lesions import RANKS_ONLY
+    from selfvitmil.localize.detection import RANKS_ONLY
 
     up_to_date = sum(outcome == UP_TO_DATE for outcome in mapped.values())
     negative = sum(result.only_ranks for result in made.values())

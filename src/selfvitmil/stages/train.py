@@ -248,7 +248,7 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
     """
     from selfvitmil.evaluate import read_predictions
     from selfvitmil.evaluate.figure_files import figure_files
-    from selfvitmil.localize.figures import LESION_FILES
+    from selfvitmil.localize.lesion_results import LESION_FILES
 
     file, before = folder / "predictions.csv", []
     if file.exists():

@@ -157,8 +157,7 @@ def try_method(method: str, train: TrainSettings, num_classes: int, localize: Lo
     from selfvitmil.aggregate.recipes import recipe_of
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
-    from selfvitmil.localize.scores import combine, score_by_seeds
-    from selfvitmil.localize.source import choose_kind
+    from selfvitmil.localize.scores import choose_kind, combine, score_by_seeds
 
     recipe = recipe_of(method, train)
     try:

@@ -48,13 +48,13 @@ def check_formats(study: Path) -> None:
     """ArtefactError when a newer version of this program has worked on the study: ours would undo its work."""
     from selfvitmil import bags, tiles
     from selfvitmil.encoder import files as encoders
-    from selfvitmil.localize import maps
+    from selfvitmil.localize import heatmap
 
     layout = StudyLayout(study)
     known = (
         (layout.tiles_folder, "*/*.h5", tiles.FORMAT_VERSION),
         (layout.bags_folder, "*/features_*/*.h5", bags.FORMAT_VERSION),
-        (layout.heatmaps_folder, "*/*.h5", maps.FORMAT_VERSION),
+        (layout.heatmaps_folder, "*/*.h5", heatmap.FORMAT_VERSION),
         (layout.encoders_folder, f"*/{CONFIG_FILE}", encoders.FORMAT_VERSION),
     )
     for folder, pattern, ours in known:

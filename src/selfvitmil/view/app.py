@@ -6,7 +6,7 @@ the same time, and kept up to a number of bytes.
 
     /                                                the page
     /static/<name>                                   files of the package, in memory since the start
-    /api/study.json                                  slides, models, verdicts, failures
+    /api/study.json                                  slides, models, predictions, failures
     /api/slides/<id>.json                            size, resolution, levels, maps
     /api/slides/<id>/thumbnail.jpg
     /api/slides/<id>/tiles/<level>/<column>_<row>.jpg
@@ -146,7 +146,7 @@ class Viewer:
         return _answer(request, content, "application/json", ASKED_AGAIN)
 
     async def map(self, request: Request) -> Response:
-        return await self._of_map(request, "map", lambda slide, model: self.study.map_text(slide, model))
+        return await self._of_map(request, "map", lambda slide, model: self.study.heatmap_json(slide, model))
 
     async def lesions(self, request: Request) -> Response:
         return await self._of_map(
@@ -156,7 +156,9 @@ class Viewer:
     async def _of_map(self, request: Request, kind: str, make: Callable[[ViewedSlide, str], str]) -> Response:
         slide, model = self._known(request), request.path_params["model"]
         try:
-            entry = await asyncio.get_running_loop().run_in_executor(self.looking, self.study.map_entry, slide, model)
+            entry = await asyncio.get_running_loop().run_in_executor(
+                self.looking, self.study.heatmap_entry, slide, model
+            )
         except KeyError:
             raise HTTPException(404, "There is no such map") from None
         key = (kind, slide.id, model, entry.state)

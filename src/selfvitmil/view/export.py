@@ -157,7 +157,7 @@ def _slide_script(study: ViewedStudy, plan: _Plan) -> str:
     slide = plan.slide
     info = study.slide_data(slide, plan.opened)
     info |= {"max_level": plan.levels[-1], "levels": info["levels"][: len(plan.levels)]}
-    maps = {model: study.map_text(slide, model) for model in info["maps"]}
+    maps = {model: study.heatmap_json(slide, model) for model in info["maps"]}
     lesions = {model: to_json(study.lesions_data(slide, model)) for model in info["maps"]}
     annotation = to_json(study.annotation_data(slide) if slide.row.annotation is not None else [])
     parts = {"slide": to_json(info), "maps": _object(maps), "lesions": _object(lesions), "annotation": annotation}
@@ -202,7 +202,7 @@ def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str,
     ids = {slide.id for slide in written}
     data = study.study_data()
     rows = [{**row, "thumbnail": f"thumbnails/{row['id']}.jpg"} for row in data["slides"] if row["id"] in ids]
-    used = {model for row in rows for model in row["verdicts"]}
+    used = {model for row in rows for model in row["predictions"]}
     data |= {
         "exported": True,
         "slides": rows,

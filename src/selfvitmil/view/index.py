@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.localize.maps import SCHEMA, Verdict, main_first
+from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first
 from selfvitmil.settings import LocalizeSettings, read_toml, resolve_settings, without_removed
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.layout import StudyLayout
@@ -33,13 +33,13 @@ State = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class MapEntry:
+class HeatmapEntry:
     """A map file that can be shown, and what it says of its slide."""
 
     path: Path
     state: State
     told: Mapping[str, Any]
-    """`method`, `kind`, `scale`, and `verdict` as `verdict_data` makes it."""
+    """`method`, `kind`, `scale`, and `prediction` as `prediction_data` makes it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Model:
     id: str
     name: str
     """Name of its folder under maps/."""
-    maps: Mapping[str, MapEntry]
+    maps: Mapping[str, HeatmapEntry]
     """By slide."""
     num_lesions: Mapping[str, int] | None
     """By slide, those without any left out; None where no table of lesions was written."""
@@ -67,7 +67,7 @@ class Found:
     """Maps that are there but cannot be shown."""
 
 
-class MapIndex:
+class HeatmapIndex:
     """The maps of a study. May be asked from several threads."""
 
     def __init__(self, study: Path, slides: Collection[str]):
@@ -96,7 +96,7 @@ class MapIndex:
 
     def _model(self, folder: Path) -> Model:
         known = self._found.models.get(opaque_id("m", folder.name))
-        maps: dict[str, MapEntry] = {}
+        maps: dict[str, HeatmapEntry] = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 slide = entry.name.removesuffix(".h5")
@@ -110,14 +110,14 @@ class MapIndex:
         id = opaque_id("m", folder.name)
         return Model(id, folder.name, maps, self._count_lesions(folder / "lesions.csv"), self._settings(folder))
 
-    def _read(self, path: Path, state: State, is_link: bool) -> MapEntry | None:
+    def _read(self, path: Path, state: State, is_link: bool) -> HeatmapEntry | None:
         if self._refused.get(path, (None, ""))[0] == state:
             return None
         if is_link and not self._is_inside(path):
             self._refused[path] = state, "it is a link that leads out of the study"
             return None
         try:
-            entry = MapEntry(path, state, read_told(path))
+            entry = HeatmapEntry(path, state, read_told(path))
         except ArtefactError as error:
             self._refused[path] = state, error.why
             return None
@@ -172,19 +172,22 @@ def read_told(path: Path) -> Mapping[str, Any]:
             if file.attrs.get("schema") != SCHEMA:
                 raise ValueError("it is no file of ours")
             told = json.loads(str(file.attrs["told"]))
-        return {**{key: told[key] for key in ("method", "kind", "scale")}, "verdict": verdict_data(told["verdict"])}
+        return {
+            **{key: told[key] for key in ("method", "kind", "scale")},
+            "prediction": prediction_data(told["verdict"]),
+        }
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         why = "it cannot be read" if isinstance(error, OSError) else f"it lacks a part ({error})"
         raise ArtefactError(f"{path.name}: not a readable map", why, "Localize this slide again") from None
 
 
-def verdict_data(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A verdict in plain values; `probability` is that of the class shown, `probabilities` are all."""
+def prediction_data(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A prediction in plain values; `probability` is that of the class shown, `probabilities` are all."""
     plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-    verdict = Verdict(**plain)
+    prediction = SlidePrediction(**plain)
     return {
-        **asdict(verdict),
-        "probability": verdict.shown_probability,
-        "probabilities": verdict.probability,
-        "positive": verdict.is_positive,
+        **asdict(prediction),
+        "probability": prediction.shown_probability,
+        "probabilities": prediction.probability,
+        "positive": prediction.is_positive,
     }

@@ -20,12 +20,12 @@ from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError
-from selfvitmil.localize.maps import read_map
+from selfvitmil.localize.heatmap import read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.view.index import MapEntry, MapIndex, Model, opaque_id, verdict_data
+from selfvitmil.view.index import HeatmapEntry, HeatmapIndex, Model, opaque_id, prediction_data
 from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, OpenedSlide, Source
 
 NOTICE = "For research only. Not a medical device: do not use it for diagnosis."
@@ -61,7 +61,7 @@ class ViewedStudy:
             self.slides[slide.id] = slide
         assert len(self.slides) == len(cohort.rows)
         self._ids = {slide.row.slide: slide.id for slide in self.slides.values()}
-        self.index = MapIndex(folder, self._ids)
+        self.index = HeatmapIndex(folder, self._ids)
 
     @property
     def title(self) -> str:
@@ -71,7 +71,7 @@ class ViewedStudy:
         """Id of a slide by its name in the cohort; CohortError, naming the nearest, when there is none."""
         return self._ids[self.cohort[slide].slide]
 
-    def map_entry(self, slide: ViewedSlide, model: str) -> MapEntry:
+    def heatmap_entry(self, slide: ViewedSlide, model: str) -> HeatmapEntry:
         """The map of a slide by a model, given by its id; KeyError when there is none."""
         return self.index.found().models[model].maps[slide.row.slide]
 
@@ -125,7 +125,9 @@ class ViewedStudy:
             "problem": problem,
             "thumbnail": f"api/slides/{slide.id}/thumbnail.jpg" if there else None,
             "annotation": row.annotation is not None,
-            "verdicts": {model.id: short_verdict(model, row.slide) for model in models if row.slide in model.maps},
+            "predictions": {
+                model.id: short_prediction(model, row.slide) for model in models if row.slide in model.maps
+            },
         }
 
     def _failures_data(self, failures: Iterable[Failure]) -> list[dict[str, Any]]:
@@ -161,31 +163,31 @@ class ViewedStudy:
             "warnings": [self.names.text(text) for text in opened.slide.warnings],
         }
 
-    def map_text(self, slide: ViewedSlide, model: str) -> str:
+    def heatmap_json(self, slide: ViewedSlide, model: str) -> str:
         """The map of a slide as JSON: the longest answer there is, so it is written straight."""
-        from selfvitmil.localize.lesions import hottest_first
+        from selfvitmil.localize.detection import rank_tiles
 
-        slide_map = read_map(self.map_entry(slide, model).path)
-        numbers = {"score": slide_map.score, "detection": slide_map.detection, **slide_map.columns}
-        if slide_map.annotated is not None:
-            numbers["annotated"] = slide_map.annotated
+        heatmap = read_heatmap(self.heatmap_entry(slide, model).path)
+        numbers = {"score": heatmap.score, "detection": heatmap.detection, **heatmap.columns}
+        if heatmap.annotated is not None:
+            numbers["annotated"] = heatmap.annotated
         head = {
             "slide": slide.id,
             "model": model,
-            "name": slide_map.model,
-            "method": slide_map.method,
-            "kind": slide_map.kind,
-            "scale": slide_map.scale,
-            "gated": slide_map.gated,
-            "shown_because": slide_map.details.get("shown_because", ""),
-            "warnings": [self.names.text(text) for text in slide_map.warnings],
-            "frame": asdict(slide_map.frame),
-            "verdict": verdict_data(asdict(slide_map.verdict)),
+            "name": heatmap.model,
+            "method": heatmap.method,
+            "kind": heatmap.kind,
+            "scale": heatmap.scale,
+            "gated": heatmap.gated,
+            "shown_because": heatmap.details.get("shown_because", ""),
+            "warnings": [self.names.text(text) for text in heatmap.warnings],
+            "frame": asdict(heatmap.frame),
+            "prediction": prediction_data(asdict(heatmap.prediction)),
             "columns": list(numbers),
         }
         arrays = {
-            "coords": ",".join(map(str, slide_map.coords_l0.ravel().tolist())),
-            "strongest_first": ",".join(map(str, hottest_first(slide_map).tolist())),
+            "coords": ",".join(map(str, heatmap.coords_l0.ravel().tolist())),
+            "strongest_first": ",".join(map(str, rank_tiles(heatmap).tolist())),
         }
         arrays.update((name, ",".join(map(number_text, values.tolist()))) for name, values in numbers.items())
         return f"{to_json(head)[:-1]},{','.join(f'{json.dumps(name)}:[{text}]' for name, text in arrays.items())}}}"
@@ -195,11 +197,11 @@ class ViewedStudy:
 
         Lesions where the slide is called positive, else its highest-ranked regions: `finding` tells.
         """
-        from selfvitmil.localize.lesions import find_lesions
+        from selfvitmil.localize.detection import find_lesions
 
-        slide_map = read_map(self.map_entry(slide, model).path)
+        heatmap = read_heatmap(self.heatmap_entry(slide, model).path)
         localize = self.index.found().models[model].settings or self.settings.localize
-        staging = "none" if slide_map.only_ranks else localize.staging
+        staging = "none" if heatmap.only_ranks else localize.staging
         return [
             {
                 "number": lesion.number,
@@ -211,11 +213,11 @@ class ViewedStudy:
                 "diameter_um": lesion.diameter_um,
                 "tile_um": lesion.tile_um,
                 "size_words": lesion.size_words(staging),
-                "finding": not slide_map.only_ranks,
+                "finding": not heatmap.only_ranks,
                 "num_tiles": len(lesion.rows),
                 "rings": rings_of(lesion.annotation),
             }
-            for lesion in find_lesions(slide_map, localize.lesion_threshold, localize.min_lesion_mm2)
+            for lesion in find_lesions(heatmap, localize.lesion_threshold, localize.min_lesion_mm2)
         ]
 
     def annotation_data(self, slide: ViewedSlide) -> list[dict[str, Any]]:
@@ -240,13 +242,13 @@ class ViewedStudy:
 def model_data(model: Model) -> dict[str, Any]:
     """What is the same for all maps of a model; None where it differs between them."""
     told = [entry.told for entry in model.maps.values()]
-    verdicts = [one["verdict"] for one in told]
+    predictions = [one["prediction"] for one in told]
     return {
         "id": model.id,
         "name": model.name,
         **{key: _only(one[key] for one in told) for key in ("method", "kind", "scale")},
-        "classes": verdicts[0]["classes"],
-        "shown": _only(verdict["shown"] for verdict in verdicts),
+        "classes": predictions[0]["classes"],
+        "shown": _only(prediction["shown"] for prediction in predictions),
     }
 
 
@@ -255,12 +257,12 @@ def _only(values: Iterable[Any]) -> Any:
     return different.pop() if len(different) == 1 else None
 
 
-def short_verdict(model: Model, slide: str) -> dict[str, Any]:
+def short_prediction(model: Model, slide: str) -> dict[str, Any]:
     """What the list of slides shows."""
-    verdict = model.maps[slide].told["verdict"]
+    prediction = model.maps[slide].told["prediction"]
     keys = ("probability", "decision", "positive", "shown", "threshold", "threshold_from", "part", "split")
     num_lesions = None if model.num_lesions is None else model.num_lesions.get(slide, 0)
-    return {**{key: verdict[key] for key in keys}, "lesions": num_lesions}
+    return {**{key: prediction[key] for key in keys}, "lesions": num_lesions}
 
 
 def rings_of(outline: Annotation) -> list[list[list[float]]]:

@@ -15,15 +15,15 @@
  */
 
 /**
- * @typedef {object} Verdict What a model said of a slide.
- * @property {number} probability of the class that the map shows
+ * @typedef {object} SlidePrediction What a model predicts for a slide.
+ * @property {number} probability of the class that the heatmap shows
  * @property {string} decision name of a class
- * @property {boolean} positive whether the decision is the class that the map shows
+ * @property {boolean} positive whether the decision is the class that the heatmap shows
  * @property {number|null} threshold
  * @property {string} threshold_from
  * @property {string} part test, val, train or new
  * @property {number|null} [lesions] how many
- * @property {string} shown class that the map shows evidence for
+ * @property {string} shown class that the heatmap shows evidence for
  *
  * @typedef {object} Model
  * @property {string} id
@@ -40,7 +40,7 @@
  * @property {"ok"|"missing"|"failed"} status
  * @property {string} problem
  * @property {string|null} thumbnail
- * @property {Record<string, Verdict>} verdicts by model id
+ * @property {Record<string, SlidePrediction>} predictions by model id
  *
  * @typedef {object} Study
  * @property {string} title
@@ -59,9 +59,9 @@
  * @property {number} overlap
  * @property {number} max_level
  * @property {boolean} annotation
- * @property {string[]} maps model ids
+ * @property {string[]} maps ids of the models that have a heatmap of the slide
  *
- * @typedef {object} MapFrame
+ * @typedef {object} HeatmapFrame
  * @property {number} slide_mpp
  * @property {[number, number]} size_l0
  * @property {number} extent_l0
@@ -69,13 +69,13 @@
  * @property {number} tile_mpp
  * @property {number} size_px
  *
- * @typedef {object} MapJson
- * @property {MapFrame} frame
+ * @typedef {object} HeatmapJson
+ * @property {HeatmapFrame} frame
  * @property {string} kind
  * @property {string} scale
  * @property {boolean} gated
  * @property {string} shown_because why `kind` is shown
- * @property {Verdict} verdict
+ * @property {SlidePrediction} prediction
  * @property {string[]} columns
  * @property {number[]} coords x0, y0, x1, y1, ...
  * @property {number[]} strongest_first the tiles from the strongest to the weakest, as report and predictions have them
@@ -93,7 +93,7 @@
  * @property {[number, number]} centroid_l0
  * @property {[number, number][][]} rings
  *
- * @typedef {object} OutlineJson
+ * @typedef {object} AnnotationJson
  * @property {string} name
  * @property {string} group
  * @property {string} kind
@@ -112,15 +112,15 @@ export class ServerData {
   slide(id) {
     return this.#get(`api/slides/${id}.json`);
   }
-  /** @param {string} id @param {string} model @returns {Promise<MapJson>} */
-  map(id, model) {
+  /** @param {string} id @param {string} model @returns {Promise<HeatmapJson>} */
+  heatmap(id, model) {
     return this.#get(`api/slides/${id}/maps/${model}.json`);
   }
   /** @param {string} id @param {string} model @returns {Promise<LesionJson[]>} */
   lesions(id, model) {
     return this.#get(`api/slides/${id}/lesions/${model}.json`);
   }
-  /** @param {string} id @returns {Promise<OutlineJson[]>} */
+  /** @param {string} id @returns {Promise<AnnotationJson[]>} */
   annotation(id) {
     return this.#get(`api/slides/${id}/annotation.json`);
   }
@@ -154,8 +154,8 @@ export class ServerData {
 async function reasonOf(answer) {
   const text = (await answer.text()).slice(0, 2000);
   try {
-    const told = JSON.parse(text);
-    const words = told.error ?? told.detail ?? told.message;
+    const answered = JSON.parse(text);
+    const words = answered.error ?? answered.detail ?? answered.message;
     if (typeof words === "string" && words) return words;
   } catch {
     // plain text is fine too
@@ -172,15 +172,15 @@ export class FolderData {
   async slide(id) {
     return (await this.#loaded(id)).slide;
   }
-  /** @param {string} id @param {string} model @returns {Promise<MapJson>} */
-  async map(id, model) {
+  /** @param {string} id @param {string} model @returns {Promise<HeatmapJson>} */
+  async heatmap(id, model) {
     return present((await this.#loaded(id)).maps?.[model]);
   }
   /** @param {string} id @param {string} model @returns {Promise<LesionJson[]>} */
   async lesions(id, model) {
     return (await this.#loaded(id)).lesions?.[model] ?? [];
   }
-  /** @param {string} id @returns {Promise<OutlineJson[]>} */
+  /** @param {string} id @returns {Promise<AnnotationJson[]>} */
   async annotation(id) {
     return (await this.#loaded(id)).annotation ?? [];
   }
@@ -214,7 +214,7 @@ function folderData() {
 
 /** @template T @param {T|undefined} value @returns {T} */
 function present(value) {
-  if (value === undefined) throw new DataError("This folder has no such map");
+  if (value === undefined) throw new DataError("This folder has no such heatmap");
   return value;
 }
 

@@ -1,5 +1,5 @@
 /**
- * The map of a slide: which tile lies where, what its values are, and its picture.
+ * The heatmap of a slide: which tile lies where, what its values are, and its picture.
  *
  * The picture has one pixel per cell of the tile grid, so that 200,000 tiles are coloured in a few milliseconds and any
  * zoom is one scaled copy of it. Where tiles overlap, a tile's cell is the middle of it.
@@ -20,7 +20,7 @@ export const SCORE_NAMES = {
 
 /** @type {Record<string, string>} */
 export const SCORE_HELP = {
-  score: "what the map shows: scaled from 0 to 1 within this slide",
+  score: "what the heatmap shows: scaled from 0 to 1 within this slide",
   detection: "score times the slide's probability: compares across slides",
   attention: "weight of the tile in the slide's answer; all weights sum to 1",
   instance: "probability of the tile on its own",
@@ -35,7 +35,7 @@ const OPEN_ENDED = new Set(["attention", "product", "effect"]);
 const SUSPICIOUS = 0.5;
 
 /**
- * @typedef {object} Look How the map is drawn.
+ * @typedef {object} Look How the heatmap is drawn.
  * @property {string} score
  * @property {string} colors
  * @property {number} opacity
@@ -43,20 +43,20 @@ const SUSPICIOUS = 0.5;
  * @property {boolean} fade
  */
 
-export class TileMap {
-  /** @param {import("./data.js").MapJson} json */
+export class Heatmap {
+  /** @param {import("./data.js").HeatmapJson} json */
   constructor(json) {
     this.frame = json.frame;
     this.count = json.coords.length / 2;
     /** Slides that were not found positive are left blank, and this is one. */
-    this.blank = json.gated && !json.verdict.positive;
+    this.blank = json.gated && !json.prediction.positive;
     /** Colours only rank the tiles within a slide that is not called positive: no region of it is a lesion. */
-    this.onlyRanks = !json.verdict.positive;
+    this.onlyRanks = !json.prediction.positive;
     /** What the score was made from, and why that. */
     this.kind = json.kind;
     this.shownBecause = json.shown_because;
     this.coords = Float64Array.from(json.coords);
-    /** Names of the values that this map has. */
+    /** Names of the values that this heatmap has. */
     this.scores = Object.keys(SCORE_NAMES).filter((name) => Array.isArray(/** @type {any} */ (json)[name]));
     /** @type {Map<string, Float32Array>} */
     this.byName = new Map(this.scores.map((name) => [name, floats(/** @type {any} */ (json)[name])]));
@@ -153,25 +153,25 @@ export class TileMap {
 }
 
 /**
- * Draw the grid of a map, one pixel per cell.
+ * Draw the grid of a heatmap, one pixel per cell.
  *
  * @param {HTMLCanvasElement} canvas gets the size of the grid
- * @param {TileMap} map
+ * @param {Heatmap} heatmap
  * @param {Look} look
  */
-export function paintGrid(canvas, map, look) {
-  canvas.width = Math.max(map.columns, 1);
-  canvas.height = Math.max(map.rows, 1);
-  if (!map.count) return;
+export function paintGrid(canvas, heatmap, look) {
+  canvas.width = Math.max(heatmap.columns, 1);
+  canvas.height = Math.max(heatmap.rows, 1);
+  if (!heatmap.count) return;
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
-  const picture = context.createImageData(map.columns, map.rows);
+  const picture = context.createImageData(heatmap.columns, heatmap.rows);
   const colors = new Uint32Array(colorTable(look.colors, look.fade).buffer);
   const pixels = new Uint32Array(picture.data.buffer);
-  const values = map.values(look.score);
-  const top = map.top(look.score);
+  const values = heatmap.values(look.score);
+  const top = heatmap.top(look.score);
   const least = look.threshold * top;
-  for (let cell = 0; cell < map.cells.length; cell += 1) {
-    const tile = map.cells[cell];
+  for (let cell = 0; cell < heatmap.cells.length; cell += 1) {
+    const tile = heatmap.cells[cell];
     if (tile < 0) continue;
     const value = values[tile];
     if (value >= least) pixels[cell] = colors[Math.round((255 * Math.min(Math.max(value, 0), top)) / top)];
@@ -184,18 +184,18 @@ export function paintGrid(canvas, map, look) {
  *
  * @param {CanvasRenderingContext2D} context whose unit is a level-0 pixel
  * @param {HTMLCanvasElement} grid
- * @param {TileMap} map
+ * @param {Heatmap} heatmap
  * @param {{left: number, top: number, right: number, bottom: number}} seen
  */
-export function copyGrid(context, grid, map, seen) {
-  const stride = map.frame.stride_l0;
-  const column = Math.max(0, Math.floor((seen.left - map.originX) / stride));
-  const row = Math.max(0, Math.floor((seen.top - map.originY) / stride));
-  const columns = Math.min(map.columns, Math.ceil((seen.right - map.originX) / stride)) - column;
-  const rows = Math.min(map.rows, Math.ceil((seen.bottom - map.originY) / stride)) - row;
+export function copyGrid(context, grid, heatmap, seen) {
+  const stride = heatmap.frame.stride_l0;
+  const column = Math.max(0, Math.floor((seen.left - heatmap.originX) / stride));
+  const row = Math.max(0, Math.floor((seen.top - heatmap.originY) / stride));
+  const columns = Math.min(heatmap.columns, Math.ceil((seen.right - heatmap.originX) / stride)) - column;
+  const rows = Math.min(heatmap.rows, Math.ceil((seen.bottom - heatmap.originY) / stride)) - row;
   if (columns <= 0 || rows <= 0) return;
   context.imageSmoothingEnabled = false;
-  const [x, y] = [map.originX + column * stride, map.originY + row * stride];
+  const [x, y] = [heatmap.originX + column * stride, heatmap.originY + row * stride];
   context.drawImage(grid, column, row, columns, rows, x, y, columns * stride, rows * stride);
 }
 
@@ -219,7 +219,7 @@ function floats(values) {
 }
 
 /** A value in few digits. @param {number} value @returns {string} */
-export function told(value) {
+export function formatValue(value) {
   if (!Number.isFinite(value)) return "none";
   if (value === 0 || Math.abs(value) >= 0.1) return value.toFixed(2);
   return Math.abs(value) >= 0.001 ? value.toPrecision(2) : value.toExponential(1);

@@ -14,7 +14,7 @@ export const KEYS = [
   ["c", "next colours"],
   ["f", "fade low values"],
   [". ,", "hide more, fewer tiles"],
-  ["o a", "outlines of lesions, annotation"],
+  ["o a", "contours of lesions, annotation"],
   ["m", "next model"],
   ["s", "side by side"],
   ["/", "search slides"],

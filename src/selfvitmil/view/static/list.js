@@ -14,14 +14,14 @@ const SPARE_ROWS = 6;
 
 /** Whether the decision is not the slide's label. @param {SlideRow} slide @param {Model|undefined} model */
 export function isWrong(slide, model) {
-  const verdict = model && slide.verdicts[model.id];
-  return Boolean(verdict && slide.label && model.classes.includes(slide.label) && verdict.decision !== slide.label);
+  const prediction = model && slide.predictions[model.id];
+  return Boolean(prediction && slide.label && model.classes.includes(slide.label) && prediction.decision !== slide.label);
 }
 
 /** @param {SlideRow} slide @param {Model|undefined} model @returns {number} -1 where there is none */
 function scoreOf(slide, model) {
-  const verdict = model && slide.verdicts[model.id];
-  return verdict ? verdict.probability : -1;
+  const prediction = model && slide.predictions[model.id];
+  return prediction ? prediction.probability : -1;
 }
 
 /** @param {SlideRow} slide @param {Model|undefined} model */
@@ -43,7 +43,7 @@ export function sortSlides(slides, sort, model) {
   /** @param {SlideRow} a @param {SlideRow} b */
   const byScore = (a, b) => scoreOf(b, model) - scoreOf(a, model);
   /** @param {SlideRow} slide */
-  const decision = (slide) => (model && slide.verdicts[model.id]?.decision) || "\uffff";
+  const decision = (slide) => (model && slide.predictions[model.id]?.decision) || "\uffff";
   /** @type {Record<string, (a: SlideRow, b: SlideRow) => number>} */
   const ways = {
     name: () => 0,
@@ -67,8 +67,8 @@ export function findSlides(slides, search, model) {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return slides;
   return slides.filter((slide) => {
-    const verdict = model && slide.verdicts[model.id];
-    const parts = [slide.name, slide.label, slide.patient, slide.split, verdict?.decision];
+    const prediction = model && slide.predictions[model.id];
+    const parts = [slide.name, slide.label, slide.patient, slide.split, prediction?.decision];
     if (slide.status !== "ok") parts.push(slide.status, slide.problem);
     if (isWrong(slide, model)) parts.push("wrong");
     const text = parts.filter(Boolean).join(" ").toLowerCase();
@@ -182,17 +182,17 @@ export class SlideList {
   #facts(slide) {
     const chips = make("div.chips");
     if (slide.label !== null) chips.append(make("span.chip", { title: "Label of the slide" }, slide.label));
-    const verdict = this.model && slide.verdicts[this.model.id];
-    if (!verdict) {
-      if (this.model) chips.append(make("span.quiet", {}, "no map"));
+    const prediction = this.model && slide.predictions[this.model.id];
+    if (!prediction) {
+      if (this.model) chips.append(make("span.quiet", {}, "no heatmap"));
       return [chips];
     }
-    const kind = verdict.positive ? "positive" : "negative";
-    chips.append(make(`span.chip.${kind}`, { title: "Decision of the model" }, `→ ${verdict.decision}`));
+    const kind = prediction.positive ? "positive" : "negative";
+    chips.append(make(`span.chip.${kind}`, { title: "Decision of the model" }, `→ ${prediction.decision}`));
     const fill = make(`span.fill.${kind}`);
-    fill.style.width = `${100 * verdict.probability}%`;
+    fill.style.width = `${100 * prediction.probability}%`;
     const bar = make("span.bar", { "aria-hidden": "true" }, fill);
-    return [chips, make("div.scored", {}, bar, make("span.number", {}, verdict.probability.toFixed(2)))];
+    return [chips, make("div.scored", {}, bar, make("span.number", {}, prediction.probability.toFixed(2)))];
   }
 }
 

@@ -2,13 +2,13 @@
  * The viewer: one state, and what follows from a change of it.
  *
  * Whatever the reader does ends in `change`, which compares the state with the one before: another slide is opened,
- * another model's map is loaded, all else is drawn anew. The address follows the state, and the state an opened link.
+ * another model's heatmap is loaded, all else is drawn anew. The address follows the state, and the state an opened link.
  */
 
 import { COLOR_NAMES } from "./colors.js";
 import { openData } from "./data.js";
 import { byId, fillSelect, make, remembered, setWords } from "./dom.js";
-import { SCORE_NAMES, TileMap, told } from "./heatmap.js";
+import { SCORE_NAMES, Heatmap, formatValue } from "./heatmap.js";
 import { listenToKeys } from "./keys.js";
 import { findSlides, isWrong, SlideList, sortSlides } from "./list.js";
 import { Pane } from "./pane.js";
@@ -17,7 +17,7 @@ import { fromHash, PLAIN, SORT_NAMES, START, toHash } from "./state.js";
 
 /** @typedef {import("./state.js").State} State */
 
-const KEPT_MAPS = 6;
+const KEPT_HEATMAPS = 6;
 const TILES_ACROSS = 7;
 const NARROW = matchMedia("(max-width: 820px)");
 
@@ -30,12 +30,12 @@ class Viewer {
     this.study = { title: "", research_notice: "", models: [], slides: [], failures: [] };
     /** @type {import("./data.js").SlideInfo|null} */
     this.slide = null;
-    /** @type {Map<string, Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>>} */
-    this.maps = new Map();
+    /** @type {Map<string, Promise<{heatmap: Heatmap, lesions: import("./data.js").LesionJson[]}>>} */
+    this.heatmaps = new Map();
     /** @type {import("./data.js").LesionJson[][]} of the two viewers */
     this.found = [[], []];
-    /** @type {import("./data.js").OutlineJson[]} */
-    this.outlines = [];
+    /** @type {import("./data.js").AnnotationJson[]} */
+    this.annotations = [];
     this.search = "";
     this.turn = 0;
     const events = {
@@ -105,7 +105,7 @@ class Viewer {
       history.pushState(null, "", toHash(this.state));
       void this.#openSlide();
     } else if (changed("model", "beside")) {
-      void this.#openMaps(this.turn);
+      void this.#openHeatmaps(this.turn);
     } else {
       this.#redraw();
     }
@@ -134,8 +134,8 @@ class Viewer {
     return this.study.slides.find((slide) => slide.id === this.state.slide);
   }
 
-  get map() {
-    return this.panes[0].map;
+  get heatmap() {
+    return this.panes[0].heatmap;
   }
 
   // ------------------------------------------------------------------------------------------ slides
@@ -157,10 +157,10 @@ class Viewer {
     const row = this.row;
     const { view } = this.state;
     this.slide = null;
-    this.outlines = [];
+    this.annotations = [];
     this.found = [[], []];
     this.panes.forEach((pane) => pane.clear());
-    this.panel.showVerdict(row, this.model);
+    this.panel.showPrediction(row, this.model);
     this.panel.sync(this.state, null, []);
     this.panel.explain("");
     this.#message("");
@@ -176,22 +176,22 @@ class Viewer {
       return;
     }
     if (turn !== this.turn) return;
-    await this.#openOutlines(turn, row);
-    if (turn === this.turn) await this.#openMaps(turn);
+    await this.#openAnnotations(turn, row);
+    if (turn === this.turn) await this.#openHeatmaps(turn);
   }
 
   /**
-   * Load what people outlined; without it the slide and its maps are shown all the same.
+   * Load the annotation; without it the slide and its heatmaps are shown all the same.
    *
    * @param {number} turn
    * @param {import("./data.js").SlideRow} row
    */
-  async #openOutlines(turn, row) {
+  async #openAnnotations(turn, row) {
     if (row.problem) this.panes[0].say(row.problem);
     if (!this.slide?.annotation) return;
     try {
-      const outlines = await this.data.annotation(row.id);
-      if (turn === this.turn) this.outlines = outlines;
+      const annotations = await this.data.annotation(row.id);
+      if (turn === this.turn) this.annotations = annotations;
     } catch (error) {
       const words = `The annotation of this slide is not shown: ${wordsOf(error)}`;
       if (turn === this.turn) this.panes[0].say([row.problem, words].filter(Boolean).join(" "));
@@ -224,64 +224,64 @@ class Viewer {
     if (pane.slide === slide) pane.say(why ? `Part of this slide could not be read: ${why}` : "");
   }
 
-  // ------------------------------------------------------------------------------------------ maps
+  // ------------------------------------------------------------------------------------------ heatmaps
 
-  /** @param {string} id @param {string} model @returns {Promise<{map: TileMap, lesions: import("./data.js").LesionJson[]}>} */
-  #mapOf(id, model) {
+  /** @param {string} id @param {string} model @returns {Promise<{heatmap: Heatmap, lesions: import("./data.js").LesionJson[]}>} */
+  #heatmapOf(id, model) {
     const key = `${id} ${model}`;
-    let kept = this.maps.get(key);
+    let kept = this.heatmaps.get(key);
     if (!kept) {
-      kept = Promise.all([this.data.map(id, model), this.data.lesions(id, model)]).then(([json, lesions]) => ({
-        map: new TileMap(json),
+      kept = Promise.all([this.data.heatmap(id, model), this.data.lesions(id, model)]).then(([json, lesions]) => ({
+        heatmap: new Heatmap(json),
         lesions,
       }));
-      kept.catch(() => this.maps.delete(key));
-      this.maps.set(key, kept);
-      if (this.maps.size > KEPT_MAPS) this.maps.delete(/** @type {string} */ (this.maps.keys().next().value));
+      kept.catch(() => this.heatmaps.delete(key));
+      this.heatmaps.set(key, kept);
+      if (this.heatmaps.size > KEPT_HEATMAPS) this.heatmaps.delete(/** @type {string} */ (this.heatmaps.keys().next().value));
     }
     return kept;
   }
 
-  /** Load the maps of both viewers. @param {number} turn */
-  async #openMaps(turn) {
+  /** Load the heatmaps of both viewers. @param {number} turn */
+  async #openHeatmaps(turn) {
     const slide = this.slide;
     if (!slide) return;
-    delete document.documentElement.dataset.slide; // until its maps are there
+    delete document.documentElement.dataset.slide; // until its heatmaps are there
     const { model, beside } = this.state;
     const stale = () => turn !== this.turn || model !== this.state.model || beside !== this.state.beside;
     if (beside !== null) await this.#openPanes(this.panes[0].view());
     if (stale()) return;
-    this.panel.explain(this.#whyNoMap());
-    const wanted = [model, beside].map((id) => (id && slide.maps.includes(id) ? this.#mapOf(slide.id, id) : null));
+    this.panel.explain(this.#whyNoHeatmap());
+    const wanted = [model, beside].map((id) => (id && slide.maps.includes(id) ? this.#heatmapOf(slide.id, id) : null));
     const results = await Promise.allSettled(wanted);
     if (stale()) return;
     results.forEach((result, k) => {
       const made = result.status === "fulfilled" ? result.value : null;
       if (result.status === "rejected") this.panel.explain(wordsOf(result.reason));
       this.found[k] = made?.lesions ?? [];
-      this.panes[k].setMap(made?.map ?? null);
+      this.panes[k].setHeatmap(made?.heatmap ?? null);
       const rings = this.found[k].filter((lesion) => lesion.finding).flatMap((lesion) => lesion.rings);
-      this.panes[k].setOutlines(rings, this.outlines.flatMap((outline) => outline.rings));
+      this.panes[k].setContours(rings, this.annotations.flatMap((annotation) => annotation.rings));
     });
-    if (this.state.tile !== null && this.map && this.state.tile >= this.map.count) this.state.tile = null;
+    if (this.state.tile !== null && this.heatmap && this.state.tile >= this.heatmap.count) this.state.tile = null;
     this.#showLesions();
     this.#redraw();
     document.documentElement.dataset.slide = slide.id;
   }
 
-  #whyNoMap() {
-    if (!this.study.models.length) return "This study has no maps yet. `selfvitmil localize STUDY` makes them.";
+  #whyNoHeatmap() {
+    if (!this.study.models.length) return "This study has no heatmaps yet. `selfvitmil localize STUDY` computes them.";
     if (this.slide && this.state.model && this.slide.maps.includes(this.state.model)) return "";
     const name = this.model?.name ?? "this model";
-    return `${name} has no map of this slide. \`selfvitmil localize STUDY\` maps test slides; add --localize.parts for others.`;
+    return `${name} has no heatmap of this slide. \`selfvitmil localize STUDY\` covers test slides; add --localize.parts for others.`;
   }
 
   #showLesions() {
     const lesions = this.found[0];
-    const ranks = this.map?.onlyRanks ?? false;
+    const ranks = this.heatmap?.onlyRanks ?? false;
     let words = lesions.length ? "" : "No region reaches the threshold of a lesion.";
     if (ranks) words = "No lesions: the slide is not called positive. Every slide has highest-ranked regions.";
-    if (this.map?.blank) words = "Left blank: the slide was not found positive.";
+    if (this.heatmap?.blank) words = "Left blank: the slide was not found positive.";
     this.panel.showLesions(lesions, words, ranks);
   }
 
@@ -291,37 +291,37 @@ class Viewer {
     this.panes.forEach((pane, k) => {
       const look = { ...state, score: k ? state.besideScore : state.score };
       // another model may have cut the slide otherwise: then its tiles are not these
-      const alike = pane.map?.count === this.map?.count;
+      const alike = pane.heatmap?.count === this.heatmap?.count;
       pane.dress(state.map ? look : null, state, alike ? (state.tile ?? -1) : -1);
       this.#syncHead(pane, k);
     });
-    byId("show-annotation").disabled = !this.outlines.length;
-    this.panel.sync(state, this.map, this.slide?.maps ?? []);
-    this.panel.showVerdict(this.row, this.model);
-    if (this.map) this.#showTile(this.map);
+    byId("show-annotation").disabled = !this.annotations.length;
+    this.panel.sync(state, this.heatmap, this.slide?.maps ?? []);
+    this.panel.showPrediction(this.row, this.model);
+    if (this.heatmap) this.#showTile(this.heatmap);
     byId("toggle-compare").setAttribute("aria-pressed", String(state.beside !== null));
     this.#writeAddress();
   }
 
-  /** @param {TileMap} map */
-  #showTile(map) {
+  /** @param {Heatmap} heatmap */
+  #showTile(heatmap) {
     const { score, threshold } = this.state;
     const tile = this.state.tile ?? -1;
-    const count = map.countSuspicious(score, threshold);
-    const place = tile < 0 ? -1 : map.order(score).indexOf(tile);
+    const count = heatmap.countSuspicious(score, threshold);
+    const place = tile < 0 ? -1 : heatmap.order(score).indexOf(tile);
     const words = place < 0 ? counted(count, "tile") : place < count ? `${place + 1} of ${count}` : `rank ${place + 1}`;
-    this.panel.showTile(map, tile, score, words);
+    this.panel.showTile(heatmap, tile, score, words);
   }
 
   // ------------------------------------------------------------------------------------------ tiles and lesions
 
   /** To the next weaker or stronger tile of those that are drawn. @param {number} step */
   stepTile(step) {
-    const { map } = this;
-    if (!map) return this.say(this.#whyNoMap());
+    const { heatmap } = this;
+    if (!heatmap) return this.say(this.#whyNoHeatmap());
     const { score, threshold, tile } = this.state;
-    const order = map.order(score);
-    const count = map.countSuspicious(score, threshold);
+    const order = heatmap.order(score);
+    const count = heatmap.countSuspicious(score, threshold);
     if (!count) return this.say("No tile reaches the threshold: hide fewer tiles.");
     const at = tile === null ? -1 : order.indexOf(tile);
     this.goTile(at < 0 || at >= count ? (step > 0 ? 0 : count - 1) : (at + step + count) % count);
@@ -329,30 +329,30 @@ class Viewer {
 
   /** @param {number} place in falling order of the value */
   goTile(place) {
-    const map = /** @type {TileMap} */ (this.map);
-    const tile = map.order(this.state.score)[place];
-    const [x, y, edge] = map.box(tile);
+    const heatmap = /** @type {Heatmap} */ (this.heatmap);
+    const tile = heatmap.order(this.state.score)[place];
+    const [x, y, edge] = heatmap.box(tile);
     const now = this.panes[0].view();
     this.leader = this.panes[0];
     const wide = TILES_ACROSS * edge;
     this.panes[0].show({ x: x + edge / 2, y: y + edge / 2, w: now ? Math.min(now.w, wide) : wide });
     if (NARROW.matches) this.#closeDrawers();
     this.change({ tile });
-    this.#readTile(map, tile, place);
+    this.#readTile(heatmap, tile, place);
   }
 
   /** @param {Pane} pane @param {number} tile */
   #picked(pane, tile) {
-    const map = /** @type {TileMap} */ (pane.map);
+    const heatmap = /** @type {Heatmap} */ (pane.heatmap);
     if (pane === this.panes[0]) this.change({ tile });
-    this.#readTile(map, tile, map.order(this.state.score).indexOf(tile));
+    this.#readTile(heatmap, tile, heatmap.order(this.state.score).indexOf(tile));
   }
 
-  /** Say the values of a tile. @param {TileMap} map @param {number} tile @param {number} place */
-  #readTile(map, tile, place) {
-    const values = map.scores.map((name) => `${SCORE_NAMES[name]} ${told(map.values(name)[tile])}`);
-    const [x, y] = map.box(tile);
-    const mm = (/** @type {number} */ l0) => ((l0 * map.frame.slide_mpp) / 1000).toFixed(1);
+  /** Say the values of a tile. @param {Heatmap} heatmap @param {number} tile @param {number} place */
+  #readTile(heatmap, tile, place) {
+    const values = heatmap.scores.map((name) => `${SCORE_NAMES[name]} ${formatValue(heatmap.values(name)[tile])}`);
+    const [x, y] = heatmap.box(tile);
+    const mm = (/** @type {number} */ l0) => ((l0 * heatmap.frame.slide_mpp) / 1000).toFixed(1);
     this.live(`Tile ${place + 1}: ${values.join(", ")}; ${mm(x)} mm from the left, ${mm(y)} mm from the top`);
   }
 
@@ -367,7 +367,7 @@ class Viewer {
     const across = Math.max(right - left, ((bottom - top) * size.clientWidth) / Math.max(size.clientHeight, 1));
     this.leader = this.panes[0];
     this.panes[0].show({ x: (left + right) / 2, y: (top + bottom) / 2, w: 1.8 * across });
-    this.live(`${lesion.finding ? "Lesion" : "Region"} ${index + 1}: ${lesion.size_words}, highest score ${told(lesion.score)}`);
+    this.live(`${lesion.finding ? "Lesion" : "Region"} ${index + 1}: ${lesion.size_words}, highest score ${formatValue(lesion.score)}`);
     if (NARROW.matches) this.#closeDrawers();
   }
 
@@ -401,7 +401,7 @@ class Viewer {
     const model = make("select", { "aria-label": `Model of the ${which} viewer` });
     const score = make("select", { "aria-label": `Value of the ${which} viewer` });
     const models = this.study.models.map((one) => /** @type {[string, string]} */ ([one.id, one.name]));
-    fillSelect(model, k ? [...models, [PLAIN, "No map"]] : models, "");
+    fillSelect(model, k ? [...models, [PLAIN, "No heatmap"]] : models, "");
     model.addEventListener("change", () => this.change(k ? { beside: model.value } : { model: model.value }));
     score.addEventListener("change", () => this.change(k ? { besideScore: score.value } : { score: score.value }));
     pane.head.replaceChildren(model, score, make("span.said"));
@@ -412,13 +412,13 @@ class Viewer {
     const [model, score, said] = pane.head.children;
     const id = k ? this.state.beside : this.state.model;
     model.value = id ?? PLAIN;
-    score.hidden = !pane.map;
-    if (pane.map) {
-      const choices = pane.map.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
+    score.hidden = !pane.heatmap;
+    if (pane.heatmap) {
+      const choices = pane.heatmap.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
       fillSelect(score, choices, k ? this.state.besideScore : this.state.score);
     }
-    const verdict = id ? this.row?.verdicts[id] : undefined;
-    said.textContent = verdict ? `→ ${verdict.decision} ${verdict.probability.toFixed(2)}` : "";
+    const prediction = id ? this.row?.predictions[id] : undefined;
+    said.textContent = prediction ? `→ ${prediction.decision} ${prediction.probability.toFixed(2)}` : "";
   }
 
   // ------------------------------------------------------------------------------------------ the page around it
@@ -461,7 +461,7 @@ class Viewer {
       {
         n: () => this.stepTile(1),
         p: () => this.stepTile(-1),
-        t: () => (this.map ? this.goTile(0) : this.say(this.#whyNoMap())),
+        t: () => (this.heatmap ? this.goTile(0) : this.say(this.#whyNoHeatmap())),
         "]": () => slide(1),
         "[": () => slide(-1),
         "+": () => zoom(1.5),
@@ -469,7 +469,7 @@ class Viewer {
         "-": () => zoom(1 / 1.5),
         0: () => this.slide && this.leader.home(),
         h: () => flip("map"),
-        v: () => this.change({ score: after(this.map?.scores ?? ["score"], this.state.score) }),
+        v: () => this.change({ score: after(this.heatmap?.scores ?? ["score"], this.state.score) }),
         c: () => this.change({ colors: after(Object.keys(COLOR_NAMES), this.state.colors) }),
         f: () => flip("fade"),
         ".": () => hide(0.05),

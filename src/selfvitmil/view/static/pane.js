@@ -1,15 +1,15 @@
 /**
- * One viewer: the slide (OpenSeadragon), above it a canvas with map, outlines and marked tile, a scale bar, a tooltip.
+ * One viewer: the slide (OpenSeadragon), above it a canvas with heatmap, contours and marked tile, a scale bar, a tooltip.
  *
  * The canvas is drawn in the very frame in which OpenSeadragon draws the slide, so they never come apart. Its unit is
  * the level-0 pixel. OpenSeadragon's own unit is the width of the slide; only `view`, `show` and `#frame` convert.
  */
 
 import { icon, make } from "./dom.js";
-import { copyGrid, paintGrid, SCORE_HELP, SCORE_NAMES, told } from "./heatmap.js";
+import { copyGrid, paintGrid, SCORE_HELP, SCORE_NAMES, formatValue } from "./heatmap.js";
 
 /** @typedef {import("./state.js").View} View */
-/** @typedef {import("./heatmap.js").TileMap} TileMap */
+/** @typedef {import("./heatmap.js").Heatmap} Heatmap */
 /** @typedef {import("./heatmap.js").Look} Look */
 /** @typedef {import("./data.js").SlideInfo} SlideInfo */
 
@@ -35,9 +35,9 @@ export class Pane {
     this.events = events;
     /** @type {SlideInfo|null} */
     this.slide = null;
-    /** @type {TileMap|null} */
-    this.map = null;
-    /** @type {Look|null} null: the map is not drawn */
+    /** @type {Heatmap|null} */
+    this.heatmap = null;
+    /** @type {Look|null} null: the heatmap is not drawn */
     this.look = null;
     this.grid = document.createElement("canvas");
     /** @type {Path2D|null} */
@@ -114,8 +114,8 @@ export class Pane {
       if (this.slide) this.events.failed(this, event.tile?.getUrl?.() ?? "");
     });
     this.osd.addHandler("canvas-click", (/** @type {any} */ event) => {
-      if (!event.quick || !this.map || !this.look) return;
-      const tile = this.map.tileAt(...this.#placeAt(event.position.x, event.position.y));
+      if (!event.quick || !this.heatmap || !this.look) return;
+      const tile = this.heatmap.tileAt(...this.#placeAt(event.position.x, event.position.y));
       if (tile >= 0) this.events.picked(this, tile);
     });
     const surface = this.osd.canvas;
@@ -178,7 +178,7 @@ export class Pane {
   clear() {
     this.osd.close();
     this.slide = null;
-    this.map = null;
+    this.heatmap = null;
     this.lesions = null;
     this.annotation = null;
     this.tile = -1;
@@ -194,13 +194,13 @@ export class Pane {
     this.trouble.textContent = words;
   }
 
-  /** Not drawn before `dress`. @param {TileMap|null} map */
-  setMap(map) {
-    this.map = map;
+  /** Not drawn before `dress`. @param {Heatmap|null} heatmap */
+  setHeatmap(heatmap) {
+    this.heatmap = heatmap;
   }
 
   /** Not drawn before `dress`. @param {[number, number][][]} lesions @param {[number, number][][]} annotation rings */
-  setOutlines(lesions, annotation) {
+  setContours(lesions, annotation) {
     this.lesions = pathOf(lesions);
     this.annotation = pathOf(annotation);
   }
@@ -208,7 +208,7 @@ export class Pane {
   /**
    * Draw it all.
    *
-   * @param {Look|null} look null: without the map
+   * @param {Look|null} look null: without the heatmap
    * @param {{lesions: boolean, annotation: boolean}} shown
    * @param {number} tile the marked one, or -1
    */
@@ -216,7 +216,7 @@ export class Pane {
     this.look = look;
     this.shown = shown;
     this.tile = tile;
-    if (this.map && look) paintGrid(this.grid, this.map, look);
+    if (this.heatmap && look) paintGrid(this.grid, this.heatmap, look);
     this.draw();
   }
 
@@ -281,8 +281,8 @@ export class Pane {
     if (!frame) return;
     const scale = frame.scale * ratio;
     context.setTransform(scale, 0, 0, scale, frame.x * ratio, frame.y * ratio);
-    if (this.map && this.look) this.#drawMap(context, frame);
-    if (this.map && this.tile >= 0) this.#drawMark(context, scale / ratio);
+    if (this.heatmap && this.look) this.#drawHeatmap(context, frame);
+    if (this.heatmap && this.tile >= 0) this.#drawMark(context, scale / ratio);
     if (this.annotation && this.shown.annotation) stroke(context, this.annotation, ANNOTATION, scale / ratio, [7, 5]);
     if (this.lesions && this.shown.lesions) stroke(context, this.lesions, LESION, scale / ratio, []);
     this.#drawScale(frame.scale);
@@ -290,10 +290,10 @@ export class Pane {
   }
 
   /** @param {CanvasRenderingContext2D} context @param {any} frame */
-  #drawMap(context, frame) {
-    const map = /** @type {TileMap} */ (this.map);
+  #drawHeatmap(context, frame) {
+    const heatmap = /** @type {Heatmap} */ (this.heatmap);
     context.globalAlpha = /** @type {Look} */ (this.look).opacity;
-    copyGrid(context, this.grid, map, {
+    copyGrid(context, this.grid, heatmap, {
       left: -frame.x / frame.scale,
       top: -frame.y / frame.scale,
       right: (frame.size.x - frame.x) / frame.scale,
@@ -304,7 +304,7 @@ export class Pane {
 
   /** @param {CanvasRenderingContext2D} context @param {number} scale */
   #drawMark(context, scale) {
-    const [x, y, edge] = /** @type {TileMap} */ (this.map).box(this.tile);
+    const [x, y, edge] = /** @type {Heatmap} */ (this.heatmap).box(this.tile);
     // never smaller than can be seen from afar
     const grown = Math.max(0, 14 / scale - edge) / 2;
     const path = new Path2D();
@@ -340,14 +340,14 @@ export class Pane {
 
   /** @param {PointerEvent} event */
   #hover(event) {
-    if (!this.map || !this.look || event.pointerType === "touch") return this.#hideTip();
+    if (!this.heatmap || !this.look || event.pointerType === "touch") return this.#hideTip();
     const box = this.osd.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const tile = this.map.tileAt(...this.#placeAt(x, y));
+    const tile = this.heatmap.tileAt(...this.#placeAt(x, y));
     if (tile < 0) return this.#hideTip();
     if (this.tip.dataset.tile !== String(tile)) {
       this.tip.dataset.tile = String(tile);
-      this.tip.replaceChildren(valueList(this.map, tile, this.look.score));
+      this.tip.replaceChildren(valueList(this.heatmap, tile, this.look.score));
     }
     this.tip.hidden = false;
     const [width, height] = [this.tip.offsetWidth, this.tip.offsetHeight];
@@ -361,12 +361,12 @@ export class Pane {
   }
 }
 
-/** The values of a tile as a list. @param {TileMap} map @param {number} tile @param {string} score the one that is drawn */
-export function valueList(map, tile, score) {
+/** The values of a tile as a list. @param {Heatmap} heatmap @param {number} tile @param {string} score the one that is drawn */
+export function valueList(heatmap, tile, score) {
   const list = make("dl.values");
-  for (const name of map.scores) {
+  for (const name of heatmap.scores) {
     const mark = name === score ? ".shown" : "";
-    list.append(make(`dt${mark}`, { title: SCORE_HELP[name] }, SCORE_NAMES[name]), make(`dd${mark}`, {}, told(map.values(name)[tile])));
+    list.append(make(`dt${mark}`, { title: SCORE_HELP[name] }, SCORE_NAMES[name]), make(`dd${mark}`, {}, formatValue(heatmap.values(name)[tile])));
   }
   return list;
 }

@@ -1,18 +1,18 @@
 /**
- * The panel beside the slide: what the model said, how the map is drawn, suspicious tiles, lesions.
+ * The panel beside the slide: the prediction, how the heatmap is drawn, suspicious tiles, lesions.
  *
  * It shows what it is given and reports what the reader changes; it keeps nothing but the list of lesions.
  */
 
 import { COLOR_NAMES, colorTable } from "./colors.js";
 import { byId, fillSelect, make, setWords } from "./dom.js";
-import { SCORE_HELP, SCORE_NAMES, told } from "./heatmap.js";
+import { SCORE_HELP, SCORE_NAMES, formatValue } from "./heatmap.js";
 import { isWrong } from "./list.js";
 import { valueList } from "./pane.js";
 
 /** @typedef {import("./state.js").State} State */
 /** @typedef {import("./data.js").LesionJson} LesionJson */
-/** @typedef {import("./heatmap.js").TileMap} TileMap */
+/** @typedef {import("./heatmap.js").Heatmap} Heatmap */
 
 const FIRST_LESIONS = 50;
 
@@ -41,7 +41,7 @@ export class Panel {
     for (const id of ["opacity", "threshold"]) {
       byId(id).addEventListener("input", () => events.change({ [id]: Number(byId(id).value) }));
     }
-    const switches = { "show-map": "map", fade: "fade", "show-lesions": "lesions", "show-annotation": "annotation" };
+    const switches = { "show-heatmap": "map", fade: "fade", "show-lesions": "lesions", "show-annotation": "annotation" };
     for (const [id, key] of Object.entries(switches)) {
       byId(id).addEventListener("change", () => events.change({ [key]: byId(id).checked }));
     }
@@ -51,71 +51,71 @@ export class Panel {
     byId("more-lesions").addEventListener("click", () => this.#listLesions(this.lesions.length));
   }
 
-  /** Bring all controls in line. @param {State} state @param {TileMap|null} map @param {string[]} models of this slide */
-  sync(state, map, models) {
-    byId("show-map").checked = state.map;
+  /** Bring all controls in line. @param {State} state @param {Heatmap|null} heatmap @param {string[]} models of this slide */
+  sync(state, heatmap, models) {
+    byId("show-heatmap").checked = state.map;
     byId("fade").checked = state.fade;
     byId("show-lesions").checked = state.lesions;
     byId("show-annotation").checked = state.annotation;
     byId("model").value = state.model ?? "";
     byId("colors").value = state.colors;
     byId("opacity").value = String(state.opacity);
-    byId("opacity-told").textContent = `${Math.round(100 * state.opacity)} %`;
+    byId("opacity-value").textContent = `${Math.round(100 * state.opacity)} %`;
     byId("threshold").value = String(state.threshold);
     for (const option of byId("model").options) option.disabled = models.length > 0 && !models.includes(option.value);
-    byId("map-controls").hidden = !map;
-    byId("lesions-switch").hidden = !map || map.onlyRanks;
-    byId("tiles-section").hidden = !map;
-    byId("quick").hidden = !map;
-    byId("lesions-section").hidden = !map;
-    if (map) this.#syncMap(state, map);
+    byId("heatmap-controls").hidden = !heatmap;
+    byId("lesions-switch").hidden = !heatmap || heatmap.onlyRanks;
+    byId("tiles-section").hidden = !heatmap;
+    byId("quick").hidden = !heatmap;
+    byId("lesions-section").hidden = !heatmap;
+    if (heatmap) this.#syncHeatmap(state, heatmap);
   }
 
-  /** @param {State} state @param {TileMap} map */
-  #syncMap(state, map) {
-    const score = map.has(state.score) ? state.score : "score";
-    const choices = map.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
+  /** @param {State} state @param {Heatmap} heatmap */
+  #syncHeatmap(state, heatmap) {
+    const score = heatmap.has(state.score) ? state.score : "score";
+    const choices = heatmap.scores.map((name) => /** @type {[string, string]} */ ([name, SCORE_NAMES[name]]));
     if (byId("score").options.length !== choices.length) fillSelect(byId("score"), choices, score);
     byId("score").value = score;
     byId("score").title = SCORE_HELP[score];
-    const top = map.top(score);
-    const least = told(state.threshold * top);
-    byId("threshold-told").textContent = state.threshold ? least : "nothing";
+    const top = heatmap.top(score);
+    const least = formatValue(state.threshold * top);
+    byId("threshold-value").textContent = state.threshold ? least : "nothing";
     byId("threshold").setAttribute("aria-valuetext", state.threshold ? `below ${least}` : "nothing hidden");
-    const ranks = map.onlyRanks && score === "score";
-    byId("legend-low").textContent = ranks ? "lowest in this slide" : told(0);
-    byId("legend-high").textContent = ranks ? "highest in this slide" : told(top);
-    const shows = score === "score" && map.shownBecause ? `Score: ${SCORE_NAMES[map.kind]}, ${map.shownBecause}.` : "";
-    byId("map-shows").textContent = shows;
+    const ranks = heatmap.onlyRanks && score === "score";
+    byId("legend-low").textContent = ranks ? "lowest in this slide" : formatValue(0);
+    byId("legend-high").textContent = ranks ? "highest in this slide" : formatValue(top);
+    const shows = score === "score" && heatmap.shownBecause ? `Score: ${SCORE_NAMES[heatmap.kind]}, ${heatmap.shownBecause}.` : "";
+    byId("heatmap-shows").textContent = shows;
     paintLegend(byId("legend"), state);
   }
 
-  /** Say why there is no map. @param {string} words */
+  /** Say why there is no heatmap. @param {string} words */
   explain(words) {
-    setWords(byId("map-told"), words);
-    byId("map-told").hidden = !words;
+    setWords(byId("heatmap-note"), words);
+    byId("heatmap-note").hidden = !words;
   }
 
   /**
    * @param {import("./data.js").SlideRow|undefined} slide
    * @param {import("./data.js").Model|undefined} model
    */
-  showVerdict(slide, model) {
+  showPrediction(slide, model) {
     byId("slide-name").textContent = slide?.name ?? "No slide";
     const facts = make("p.quiet");
     if (slide?.patient && slide.patient !== slide.name) facts.append(`Patient ${slide.patient}. `);
     if (slide) facts.append(slide.label === null ? "No label." : "Label: ");
     if (slide?.label) facts.append(make("b", {}, slide.label));
-    const verdict = slide && model && slide.verdicts[model.id];
-    byId("verdict").replaceChildren(...(verdict ? verdictParts(slide, verdict, model) : []), facts);
-    if (verdict) facts.append(`. ${PARTS[verdict.part] ?? ""}`);
+    const prediction = slide && model && slide.predictions[model.id];
+    byId("prediction").replaceChildren(...(prediction ? predictionParts(slide, prediction, model) : []), facts);
+    if (prediction) facts.append(`. ${PARTS[prediction.part] ?? ""}`);
   }
 
-  /** @param {TileMap} map @param {number} tile @param {string} score @param {string} place */
-  showTile(map, tile, score, place) {
+  /** @param {Heatmap} heatmap @param {number} tile @param {string} score @param {string} place */
+  showTile(heatmap, tile, score, place) {
     for (const id of ["tile-place", "quick-place"]) byId(id).textContent = place;
     const list = byId("tile-values");
-    list.replaceChildren(...(tile < 0 ? [] : valueList(map, tile, score).children));
+    list.replaceChildren(...(tile < 0 ? [] : valueList(heatmap, tile, score).children));
   }
 
   /**
@@ -127,8 +127,8 @@ export class Panel {
     this.lesions = lesions;
     byId("lesions-heading").textContent = onlyRanks ? "Highest-ranked regions" : "Lesions";
     byId("tiles-heading").textContent = onlyRanks ? "Highest-ranked tiles" : "Suspicious tiles";
-    byId("lesions-told").textContent = words;
-    byId("lesions-told").hidden = !words;
+    byId("lesions-note").textContent = words;
+    byId("lesions-note").hidden = !words;
     this.#listLesions(FIRST_LESIONS);
   }
 
@@ -142,7 +142,7 @@ export class Panel {
         { type: "button", title: lesion.size_words },
         make("span.rank", {}, String(index + 1)),
         make("span", {}, make("b", {}, size), make("small", {}, [area, ...rest].join("; "))),
-        make("span.number", {}, told(lesion.score)),
+        make("span.number", {}, formatValue(lesion.score)),
       );
       button.addEventListener("click", () => this.events.goLesion(index));
       return make("li", {}, button);
@@ -162,32 +162,32 @@ function areaWords(area_mm2) {
  * The decision, the probability with its threshold, and whether the label agrees.
  *
  * @param {import("./data.js").SlideRow} slide
- * @param {import("./data.js").Verdict} verdict
+ * @param {import("./data.js").SlidePrediction} prediction
  * @param {import("./data.js").Model} model
  */
-function verdictParts(slide, verdict, model) {
-  const { probability } = verdict;
-  const kind = verdict.positive ? "positive" : "negative";
-  const headline = make("p.headline", {}, make(`b.${kind}`, {}, verdict.decision));
+function predictionParts(slide, prediction, model) {
+  const { probability } = prediction;
+  const kind = prediction.positive ? "positive" : "negative";
+  const headline = make("p.headline", {}, make(`b.${kind}`, {}, prediction.decision));
   if (isWrong(slide, model)) headline.append(" ", make("span.chip.wrong", {}, "not the label"));
   else if (slide.label !== null) headline.append(" ", make("span.chip", {}, "agrees with the label"));
   const fill = make(`span.fill.${kind}`);
   fill.style.width = `${100 * probability}%`;
   const bar = make("span.bar.big", { "aria-hidden": "true" }, fill);
-  const said = make("p.pair", {}, make("span", {}, `Probability of ${verdict.shown}`), make("b", {}, probability.toFixed(2)));
-  if (verdict.threshold === null) return [headline, bar, said, ...rankNote(verdict)];
+  const said = make("p.pair", {}, make("span", {}, `Probability of ${prediction.shown}`), make("b", {}, probability.toFixed(2)));
+  if (prediction.threshold === null) return [headline, bar, said, ...rankNote(prediction)];
   const mark = make("span.mark");
-  mark.style.left = `${100 * verdict.threshold}%`;
+  mark.style.left = `${100 * prediction.threshold}%`;
   bar.append(mark);
-  const from = verdict.threshold_from ? ` (${verdict.threshold_from})` : "";
-  return [headline, bar, said, make("small", {}, `threshold ${verdict.threshold.toFixed(2)}${from}`), ...rankNote(verdict)];
+  const from = prediction.threshold_from ? ` (${prediction.threshold_from})` : "";
+  return [headline, bar, said, make("small", {}, `threshold ${prediction.threshold.toFixed(2)}${from}`), ...rankNote(prediction)];
 }
 
-/** What to know of the colours of a slide that is not called positive. @param {import("./data.js").Verdict} verdict */
-function rankNote(verdict) {
-  if (verdict.positive) return [];
-  const words = `Called ${verdict.decision}, not ${verdict.shown}: colours only rank tiles within this slide. They are no evidence of ${verdict.shown}.`;
-  return [make("p.told", { id: "ranks-only" }, words)];
+/** What to know of the colours of a slide that is not called positive. @param {import("./data.js").SlidePrediction} prediction */
+function rankNote(prediction) {
+  if (prediction.positive) return [];
+  const words = `Called ${prediction.decision}, not ${prediction.shown}: colours only rank tiles within this slide. They are no evidence of ${prediction.shown}.`;
+  return [make("p.note", { id: "ranks-only" }, words)];
 }
 
 /** @param {HTMLCanvasElement} canvas @param {State} state */

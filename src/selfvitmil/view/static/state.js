@@ -18,7 +18,7 @@ import { SCORE_NAMES } from "./heatmap.js";
  * @property {number} opacity
  * @property {number} threshold
  * @property {boolean} fade
- * @property {boolean} map
+ * @property {boolean} map whether the heatmap is shown
  * @property {boolean} lesions
  * @property {boolean} annotation
  * @property {string|null} beside model id of the second viewer, or `PLAIN`; null when there is one viewer
@@ -28,7 +28,7 @@ import { SCORE_NAMES } from "./heatmap.js";
  * @property {View|null} view
  */
 
-/** The second viewer shows no map. */
+/** The second viewer shows no heatmap. */
 export const PLAIN = "plain";
 
 /** @type {Record<string, string>} */

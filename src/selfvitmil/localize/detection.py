@@ -1,4 +1,4 @@
-"""From a map to lesions and points: connected regions of high score with their sizes, and single places for FROC.
+"""From a map to lesions and points: connected regions of high score with their sizes, and single placement for FROC.
 
 A lesion is what the map shows, not what the tissue is: tiles whose score reaches a threshold and that are neighbours on
 the tile grid, by edges or corners. Its sizes are those of its tiles, so a small focus in one tile measures as much as
@@ -25,7 +25,7 @@ from scipy import ndimage
 from scipy.spatial.distance import pdist
 
 from selfvitmil.annotations import Annotation, mask_to_annotations
-from selfvitmil.localize.maps import SlideMap
+from selfvitmil.localize.heatmap import Heatmap
 from selfvitmil.metrics import suppress_points
 
 LESION_GROUP = "Lesion by model"
@@ -94,50 +94,50 @@ def size_class(diameter_um: float) -> str:
     return "size of a macrometastasis (over 2 mm)"
 
 
-def find_lesions(slide_map: SlideMap, threshold: float, min_mm2: float = 0.0) -> tuple[Lesion, ...]:
+def find_lesions(heatmap: Heatmap, threshold: float, min_mm2: float = 0.0) -> tuple[Lesion, ...]:
     """Regions of tiles that score at least `threshold`, of `min_mm2` or more; by score, then area, then place."""
-    rows = np.flatnonzero(slide_map.score >= threshold)
+    rows = np.flatnonzero(heatmap.score >= threshold)
     if not len(rows):
         return ()
-    measure = _Measure(slide_map)
-    found = [one for one in map(measure, _regions(rows, slide_map.grid[rows])) if one["area_mm2"] >= min_mm2]
+    measure = _Measure(heatmap)
+    found = [one for one in map(measure, _regions(rows, heatmap.grid[rows])) if one["area_mm2"] >= min_mm2]
     found.sort(key=lambda one: (-one["score"], -one["area_mm2"], one["rows"][0]))
-    return tuple(_lesion(number, slide_map.only_ranks, **one) for number, one in enumerate(found, start=1))
+    return tuple(_lesion(number, heatmap.only_ranks, **one) for number, one in enumerate(found, start=1))
 
 
-def find_points(slide_map: SlideMap, radius_um: float, min_score: float = 0.0) -> NDArray[np.float64]:
+def find_points(heatmap: Heatmap, radius_um: float, min_score: float = 0.0) -> NDArray[np.float64]:
     """(K, 3) rows (detection, x_l0, y_l0), best first: centres of tiles, none within `radius_um` of a better one.
 
     Tiles whose detection is 0 detect nothing and are no points.
     """
-    rows = np.flatnonzero((slide_map.detection > 0) & (slide_map.detection >= min_score))
-    centres, detection = slide_map.centres_l0[rows], slide_map.detection[rows].astype(np.float64)
-    ranks = _ranks(slide_map.detection, slide_map)[rows]
-    kept = suppress_points(ranks, centres * slide_map.frame.slide_mpp, radius_um)
+    rows = np.flatnonzero((heatmap.detection > 0) & (heatmap.detection >= min_score))
+    centres, detection = heatmap.centres_l0[rows], heatmap.detection[rows].astype(np.float64)
+    ranks = _ranks(heatmap.detection, heatmap)[rows]
+    kept = suppress_points(ranks, centres * heatmap.frame.slide_mpp, radius_um)
     return np.column_stack([detection[kept], centres[kept]])
 
 
-def hottest_first(slide_map: SlideMap) -> NDArray[np.int64]:
+def rank_tiles(heatmap: Heatmap) -> NDArray[np.int64]:
     """Rows of all tiles from the highest score to the lowest.
 
     Scores that were cut off at a limit are equal: then what they were made from decides, then who comes first.
     """
-    return np.lexsort((-_behind(slide_map), -slide_map.score))
+    return np.lexsort((-_behind(heatmap), -heatmap.score))
 
 
-def hottest_tile(slide_map: SlideMap) -> int:
+def highest_scoring_tile(heatmap: Heatmap) -> int:
     """Row of the first of these."""
-    return int(hottest_first(slide_map)[0])
+    return int(rank_tiles(heatmap)[0])
 
 
-def _behind(slide_map: SlideMap) -> NDArray[np.float32]:
+def _behind(heatmap: Heatmap) -> NDArray[np.float32]:
     """What the scores were made from."""
-    return slide_map.columns.get(slide_map.kind, slide_map.score)
+    return heatmap.columns.get(heatmap.kind, heatmap.score)
 
 
-def _ranks(values: NDArray[np.float32], slide_map: SlideMap) -> NDArray[np.int64]:
+def _ranks(values: NDArray[np.float32], heatmap: Heatmap) -> NDArray[np.int64]:
     """Ranks of tiles by `values`, of equals by what the scores were made from."""
-    behind = _behind(slide_map)
+    behind = _behind(heatmap)
     order = np.lexsort((behind, values))
     rises = (np.diff(values[order]) != 0) | (np.diff(behind[order]) != 0)
     ranks = np.empty(len(values), np.int64)
@@ -162,14 +162,14 @@ def _regions(rows: NDArray[np.int64], cells: NDArray[np.int32]) -> list[NDArray[
 class _Measure:
     """Measures regions of one map; remembers shapes, because maps are full of regions of one or two tiles."""
 
-    def __init__(self, slide_map: SlideMap):
-        self.slide_map, self.frame, self.origin_l0 = slide_map, slide_map.frame, np.array(slide_map.origin_l0)
-        self.ranks = _ranks(slide_map.score, slide_map)
+    def __init__(self, heatmap: Heatmap):
+        self.heatmap, self.frame, self.origin_l0 = heatmap, heatmap.frame, np.array(heatmap.origin_l0)
+        self.ranks = _ranks(heatmap.score, heatmap)
         self.shapes: dict[bytes, _Shape] = {}
 
     def __call__(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        frame, score, cells = self.frame, self.slide_map.score[rows], self.slide_map.grid[rows]
-        centres = self.slide_map.coords_l0[rows] + frame.extent_l0 / 2
+        frame, score, cells = self.frame, self.heatmap.score[rows], self.heatmap.grid[rows]
+        centres = self.heatmap.coords_l0[rows] + frame.extent_l0 / 2
         first = cells.min(axis=0)
         cells = cells - first
         key = cells.tobytes()

@@ -1,0 +1,434 @@
+"""The heatmap of a slide: a score for every tile with its position, the model's prediction for the slide, and the file.
+
+File layout (version 1), `maps/<model>/<slide>.h5`: `coords` (N, 2) int64 top left corners in level-0 pixels; `grid`
+(N, 2) int32, column and row of each tile; `score` (N,) float32 from 0 to 1, what pictures show; `detection` (N,)
+float32, which compares across slides; under `columns/` the evidence behind them, of `attention`, `instance`,
+`product` and `effect` those that the method has; `annotated` (N,) float32 where the slide has an annotation. File
+attributes `schema`, `format_version`, `made_from`, `frame` and `told` (both JSON; the prediction is `told["verdict"]`).
+Equal heatmaps give equal bytes.
+
+Positions of tiles come from the feature file, whoever wrote it. Ours have everything; TRIDENT's have tiles in level-0
+pixels but no microns per pixel, STAMP's have microns but no pixels, CLAM's may have corners alone. What a file lacks is
+taken from the slide's tile table, from the cohort, or from the slide itself; where none has it, BagError says what to
+give.
+
+N tiles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil import annotations
+from selfvitmil.annotations import Annotation
+from selfvitmil.bags import Bag
+from selfvitmil.cohort.positive_class import is_negative_name
+from selfvitmil.cohort.table import check_slide_name
+from selfvitmil.errors import AnnotationError, ArtefactError, BagError, MissingMppError, SlideError
+from selfvitmil.slides import open_slide
+from selfvitmil.store.failures import without_folders
+from selfvitmil.store.files import atomic_path
+from selfvitmil.tiles import TileTable, boxes_l0
+from selfvitmil.untrusted import open_hdf5
+
+SCHEMA = "selfvitmil.map"
+FORMAT_VERSION = 1
+MAIN_METHOD = "self-vit-mil"
+"""Stands first, and for the study, where there are maps or results of several methods."""
+COLUMNS = ("attention", "instance", "product", "effect")
+"""What a map may be made from: weight in the bag, probability of the tile alone, their product, and what the slide's
+probability loses when the tile is taken out."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the tiles lie."""
+
+    slide_mpp: float
+    """Microns per level-0 pixel."""
+    size_l0: tuple[int, int]
+    """(width, height) of the slide."""
+    extent_l0: float
+    """Edge of a tile."""
+    stride_l0: float
+    """From one tile to the next; less than the extent where tiles overlap."""
+    tile_mpp: float
+    """Microns per pixel that the encoder saw."""
+    size_px: int
+    """Edge of a tile as the encoder saw it."""
+
+
+@dataclass(frozen=True)
+class SlidePrediction:
+    """What the model said of the slide; the very numbers of the evaluation."""
+
+    probability: tuple[float, ...]
+    """Of being positive, or of each of several classes; mean over the seeds."""
+    max_probability: tuple[float, ...] | None
+    bag_probability: tuple[float, ...] | None
+    decision: str
+    """Name of the class."""
+    threshold: float | None
+    threshold_from: str
+    classes: tuple[str, ...]
+    shown: str
+    """Name of the class that the map shows evidence for."""
+    split: str
+    """Whose models made it."""
+    part: str
+    """`test`, `val` or `train`: whether these models were trained on the slide; `new` for slides of no split."""
+    seeds: tuple[int, ...]
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether the decision is the class that the map shows, and of several classes none that means negative."""
+        means_negative = len(self.classes) > 2 and is_negative_name(self.decision)
+        return self.decision == self.shown and not means_negative
+
+    @property
+    def shown_probability(self) -> float:
+        """Probability of the class that the map shows."""
+        if len(self.probability) == 1:
+            return self.probability[0]
+        return self.probability[self.classes.index(self.shown)]
+
+
+@dataclass(frozen=True, eq=False)
+class Heatmap:
+    """The map of one slide by one model."""
+
+    slide: str
+    model: str
+    """Name of its folder under maps/."""
+    method: str
+    """The aggregator."""
+    kind: str
+    """What `score` was made from: one of `COLUMNS`."""
+    scale: str
+    """How: `winsor`, `zero-outliers`, `percentile` or `none`."""
+    gated: bool
+    """Whether scores of slides that were not found positive are 0."""
+    frame: Frame
+    prediction: SlidePrediction
+    coords_l0: NDArray[np.int64]
+    """(N, 2) top left corners (x, y)."""
+    score: Floats
+    """(N,) from 0 to 1."""
+    detection: Floats
+    """(N,) from 0 to 1: score times the slide's probability, so that points of different slides can be ranked."""
+    columns: Mapping[str, Floats]
+    annotated: Floats | None = None
+    """(N,) share of each tile inside annotated tumour."""
+    warnings: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Encoder, tiling, why this `kind` is shown (`shown_because`) and the like, for people."""
+
+    def __len__(self) -> int:
+        return len(self.coords_l0)
+
+    @property
+    def only_ranks(self) -> bool:
+        """Whether scores only rank the tiles within the slide: it is not called positive, so no region is a lesion."""
+        return not self.prediction.is_positive
+
+    @cached_property
+    def grid(self) -> NDArray[np.int32]:
+        """(N, 2) column and row of each tile."""
+        if not len(self):
+            return np.empty((0, 2), np.int32)
+        return np.rint((self.coords_l0 - self.coords_l0.min(axis=0)) / self.frame.stride_l0).astype(np.int32)
+
+    @property
+    def origin_l0(self) -> tuple[int, int]:
+        """Top left corner of the grid's first cell."""
+        x, y = self.coords_l0.min(axis=0)
+        return int(x), int(y)
+
+    @property
+    def boxes_l0(self) -> NDArray[np.float64]:
+        """(N, 4) the tiles as (x0, y0, x1, y1)."""
+        return boxes_l0(self.coords_l0, self.frame.extent_l0)
+
+    @property
+    def centres_l0(self) -> NDArray[np.float64]:
+        """(N, 2)."""
+        return self.coords_l0.astype(np.float64) + self.frame.extent_l0 / 2
+
+    def as_grid(self, values: Floats | None = None) -> Floats:
+        """[row, column] of the scores, or of other (N,) values; NaN where there is no tile."""
+        columns, rows = self.grid.max(axis=0, initial=-1) + 1
+        picture = np.full((rows, columns), np.nan, np.float32)
+        picture[self.grid[:, 1], self.grid[:, 0]] = self.score if values is None else values
+        return picture
+
+
+def main_first(model: str) -> tuple[bool, str]:
+    """Sorts names of models: those of the main method, then the others, by the alphabet."""
+    return MAIN_METHOD not in model, model
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
+    """Write atomically; equal maps give equal bytes."""
+    told = {
+        "slide": heatmap.slide,
+        "model": heatmap.model,
+        "method": heatmap.method,
+        "kind": heatmap.kind,
+        "scale": heatmap.scale,
+        "gated": heatmap.gated,
+        "verdict": asdict(heatmap.prediction),
+        "warnings": list(heatmap.warnings),
+        "details": dict(heatmap.details),
+    }
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        file.attrs["schema"] = SCHEMA
+        file.attrs["format_version"] = FORMAT_VERSION
+        file.attrs["made_from"] = made_from
+        file.attrs["frame"] = json.dumps(asdict(heatmap.frame))
+        file.attrs["told"] = json.dumps(told, ensure_ascii=False)
+        file.create_dataset("coords", data=heatmap.coords_l0.astype(np.int64))
+        file.create_dataset("grid", data=heatmap.grid)
+        for name, values in (("score", heatmap.score), ("detection", heatmap.detection)):
+            file.create_dataset(name, data=values.astype(np.float32))
+        for name in COLUMNS:
+            if name in heatmap.columns:
+                file.create_dataset(f"columns/{name}", data=heatmap.columns[name].astype(np.float32))
+        if heatmap.annotated is not None:
+            file.create_dataset("annotated", data=heatmap.annotated.astype(np.float32))
+
+
+def read_heatmap(path: Path) -> Heatmap:
+    """Read a map; ArtefactError where the file is damaged or of another version."""
+    try:
+        with open_hdf5(path) as file:
+            heatmap = _read(file)
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        why = without_folders(str(error)).strip("'\"")
+        raise ArtefactError(f"{path.name}: not a readable map", why, "Remove it and localize again") from None
+    if not all(len(values) == len(heatmap) for values in (heatmap.score, heatmap.detection)):
+        raise ArtefactError(f"{path.name}: not a readable map", "its parts differ in length", "Localize again")
+    return heatmap
+
+
+def _read(file: Any) -> Heatmap:
+    _check_version(file)
+    told, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
+    check_slide_name(told["slide"])
+    return Heatmap(
+        slide=told["slide"],
+        model=told["model"],
+        method=told["method"],
+        kind=told["kind"],
+        scale=told["scale"],
+        gated=told["gated"],
+        frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
+        prediction=_prediction(told["verdict"]),
+        coords_l0=file["coords"][:],
+        score=file["score"][:],
+        detection=file["detection"][:],
+        columns={name: values[:] for name, values in file.get("columns", {}).items()},
+        annotated=file["annotated"][:] if "annotated" in file else None,
+        warnings=tuple(told["warnings"]),
+        details=told["details"],
+    )
+
+
+def heatmap_made_from(path: Path) -> str | None:
+    """What a map on disk was made from; None where there is none, or none that can be read."""
+    try:
+        with open_hdf5(path) as file:
+            _check_version(file)
+            return str(file.attrs["made_from"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _check_version(file: Any) -> None:
+    schema, version = file.attrs.get("schema"), file.attrs.get("format_version")
+    if schema != SCHEMA or version != FORMAT_VERSION:
+        raise ValueError(
+            f"it is {schema or 'no file of ours'}, version {version}, not {SCHEMA}, version {FORMAT_VERSION}"
+        )
+
+
+def _prediction(told: Mapping[str, Any]) -> SlidePrediction:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+    return SlidePrediction(**plain)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+SLIP = 0.01
+"""Share of the slide's longer edge by which a pen may slip over it: points so near do not count as outside."""
+MOST_OUTSIDE = 0.1
+"""Share of an annotation's points that may lie outside before it is taken for another slide's."""
+
+
+@dataclass(frozen=True)
+class SlideGeometry:
+    """What a map needs to know of a slide beside its tiles; None where it is not known."""
+
+    mpp: float | None = None
+    size_l0: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlacement:
+    """The tiles of a bag in their slide."""
+
+    frame: Frame
+    coords_l0: NDArray[np.int64]
+    """(N, 2) top left corners, in the order of the bag."""
+    warnings: tuple[str, ...] = ()
+
+
+def place_tiles(
+    bag: Bag, table: TileTable | None = None, look: Callable[[], SlideGeometry] | None = None
+) -> TilePlacement:
+    """Return the positions of a bag's tiles; `table` is its tile table, `look` asks cohort and slide if needed."""
+    if bag.coords is None:
+        raise BagError(
+            f"{bag.slide}: its feature file has no coordinates",
+            "a map needs to know where each vector comes from",
+            "Give feature files with coordinates (.h5), or tile and embed the slide again",
+        )
+    facts = _facts(bag, table, look)
+    if facts.mpp is None or facts.size_l0 is None:
+        missing = "its microns per pixel" if facts.mpp is None else "its size in pixels"
+        raise BagError(
+            f"{bag.slide}: neither its feature file nor anything else tells {missing}",
+            "so its tiles have no place in the slide",
+            "Put the slide's file where cohort.csv names it; microns per pixel may also stand in its column mpp",
+        )
+    pixel = facts.mpp if bag.unit == "um" else 1.0
+    coords_l0 = np.rint(np.asarray(bag.coords, np.float64) / pixel).astype(np.int64)
+    extent, size_px, warnings = _tile_size(bag, coords_l0, pixel)
+    overlap_px = float(bag.attributes.get("overlap", 0))
+    frame = Frame(
+        slide_mpp=facts.mpp,
+        size_l0=facts.size_l0,
+        extent_l0=extent,
+        stride_l0=extent * (size_px - overlap_px) / size_px,
+        tile_mpp=bag.mpp or facts.mpp * extent / size_px,
+        size_px=size_px,
+    )
+    if (coords_l0 < 0).any() or (coords_l0 >= facts.size_l0).any():
+        raise BagError(
+            f"{bag.slide}: tiles of its feature file lie outside the slide",
+            f"corners go to {tuple(coords_l0.max(axis=0).tolist())}, the slide has {facts.size_l0} pixels",
+            "See whether the feature file is of another slide, or of another scan of it",
+        )
+    return TilePlacement(frame, coords_l0, warnings)
+
+
+def _facts(bag: Bag, table: TileTable | None, look: Callable[[], SlideGeometry] | None) -> SlideGeometry:
+    told = bag.attributes
+    mpp = float(told["level0_mpp"]) if "level0_mpp" in told else None
+    size = None
+    if "level0_width" in told and "level0_height" in told:
+        size = int(told["level0_width"]), int(told["level0_height"])
+    if table is not None:
+        mpp, size = mpp or table.slide_mpp, size or table.size_l0
+    if look is not None and (mpp is None or size is None):
+        seen = look()
+        mpp, size = mpp or seen.mpp, size or seen.size_l0
+    return SlideGeometry(mpp, size)
+
+
+def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[float, int, tuple[str, ...]]:
+    """Edge of a tile in level-0 pixels, as the encoder saw it, and what to warn of."""
+    size_px = bag.attributes.get("patch_size", bag.attributes.get("tile_size_px"))
+    if bag.tile_extent is not None:
+        extent = bag.tile_extent / pixel
+        return extent, int(size_px or round(extent)), ()
+    steps = np.concatenate([np.diff(np.unique(axis)) for axis in coords_l0.T])
+    if not len(steps):
+        raise BagError(
+            f"{bag.slide}: its feature file does not say how large its tiles are",
+            "and its only tile has no neighbour to tell it by",
+            "Give feature files of TRIDENT, STAMP or selfvitmil",
+        )
+    extent = float(steps.min())
+    warning = f"its feature file does not say how large tiles are: taken as their least distance, {extent:g} px"
+    return extent, int(size_px or round(extent)), (warning,)
+
+
+def read_slide_geometry(
+    path: Path, reader: str, mpp: float | None, otherwise_mpp: float | None = None
+) -> SlideGeometry:
+    """What the slide's file tells, `mpp` over what it says, `otherwise_mpp` where it says none.
+
+    Of a slide that cannot be opened no more than what was given.
+    """
+    try:
+        with open_slide(path, reader=reader, mpp=mpp, otherwise_mpp=otherwise_mpp) as slide:
+            try:
+                return SlideGeometry(slide.mpp, slide.size_l0)
+            except MissingMppError:
+                return SlideGeometry(None, slide.size_l0)
+    except SlideError:
+        return SlideGeometry(mpp or otherwise_mpp, None)
+
+
+# ---------------------------------------------------------------------------------------------------- annotations
+
+
+def check_annotations(outlines: tuple[Annotation, ...], size_l0: tuple[int, int], name: str) -> tuple[str, ...]:
+    """Warnings on outlines that leave the slide; AnnotationError where they are most likely another slide's.
+
+    The one rule of maps, pictures and lesion scores: points outside by more than `SLIP` are told of, and a file with a
+    larger share of them than `MOST_OUTSIDE` is refused. What lies outside counts nowhere. `name` is that of the file.
+    """
+    points = np.concatenate([ring for each in outlines for ring in each.rings] or [np.empty((0, 2))])
+    if not len(points):
+        return (f"{name} has no outline",)
+    slack = SLIP * max(size_l0)
+    share = float(((points < -slack) | (points > np.asarray(size_l0) + slack)).any(axis=1).mean())
+    if share > MOST_OUTSIDE:
+        raise AnnotationError(
+            f"{name}: {share:.0%} of its points lie outside the slide of {size_l0[0]} x {size_l0[1]} pixels",
+            "it is of another slide, or not in level-0 pixels",
+            "Correct the column annotation of cohort.csv",
+        )
+    return (f"{share:.1%} of the points in {name} lie outside the slide",) if share else ()
+
+
+def annotated_shares(
+    placement: TilePlacement, table: TileTable | None, outlines: tuple[Annotation, ...] | None
+) -> tuple[Floats | None, tuple[str, ...]]:
+    """(N,) share of each tile inside annotated tumour: from the tile table where it knows these tiles, else computed.
+
+    None where the slide has no annotation. Warns where outlined tumour touches not one tile.
+    """
+    shares = _from_table(placement.coords_l0, table)
+    if shares is None and outlines is not None:
+        boxes = boxes_l0(placement.coords_l0, placement.frame.extent_l0)
+        shares = annotations.box_coverage(outlines, boxes).astype(np.float32)
+    tumour = [each for each in outlines or () if each.kind == "tumour" and each.has_area]
+    if shares is not None and tumour and not shares.any():
+        return shares, ("no tile lies in its annotated tumour: is the annotation of another slide?",)
+    return shares, ()
+
+
+def _from_table(coords_l0: NDArray[np.int64], table: TileTable | None) -> Floats | None:
+    """The table's shares in the order of the bag, which may have fewer tiles; None where it knows not all of them."""
+    if table is None or table.annotated is None:
+        return None
+    rows = {(x, y): row for row, (x, y) in enumerate(table.coords_l0.tolist())}
+    found = [rows.get((x, y), -1) for x, y in coords_l0.tolist()]
+    return None if min(found) < 0 else table.annotated[found]
