@@ -6,12 +6,13 @@ function per kind of result. Only `cli` prints them; `_repr_html_` of a result s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil.formatting import html_table
+from selfvitmil.formatting import duration, html_table
 
 if TYPE_CHECKING:
     from selfvitmil.stages.base import StageResult
@@ -56,8 +57,67 @@ def _summary(result: Any) -> Rendered:
     return Rendered(result.lines, result.table)
 
 
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def size(number: float) -> str:
+    """Return bytes in words: `3.2 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number / 1e3:.0f} kB"
+
+
+def _plan(result: Any) -> Rendered:
+    measures, gpu = result.measures, result.measures.gpu
+    lines = list(result.notes)
+    if measures.unreadable:
+        names = ", ".join(measures.unreadable[:5])
+        lines.append(f"{len(measures.unreadable)} slides cannot be opened and count as empty: {names}")
+    how = f"estimated from {measures.num_sampled} slides" if measures.num_sampled else "counted"
+    lines.append(f"{len(measures.tiles)} slides, {sum(measures.tiles.values()):,} tiles ({how})")
+    if measures.read_per_s:
+        lines.append(f"measured: one process reads {measures.read_per_s:,.0f} tiles/s; {measures.processes} are used")
+    if measures.encoder is not None:
+        lines.append(
+            f"measured: the encoder ({measures.encoder.num_weights / 1e6:.1f} million weights, feature dimension "
+            f"{measures.encoder.network.dim}) embeds {measures.encoder.tiles_per_s:,.1f} tiles/s on the "
+            f"{'GPU' if gpu else 'CPU'}"
+        )
+    besides = f", plus {' and '.join(each.name for each in result.unknown)}" if result.unknown else ""
+    hours = f", {result.gpu_seconds / 3600:.1f} GPU-hours of it" if gpu else "; no GPU was found"
+    lines.append(f"in total about {duration(result.seconds)}{hours}{besides}; expect an error of a factor of 2 to 3")
+    short = "" if result.enough_disk else ": NOT ENOUGH"
+    lines.append(f"disk: {size(result.disk)} needed, {size(result.disk_free)} free{short}")
+    lines += [_memory_line(stage, result.memory_for(stage)) for stage in result.too_large]
+    lines.append("nothing was written; `run` with the same flags does it")
+    header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * gpu, "basis")
+    rows = [(each.name, each.pending.line, *_estimate_cells(each.estimate, gpu)) for each in result.stages]
+    return Rendered(tuple(lines), (header, *rows))
+
+
+def _estimate_cells(estimate: Any, with_gpu: bool) -> tuple[str, ...]:
+    """Return the cells of a plan's table from disk on."""
+    if not estimate.basis or estimate.basis == "unknown":
+        return ("", "", "", *[""] * with_gpu, estimate.basis)
+    hours = f"{estimate.seconds / 3600:.2f}" if estimate.on_gpu else ""
+    memory = f"{'GPU ' * estimate.on_gpu}{size(estimate.memory)}"
+    return (size(estimate.disk), memory, duration(estimate.seconds), *[hours] * with_gpu, estimate.basis)
+
+
+def _memory_line(stage: Any, memory: int) -> str:
+    """Return the warning that a stage does not fit into memory, with what makes it smaller."""
+    needed, how = stage.estimate.memory, "fewer --workers"
+    if stage.name == "pretrain":
+        how = f"--pretrain.accumulate {1 << math.ceil(math.log2(needed / memory))}, which changes no result"
+    elif stage.name == "embed":
+        how = "a smaller --embed.batch"
+    return f"memory: {stage.name} needs about {size(needed)} of {size(memory)}: NOT ENOUGH; use {how}"
+
+
 _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "StageResult": _plain,
     "Summary": _summary,
+    "PlanResult": _plan,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

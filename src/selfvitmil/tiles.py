@@ -498,6 +498,15 @@ def read_tiles(path: Path) -> TileTable:
         ) from None
 
 
+def count_tiles(path: Path) -> int | None:
+    """Return the number of tiles of a tile table without reading them; None where it is missing or damaged."""
+    try:
+        with open_hdf5(path) as file:
+            return int(file["coords"].shape[0])  # pyright: ignore[reportAttributeAccessIssue]
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 def _table_from(file: Any) -> TileTable:
     if file.attrs["schema"] != SCHEMA or file.attrs["format_version"] != FORMAT_VERSION:
         raise ValueError(

@@ -22,6 +22,7 @@ from helpers.studies import MICRO, TILING
 from selfvitmil import stages as all_stages
 from selfvitmil.cohort import read_cohort
 from selfvitmil.commands.init import commented_settings
+from selfvitmil.commands.plan import PlanResult, plan
 from selfvitmil.commands.run import PAPER_TILES, camelyon16_lines
 from selfvitmil.commands.run_record import RunRecord, read_record, write_record
 from selfvitmil.encoder import build_encoder, save_encoder
@@ -36,6 +37,7 @@ from selfvitmil.settings import (
     resolve_settings,
 )
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.base import Basis, Estimate
 from selfvitmil.stages.run_plan import Request, plan_run
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.lock import study_lock
@@ -600,32 +602,56 @@ def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------- plan
 
 
+def planned(study: Path) -> PlanResult:
+    return plan(study, Request(), study_settings(study, {}))
+
+
 def test_a_plan_counts_what_is_there_estimates_what_is_not_and_writes_nothing(study: Path, fresh: Path):
     before = snapshot(study), snapshot(fresh)
-    counted, estimated = selfvitmil("plan", study), selfvitmil("run", fresh, "--dry-run")
-    assert counted.returncode == estimated.returncode == 0, counted.stderr + estimated.stderr
-    true = sum(int(row["tiles"]) for row in rows_of(study / "tiles" / TILING / "tiles.csv"))
-    assert f"10 slides, {true:,} tiles (counted)" in counted.stdout
-    found = re.search(r"10 slides, ([\d,]+) tiles \(estimated from 5 slides", estimated.stdout)
-    assert found is not None
-    assert int(found[1].replace(",", "")) == pytest.approx(true, rel=0.3)
-    for stage in STAGES:
-        assert re.search(rf"(?m)^{stage} ", estimated.stdout)
-    assert "nothing was written" in estimated.stdout
+    counted, estimated = planned(study), planned(fresh)
+    true = {row["slide"]: int(row["tiles"]) for row in rows_of(study / "tiles" / TILING / "tiles.csv")}
+    assert counted.measures.tiles == true
+    assert counted.measures.num_sampled == 0
+    assert estimated.measures.num_sampled == 5
+    assert sum(estimated.measures.tiles.values()) == pytest.approx(sum(true.values()), rel=0.3)
+    assert [stage.name for stage in estimated.stages] == list(STAGES)
+    found = {stage.name: stage.estimate for stage in counted.stages}
+    assert found["tile"] == found["pretrain"] == found["embed"] == Estimate()  # nothing to do
+    found = {stage.name: stage.estimate for stage in estimated.stages}
+    assert found["tile"].basis == found["embed"].basis == Basis.MEASURED
+    assert found["pretrain"].basis == Basis.DERIVED
+    assert all(estimate.seconds > 0 for estimate in found.values())
+    assert estimated.seconds == pytest.approx(sum(estimate.seconds for estimate in found.values()))
     assert (snapshot(study), snapshot(fresh)) == before
     assert not (fresh / ".lock").exists()
 
 
+def test_a_dry_run_prints_the_plan(study: Path):
+    done = selfvitmil("run", study, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for stage in STAGES:
+        assert re.search(rf"(?m)^{stage} ", done.stdout)
+    assert "nothing was written" in done.stdout
+
+
 def test_the_disk_of_a_plan_is_that_of_the_files(study: Path, fresh: Path):
-    """The vectors are the bulk of a real study: their size must come out right."""
-    slides = 10
+    """Features are the bulk of a real study: their size must come out right."""
     true = sum(path.stat().st_size for path in (study / "bags" / TILING).rglob("*.h5"))
-    row = re.search(
-        r"(?m)^embed .* ([\d.]+) (kB|MB) +[\d.]+ [kMG]B +[\d.]+ s +measured", selfvitmil("plan", fresh).stdout
-    )
-    assert row is not None
-    told = float(row[1]) * {"kB": 1e3, "MB": 1e6}[row[2]]
-    assert told == pytest.approx(true, abs=20_000 * slides)
+    [embed] = [stage.estimate for stage in planned(fresh).stages if stage.name == "embed"]
+    assert embed.disk == pytest.approx(true, abs=20_000 * 10)
+
+
+def test_a_plan_uses_the_logged_rate_of_unfinished_pretraining(study: Path):
+    encoder = study / "encoders" / "dino"
+    (encoder / "config.json").unlink()
+    lines = (encoder / "metrics.jsonl").read_text().splitlines()
+    first = {**json.loads(lines[0]), "tiles_per_s": 2.0}
+    (encoder / "metrics.jsonl").write_text(json.dumps(first) + "\n")
+    [found] = [stage.estimate for stage in planned(study).stages if stage.name == "pretrain"]
+    own = study_settings(study, {}).pretrain
+    assert own.steps is not None
+    assert found.basis == Basis.RECORDED
+    assert found.seconds == pytest.approx((own.steps - first["step"] - 1) * own.batch / 2.0)
 
 
 # ---------------------------------------------------------------------------------------------------- status
@@ -695,15 +721,15 @@ def test_the_plan_is_what_happens(study: Path):
     for slide in rng.choice(slides, 3, replace=False):
         (bags / f"{slide}.h5").write_bytes(b"damaged")
     settings = study_settings(study, {})
-    plan = plan_run(study, Request(until="embed"), settings)
+    run_plan = plan_run(study, Request(until="embed"), settings)
     before = snapshot(study)
     assert run(study, "--until", "embed").returncode == 0
     after = snapshot(study)
     for stage, folder in (("tile", tables), ("embed", bags)):
         names = {slide: f"{folder.relative_to(study).as_posix()}/{slide}.h5" for slide in slides}
         touched = {slide for slide, name in names.items() if after[name] != before[name]}
-        assert touched <= set(plan.pending(stage).todo)
+        assert touched <= set(run_plan.pending(stage).todo)
         damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
         assert damaged <= touched
-    assert len(plan.pending("tile").todo) == 3
-    assert len(plan.pending("embed").todo) >= 3
+    assert len(run_plan.pending("tile").todo) == 3
+    assert len(run_plan.pending("embed").todo) >= 3

@@ -137,6 +137,11 @@ def memory_bytes() -> int:
     return total
 
 
+def existing_folder(study: Path) -> Path:
+    """Return the study's folder, or the nearest folder above it that exists."""
+    return next(place for place in (study.absolute(), *study.absolute().parents) if place.exists())
+
+
 def _torch() -> Iterator[Check]:
     import torch
 
@@ -234,9 +239,7 @@ def _viewer() -> Iterator[Check]:
 
 def _folder(study: Path) -> Iterator[Check]:
     """Space, and whether files can be written, renamed and locked where the study lies or will lie."""
-    place = study.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing_folder(study)
     free_gb = shutil.disk_usage(place).free / 1e9
     remedy = f"Free some, or use another disk; `selfvitmil plan {study.name}` says how much a study needs"
     yield _check("disk", free_gb >= LOW_DISK_GB, f"{free_gb:.1f} GB free for {study.name}", remedy)

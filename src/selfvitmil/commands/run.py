@@ -267,9 +267,13 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
         is_camelyon16_name(f"{slide}.tif") for slide in cohort.slides
     ):
         return []
+    from selfvitmil.tiles import count_tiles
+
     lines: list[str] = []
+    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
     for split, (tiles, slides) in PAPER_TILES.items():
-        counts = _tile_counts(study, cohort.select(split=split), settings)
+        own = cohort.select(split=split).slides
+        counts = [count for slide in own if (count := count_tiles(folder / f"{slide}.h5")) is not None]
         if not counts:
             continue
         total, mean, published = sum(counts), sum(counts) / len(counts), tiles / slides
@@ -278,17 +282,3 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
             line += f" ({total / tiles - 1:+.1%})"
         lines.append(f"{line}; {mean:,.0f} a slide, the paper {published:,.0f} ({mean / published - 1:+.1%})")
     return lines
-
-
-def _tile_counts(study: Path, cohort: Cohort, settings: StudySettings) -> list[int]:
-    from selfvitmil.untrusted import open_hdf5
-
-    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
-    counts: list[int] = []
-    for slide in cohort.slides:
-        try:
-            with open_hdf5(folder / f"{slide}.h5") as file:
-                counts.append(int(file["coords"].shape[0]))  # pyright: ignore[reportAttributeAccessIssue]
-        except (OSError, KeyError, ValueError):
-            continue
-    return counts

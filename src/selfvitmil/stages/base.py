@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,22 @@ class Pending:
         return f"{len(self.todo)} slides to do: {', '.join(parts)}{left}"
 
 
+class Basis(StrEnum):
+    """Where an estimate of time comes from, from the surest to the least sure."""
+
+    RECORDED = "recorded"
+    """The rate that an earlier part of the same work logged."""
+    MEASURED = "measured"
+    """The same computation was timed on this machine."""
+    DERIVED = "derived"
+    """Computed from another measurement, for instance by the number of floating-point operations."""
+    TYPICAL = "typical"
+    """A constant that was measured on the demo study."""
+    UNKNOWN = "unknown"
+    NOTHING = ""
+    """There is nothing to do."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a stage takes on this machine."""
@@ -83,8 +100,7 @@ class Estimate:
     """Bytes written."""
     memory: float = 0.0
     """Bytes needed at once; of the GPU where `on_gpu`."""
-    basis: str = ""
-    """`measured`, `reckoned` or `usual`; empty where there is nothing to do."""
+    basis: Basis = Basis.NOTHING
     on_gpu: bool = False
 
 
@@ -205,4 +221,4 @@ class Stage(ABC):
 
 def unknown(*, on_gpu: bool) -> Estimate:
     """Return the estimate of a stage whose rate is not known."""
-    return Estimate(seconds=float("nan"), basis="not known", on_gpu=on_gpu)
+    return Estimate(seconds=float("nan"), basis=Basis.UNKNOWN, on_gpu=on_gpu)

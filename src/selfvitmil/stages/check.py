@@ -10,7 +10,7 @@ from typing import Any
 
 from selfvitmil.engine import Engine
 from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import read_failures
@@ -82,9 +82,9 @@ class Check(Stage):
         return Pending(todo, len(plan.cohort) - len(todo))
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
-        number, rate = len(plan.pending(self.name).todo), measures.slides.read_per_s
-        seconds = number * (CHECKED_TILES / rate if rate else 1.0) / measures.processes
-        return Estimate(seconds, number * BYTES_PER_SLIDE, measures.workers_bytes, "reckoned")
+        number, rate = len(plan.pending(self.name).todo), measures.read_per_s
+        seconds = measures.over_workers(number * (CHECKED_TILES / rate if rate else 1.0))
+        return Estimate(seconds, number * BYTES_PER_SLIDE, measures.workers_bytes, Basis.DERIVED)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return check(plan.study, CohortSource(), plan.settings, engines.slides)

@@ -13,8 +13,8 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
-from selfvitmil.stages.measure import Measures
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.measure import STARTUP_S, Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_text
@@ -225,11 +225,13 @@ class Embed(Stage):
         if encoder is None:
             return unknown(on_gpu=gpu)
         tiles, number = measures.tiles_of(todo), len(plan.sources)  # every encoder on every slide
-        disk = number * (tiles * (2 * encoder.dim + BYTES_PER_TILE) + len(todo) * BYTES_PER_SLIDE)
+        disk = number * (tiles * (2 * encoder.network.dim + BYTES_PER_TILE) + len(todo) * BYTES_PER_SLIDE)
         pixels = 3 * plan.settings.tile.size_px**2
-        one_block = encoder.activations([plan.settings.tile.size_px]) / max(encoder.depth, 1)
-        memory = 4 * encoder.num_weights + plan.settings.embed.batch * (5 * pixels + 40 * one_block)
-        return Estimate(number * tiles / measures.with_reading(encoder.tiles_per_s), disk, memory, "measured", gpu)
+        memory = 4 * encoder.num_weights + plan.settings.embed.batch * (
+            5 * pixels + 40 * encoder.activations_per_block(plan.settings.tile.size_px)
+        )
+        seconds = STARTUP_S + number * tiles / measures.with_reading(encoder.tiles_per_s)
+        return Estimate(seconds, disk, memory, Basis.MEASURED, gpu)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return embed(plan.study, list(plan.sources.values()), plan.settings, engines.device)

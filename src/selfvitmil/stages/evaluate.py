@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil import formatting
 from selfvitmil.engine import Engine
 from selfvitmil.settings import StudySettings, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.stages.train import (
@@ -113,7 +113,7 @@ def _score_row(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str]
     return value, limits, formatting.number(mean), formatting.number(sd)
 
 
-EVALUATE_S = 10.0
+EVALUATE_S = 2.0
 """Usual seconds to score trained models."""
 
 
@@ -135,7 +135,7 @@ class Evaluate(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         if plan.request.one_method:
             return estimate_training(plan, measures)
-        return Estimate(EVALUATE_S, 1e6, 1e9, "usual")  # its models come from the comparison
+        return Estimate(EVALUATE_S, 1e6, 1e9, Basis.TYPICAL)  # its models come from the comparison
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return evaluate(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)

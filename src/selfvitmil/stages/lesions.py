@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from selfvitmil import formatting
 from selfvitmil.errors import ConfigError, MetricError, SelfVitMilError
 from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.localize import Mapper, choose_slides, split_failures
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
@@ -164,7 +164,7 @@ def _score_rows(told: Mapping[str, object]) -> list[tuple[str, str, str]]:
     return rows
 
 
-LESIONS_S, BYTES_PER_TILE = 0.5, 60
+LESIONS_S, LESIONS_TILE_S, BYTES_PER_TILE = 0.02, 1e-5, 60
 """Usual time to compare a slide's heatmap with its annotation, and size of a heatmap."""
 
 
@@ -185,10 +185,11 @@ class Lesions(Stage):
         )
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
-        methods = max(len(measures.steps_s), 1)
+        methods = max(len(measures.bag_s), 1)
         slides = [row.slide for row in plan.cohort.rows if row.split in ("test", "val", None)]
-        disk = methods * measures.tiles_of(slides) * BYTES_PER_TILE
-        return Estimate(methods * len(slides) * LESIONS_S, disk, 1e9, "usual")
+        tiles = measures.tiles_of(slides)
+        seconds = methods * (len(slides) * LESIONS_S + tiles * LESIONS_TILE_S)
+        return Estimate(seconds, methods * tiles * BYTES_PER_TILE, 1e9, Basis.TYPICAL)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         choice = FeatureChoice(plan.encoder)

@@ -23,7 +23,7 @@ from selfvitmil.engine import Engine
 from selfvitmil.engine.progress import show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.stages.train import below, prepare, results_name
@@ -487,7 +487,7 @@ def _last_lines(
     ]
 
 
-LOCALIZE_S, BYTES_PER_TILE, BYTES_PER_SLIDE = 3.0, 400, 6_000_000
+LOCALIZE_S, LOCALIZE_TILE_S, BYTES_PER_TILE, BYTES_PER_SLIDE = 0.5, 2e-4, 400, 6_000_000
 """Usual time and size of a slide's heatmap with its pictures."""
 
 
@@ -516,8 +516,10 @@ class Localize(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         rows = plan.cohort.rows
         slides = [row.slide for row in rows if row.split in plan.settings.localize.parts] or [row.slide for row in rows]
-        disk = measures.tiles_of(slides) * BYTES_PER_TILE + len(slides) * BYTES_PER_SLIDE
-        return Estimate(len(slides) * LOCALIZE_S / measures.processes, disk, measures.workers_bytes, "usual")
+        tiles = measures.tiles_of(slides)
+        seconds = measures.over_workers(len(slides) * LOCALIZE_S + tiles * LOCALIZE_TILE_S)
+        disk = tiles * BYTES_PER_TILE + len(slides) * BYTES_PER_SLIDE
+        return Estimate(seconds, disk, measures.workers_bytes, Basis.TYPICAL)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return localize(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)

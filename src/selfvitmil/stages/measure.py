@@ -1,15 +1,16 @@
-"""A few seconds of measuring for `plan`: how many tiles slides have, and how fast this machine reads and computes.
+"""What `plan` measures in a few seconds: the number of tiles, and how fast this machine reads tiles and computes.
 
-Everything here only reads, and every measurement ends after a time of its own, whatever the machine.
+Nothing is written into the study. Stages turn these measurements into an `Estimate`.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,326 +18,235 @@ import numpy as np
 
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import SelfVitMilError, StainError
-from selfvitmil.settings import SlideSettings, StudySettings, tiling_name
+from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.tiles import TileJob, count_tiles, read_tiles, tile_slide
 
 if TYPE_CHECKING:
+    from selfvitmil.encoder import Encoder
     from selfvitmil.slides import Slide
+    from selfvitmil.study.methods import Compared
 
-
-SAMPLE = 5
-"""Slides that are looked at closely."""
-HEADERS_S, SAMPLE_S, READ_S, COMPUTE_S, LEARN_S = 10.0, 8.0, 2.0, 2.0, 4.0
-"""Longest time for headers, for tissue of the sample, for reading tiles of it, for the encoder, for aggregators."""
-TILES_AT_ONCE = 4
-"""Tiles of a batch on a CPU, where a larger one is no faster."""
+SAMPLED_SLIDES = 5
+HEADERS_S, SAMPLE_S, READ_S, FORWARD_S = 10.0, 8.0, 0.4, 2.0
+"""Time limits: headers of all slides, tissue of the sample, reading tiles of one slide, the encoder's forward pass."""
+CPU_BATCH = 4
+"""Tiles per batch on a CPU, where larger batches are no faster."""
+MAX_INSTANCES = 1024
+"""Instances of the bag that aggregators are timed with; beyond, their time is taken as proportional."""
+EPOCHS_SHARE = 0.5
+"""Typical share of the epochs that a training with early stopping runs."""
+STARTUP_S = 3.0
+"""Typical time until worker processes have started."""
 WORKER_BYTES = 0.4e9
-"""Usual memory of a process that cuts or reads tiles."""
-BAG_ROWS = 1024
-"""Most instances of the bag that aggregators are timed with; beyond, their time grows with the number."""
-
-
-# ---------------------------------------------------------------------------------------------------- slides
+"""Typical memory of a process that reads tiles."""
 
 
 @dataclass(frozen=True)
-class SlideMeasures:
-    """What slides have and cost."""
+class EncoderRate:
+    """An encoder and its speed on this machine."""
 
-    tiles: dict[str, int]
-    """Slide -> tiles: from its table, or estimated."""
-    num_estimated: int
-    num_sampled: int
-    tile_s: float
-    """Seconds to cut one slide, one process."""
-    read_per_s: float
-    """Tiles read in a second by one process."""
-    notes: tuple[str, ...] = ()
-
-
-def measure_slides(study: Path, cohort: Cohort, settings: StudySettings) -> SlideMeasures:
-    """Tiles of every slide: counted where there is a table, else by size and the share of tissue of a few slides."""
-    tables = StudyLayout(study).tiling(tiling_name(settings.tile))
-    known = {row.slide: count for row in cohort.rows if (count := count_tiles(tables / f"{row.slide}.h5")) is not None}
-    open_rows = [row for row in cohort.rows if row.slide not in known]
-    places, broken = _candidates(open_rows, settings)
-    sample = _spread([row for row in open_rows if row.slide in places] or list(cohort.rows))
-    seen = _look_closely(sample, settings)
-    kept, offered = sum(look.kept for look in seen), sum(look.offered for look in seen)
-    share = kept / offered if offered else 0.0
-    usual = float(np.mean(list(places.values()))) * share if places else 0.0
-    tiles = {
-        row.slide: known.get(row.slide, round(places[row.slide] * share if row.slide in places else usual))
-        for row in cohort.rows
-        if row.slide not in broken
-    }
-    notes = [f"{len(broken)} slides cannot be opened: {', '.join(sorted(broken)[:5])}"] if broken else []
-    tile_s = float(np.mean([look.seconds for look in seen])) if seen else 0.0
-    rates = [look.read_per_s for look in seen if look.read_per_s > 0]
-    read_per_s = float(np.mean(rates)) if rates else 0.0
-    return SlideMeasures(tiles, len(tiles) - len(known), len(seen), tile_s, read_per_s, tuple(notes))
-
-
-def count_tiles(table: Path) -> int | None:
-    """Rows of a tile table; None when there is none that can be read."""
-    from selfvitmil.untrusted import open_hdf5
-
-    try:
-        with open_hdf5(table) as file:
-            return int(file["coords"].shape[0])  # pyright: ignore[reportAttributeAccessIssue]
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _candidates(rows: Sequence[SlideRow], settings: StudySettings) -> tuple[dict[str, int], set[str]]:
-    """Places for tiles on every slide by its header, as far as the time goes; and slides that cannot be opened."""
-    from selfvitmil.tiles import grid
-
-    tile, places, broken = settings.tile, {}, set()
-    begin = time.perf_counter()
-    for row in rows:
-        if time.perf_counter() - begin > HEADERS_S:
-            break
-        try:
-            with _opened(row, settings.slide) as slide:
-                places[row.slide] = len(grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px))
-        except SelfVitMilError:
-            broken.add(row.slide)
-    return places, broken
-
-
-def _spread(rows: Sequence[SlideRow]) -> list[SlideRow]:
-    """A few of them, evenly spread over the list."""
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).round().astype(int))
-    return [rows[index] for index in chosen]
-
-
-@dataclass(frozen=True)
-class _Look:
-    kept: int
-    offered: int
-    seconds: float
-    read_per_s: float
-
-
-def _look_closely(rows: Sequence[SlideRow], settings: StudySettings) -> list[_Look]:
-    begin = time.perf_counter()
-    looks: list[_Look] = []
-    for row in rows:
-        if looks and time.perf_counter() - begin > SAMPLE_S:
-            break
-        try:
-            looks.append(_look(row, settings, READ_S / SAMPLE))
-        except SelfVitMilError:  # its stage will tell
-            continue
-    return looks
-
-
-def _opened(row: SlideRow, given: SlideSettings) -> Slide:
-    from selfvitmil.slides import open_slide
-
-    return open_slide(row.path, reader=given.reader, mpp=row.mpp or given.forced_mpp, otherwise_mpp=given.mpp)
-
-
-def _look(row: SlideRow, settings: StudySettings, read_s: float) -> _Look:
-    """Find the tissue of one slide, place tiles on it, read some of them."""
-    from selfvitmil.geometry import extent_l0
-    from selfvitmil.tiles import boxes_l0, grid, mask_fractions
-    from selfvitmil.tissue import find_tissue
-
-    tile = settings.tile
-    begin = time.perf_counter()
-    with _opened(row, settings.slide) as slide:
-        tissue = find_tissue(slide, settings.tissue, row.slide)
-        places = grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp, tile.overlap_px)
-        boxes = boxes_l0(places, extent_l0(tile.size_px, tile.mpp, slide.mpp))
-        kept = places[mask_fractions(boxes, tissue, slide.mpp) >= tile.min_tissue]
-        seconds = time.perf_counter() - begin
-        rate = _read_rate(slide, kept, settings, read_s)
-    if rate and settings.stain.method == "slide":
-        seconds += min(settings.stain.sample_tiles, len(kept)) / rate
-    if rate and settings.tissue.fraction_from == "pixels":
-        seconds += len(kept) / rate  # every tile is read to count its pixels
-    return _Look(len(kept), len(places), seconds, rate)
-
-
-def _read_rate(slide: Any, corners_l0: Any, settings: StudySettings, seconds: float) -> float:
-    """Tiles a second, with stain normalization where it is done tile by tile; 0 when there are none."""
-    from selfvitmil import stain
-
-    tile, number, begin = settings.tile, 0, time.perf_counter()
-    for x_l0, y_l0 in corners_l0:
-        pixels = slide.read_tile(int(x_l0), int(y_l0), tile.size_px, tile.mpp)
-        if settings.stain.method == "tile":
-            with suppress(StainError):
-                stain.normalize_tile(pixels)
-        number += 1
-        if time.perf_counter() - begin > seconds:
-            break
-    return number / max(time.perf_counter() - begin, 1e-9) if number else 0.0
-
-
-# ---------------------------------------------------------------------------------------------------- networks
-
-
-@dataclass(frozen=True)
-class EncoderMeasures:
-    """What an encoder is and how fast it runs here."""
-
+    network: Encoder
     tiles_per_s: float
-    gflops: float
-    """Thousand million operations a second that it reached."""
-    num_weights: int
-    dim: int
-    """Length of a vector."""
-    patch_px: int | None
-    """Of a ViT; None for other networks, whose activations are not reckoned."""
-    width: int = 0
-    depth: int = 0
+    gflop_per_s: float
+    """Achieved in the forward pass, in 10^9 floating-point operations per second."""
 
-    def activations(self, view_sizes_px: Sequence[int]) -> float:
-        """Tokens times width times blocks, over views of these sizes."""
-        patch = self.patch_px
-        if patch is None:
-            return 0.0
-        return float(sum((edge // patch) ** 2 + 1 for edge in view_sizes_px) * self.width * self.depth)
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.network.backbone.parameters())
 
+    def activations_per_block(self, size_px: int) -> int:
+        """Return tokens x width of an image of this size; 0 for networks other than ViTs."""
+        from selfvitmil.pretrain.learner import patch_px_of
 
-def measure_encoder(encoder: Any, settings: StudySettings) -> EncoderMeasures:
-    """Run an encoder on noise for a moment, as `embed` would."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
+        backbone: Any = self.network.backbone
+        patch_px = patch_px_of(backbone)
+        return 0 if patch_px is None else ((size_px // patch_px) ** 2 + 1) * backbone.num_features
 
-    from selfvitmil.embed import LoadedEncoder
-    from selfvitmil.pretrain.learner import patch_px_of
-    from selfvitmil.runtime.device import choose_precision, synchronize
-
-    device = torch.device("cuda" if torch.cuda.is_available() and settings.embed.device != "cpu" else "cpu")
-    dtype = choose_precision(settings.embed.precision, device)
-    model = LoadedEncoder(encoder.to(device).eval(), "", device, dtype)
-    size, number = encoder.config.size_px, settings.embed.batch if device.type == "cuda" else TILES_AT_ONCE
-    tiles = torch.randint(0, 256, (number, 3, size, size), dtype=torch.uint8, device=device)
-    with FlopCounterMode(display=False) as counter:
-        model(tiles[:1])
-    model(tiles)
-    rounds, begin = 0, time.perf_counter()
-    while not rounds or time.perf_counter() - begin < COMPUTE_S:
-        model(tiles)
-        synchronize(device)
-        rounds += 1
-    rate = rounds * number / (time.perf_counter() - begin)
-    backbone = encoder.backbone
-    weights = sum(weight.numel() for weight in backbone.parameters())
-    gflops = rate * counter.get_total_flops() / 1e9
-    patch_px = patch_px_of(backbone)
-    shape = {} if patch_px is None else {"width": backbone.num_features, "depth": len(backbone.blocks)}
-    return EncoderMeasures(rate, gflops, weights, encoder.dim, patch_px, **shape)
-
-
-def measure_training(encoder: Any, settings: StudySettings, numbers: Any, recipes: Any, num_tiles: int) -> float | None:
-    """Tiles a second of whole steps on noise: views, loss, gradients, update; None where memory does not hold them."""
-    import torch
-
-    from selfvitmil.data.views import make_views
-    from selfvitmil.pretrain.learner import Learner, compute_loss
-    from selfvitmil.runtime.device import choose_precision, synchronize
-
-    own, size = settings.pretrain, settings.tile.size_px
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = choose_precision(own.precision, device)
-    learner = Learner(encoder, own, numbers, own.seed).to(device)
-    optimizer = torch.optim.AdamW(learner.student.parameters(), lr=1e-6)
-    tiles_B3HW = torch.randint(0, 256, (num_tiles, 3, size, size), dtype=torch.uint8, device=device)
-    ids_B = torch.arange(num_tiles, device=device)
-
-    def step(number: int) -> None:
-        views = make_views(tiles_B3HW, ids_B, number, recipes, (0.7,) * 3, (0.2,) * 3, dtype=dtype)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            outcome = compute_loss(learner, learner.student, views, number, own.teacher_temp, lambda phase: None)
-        outcome.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        learner.finish_step(0.99, [] if outcome.state is None else [outcome.state])
-        synchronize(device)
-
-    try:
-        step(0)  # not counted
-        rounds, begin = 0, time.perf_counter()
-        while not rounds or time.perf_counter() - begin < COMPUTE_S:
-            rounds += 1
-            step(rounds)
-    except torch.OutOfMemoryError:
-        return None
-    return rounds * num_tiles / (time.perf_counter() - begin)
-
-
-def measure_aggregators(
-    methods: Sequence[str], dim: int, num_instances: int, settings: StudySettings
-) -> dict[str, float]:
-    """Method -> seconds of one step on a bag of so many instances; those that the time does not reach get the mean."""
-    import torch
-
-    from selfvitmil.aggregate import build
-    from selfvitmil.aggregate.bag_store import few_threads
-    from selfvitmil.bags import Bag
-    from selfvitmil.runtime.device import synchronize
-
-    device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
-    rows = max(1, min(num_instances, BAG_ROWS))
-    noise_ND = np.random.default_rng(0).standard_normal((rows, dim), np.float32)
-    bag_ND = torch.from_numpy(noise_ND).to(device)
-    steps: dict[str, float] = {}
-    start = time.perf_counter()
-    for method in methods:
-        module = build(method, dim, 1).to(device).train()
-        seconds: list[float] = []
-        while not seconds or (len(seconds) < 3 and time.perf_counter() - start < LEARN_S):
-            begin = time.perf_counter()
-            with few_threads([Bag("noise", noise_ND, None)], device):
-                module(bag_ND).logits_C.sum().backward()
-            synchronize(device)
-            seconds.append(time.perf_counter() - begin)
-        steps[method] = min(seconds) * max(num_instances / rows, 1.0)
-        if time.perf_counter() - start > LEARN_S:
-            break
-    usual = float(np.mean(list(steps.values()))) if steps else 0.0
-    return {method: steps.get(method, usual) for method in methods}
-
-
-# ---------------------------------------------------------------------------------------------------- all of it
+    def activations(self, view_sizes_px: Sequence[int]) -> int:
+        """Return tokens x width x blocks over views of these sizes; 0 for networks other than ViTs."""
+        blocks: Any = getattr(self.network.backbone, "blocks", ())
+        return sum(self.activations_per_block(size) for size in view_sizes_px) * len(blocks)
 
 
 @dataclass(frozen=True)
 class Measures:
-    """All that was measured for a plan."""
+    """All measurements of a plan."""
 
-    slides: SlideMeasures
-    encoder: EncoderMeasures | None
-    """None where its weights are not at hand."""
-    steps_s: dict[str, float]
-    """Method -> seconds of one training step on a bag of the mean size."""
-    processes: int
-    """That work on slides at once."""
-    gpu: bool
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    """Slide -> number of tiles: counted in its tile table, else estimated."""
+    num_sampled: int = 0
+    """Slides that were tiled for the estimate; 0 where all are counted."""
+    unreadable: tuple[str, ...] = ()
+    """Slides that cannot be opened, taken as having no tiles."""
+    tile_s: float = 0.0
+    """Seconds to tile one slide in one process."""
+    read_per_s: float = 0.0
+    """Tiles that one process reads per second; 0 where none could be read."""
+    encoder: EncoderRate | None = None
+    """None where its weights are not on this disk."""
+    bag_s: Mapping[str, float] = field(default_factory=dict)
+    """Row of the comparison -> seconds to train it on one bag of mean size, over all epochs."""
+    processes: int = 1
+    """Worker processes."""
+    gpu: bool = False
 
     @property
     def workers_bytes(self) -> float:
         return self.processes * WORKER_BYTES
 
+    @property
+    def mean_tiles(self) -> int:
+        return round(sum(self.tiles.values()) / max(len(self.tiles), 1))
+
     def tiles_of(self, slides: Iterable[str]) -> int:
-        return sum(self.slides.tiles.get(slide, 0) for slide in slides)
+        return sum(self.tiles.get(slide, 0) for slide in slides)
 
-    def with_reading(self, rate: float) -> float:
-        """Tiles a second of a network and its readers: overlapping on a GPU, by turns on a CPU."""
-        reading = self.slides.read_per_s * self.processes or math.inf
-        return min(rate, reading) if self.gpu else 1 / (1 / rate + 1 / reading)
+    def over_workers(self, seconds: float) -> float:
+        """Return the time that work of so many seconds takes with all worker processes."""
+        return STARTUP_S + seconds / self.processes
+
+    def with_reading(self, tiles_per_s: float) -> float:
+        """Return the rate of a network with its readers: they overlap on a GPU and take turns on a CPU."""
+        reading = self.read_per_s * self.processes or math.inf
+        return min(tiles_per_s, reading) if self.gpu else 1 / (1 / tiles_per_s + 1 / reading)
 
 
-def untrained_network(settings: StudySettings) -> Any:
-    """The network that would be trained; from scratch where its first weights are not at hand."""
-    from selfvitmil.pretrain.learner import start_encoder
+# ---------------------------------------------------------------------------------------------------- slides
 
-    pretrain = settings.pretrain
-    if pretrain.init != "scratch" and not Path(pretrain.init).exists():
-        pretrain = pretrain.model_copy(update={"init": "scratch"})
-    return start_encoder(pretrain, settings.tile.size_px, 0)
+
+def measure_slides(study: Path, cohort: Cohort, settings: StudySettings) -> Measures:
+    """Count the tiles of tiled slides; estimate those of the others from their area and a few slides tiled for it."""
+    folder = StudyLayout(study).tiling(tiling_name(settings.tile))
+    counted = {row.slide: n for row in cohort.rows if (n := count_tiles(folder / f"{row.slide}.h5")) is not None}
+    untiled = [row for row in cohort.rows if row.slide not in counted]
+    areas_um2 = _slide_areas(untiled, settings)
+    sample = _sample([row for row in untiled if areas_um2.get(row.slide)] or cohort.rows, settings)
+    num_tiles, sampled_um2, tile_s, read_per_s = np.array(sample).reshape(-1, 4).sum(axis=0).tolist()
+    per_um2 = num_tiles / sampled_um2 if sample else 0.0
+    mean_um2 = sum(areas_um2.values()) / max(len(areas_um2), 1)  # for slides whose header was not read in time
+    estimated = {row.slide: round(areas_um2.get(row.slide, mean_um2) * per_um2) for row in untiled}
+    return Measures(
+        tiles=counted | estimated,
+        num_sampled=len(sample) if untiled else 0,
+        unreadable=tuple(slide for slide, area in areas_um2.items() if not area),
+        tile_s=tile_s / max(len(sample), 1),
+        read_per_s=read_per_s / max(len(sample), 1),
+    )
+
+
+def _slide_areas(rows: Sequence[SlideRow], settings: StudySettings) -> dict[str, float]:
+    """Return slide -> area in square microns from its header; 0 where it cannot be opened."""
+    end = time.perf_counter() + HEADERS_S
+    areas_um2: dict[str, float] = {}
+    for row in rows:
+        if time.perf_counter() > end:
+            break
+        areas_um2[row.slide] = 0.0
+        with suppress(SelfVitMilError), _open(row, settings) as slide:
+            areas_um2[row.slide] = slide.size_l0[0] * slide.size_l0[1] * slide.mpp**2
+    return areas_um2
+
+
+def _sample(rows: Sequence[SlideRow], settings: StudySettings) -> list[tuple[int, float, float, float]]:
+    """Tile a few slides, spread over the cohort, into a temporary folder, and read some of their tiles.
+
+    Return (tiles, area in square microns, seconds of tiling, tiles read per second) of each.
+    """
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLED_SLIDES, len(rows))).round().astype(int))
+    end = time.perf_counter() + SAMPLE_S
+    sample: list[tuple[int, float, float, float]] = []
+    with tempfile.TemporaryDirectory(prefix="selfvitmil-plan-") as folder:
+        for row in (rows[index] for index in chosen):
+            if sample and time.perf_counter() > end:
+                break
+            begin = time.perf_counter()
+            with suppress(SelfVitMilError):  # its stage reports the error
+                tile_slide(TileJob(row.slide, row.path, Path(folder), settings, row.mpp))
+                tile_s = time.perf_counter() - begin
+                table = read_tiles(Path(folder, tiling_name(settings.tile), f"{row.slide}.h5"))
+                area_um2 = table.size_l0[0] * table.size_l0[1] * table.slide_mpp**2
+                sample.append((len(table), area_um2, tile_s, _read_rate(row, table.coords_l0, settings)))
+    return sample
+
+
+def _read_rate(row: SlideRow, coords_l0: Any, settings: StudySettings) -> float:
+    """Return tiles read per second, with stain normalization where it is done tile by tile."""
+    from selfvitmil import stain
+
+    tile, number, begin = settings.tile, 0, time.perf_counter()
+    with _open(row, settings) as slide:
+        for x_l0, y_l0 in coords_l0:
+            pixels = slide.read_tile(int(x_l0), int(y_l0), tile.size_px, tile.mpp)
+            if settings.stain.method == "tile":
+                with suppress(StainError):
+                    stain.normalize_tile(pixels)
+            number += 1
+            if time.perf_counter() - begin > READ_S:
+                break
+    return number / (time.perf_counter() - begin)
+
+
+def _open(row: SlideRow, settings: StudySettings) -> Slide:
+    from selfvitmil.slides import open_slide
+
+    own = settings.slide
+    return open_slide(row.path, reader=own.reader, mpp=row.mpp or own.forced_mpp, otherwise_mpp=own.mpp)
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+def measure_encoder(encoder: Encoder, settings: StudySettings) -> EncoderRate:
+    """Time the forward pass on noise, with the device, precision and batch that `embed` would use."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from selfvitmil.embed import LoadedEncoder
+    from selfvitmil.runtime.device import choose_precision, synchronize
+
+    device = torch.device("cuda" if torch.cuda.is_available() and settings.embed.device != "cpu" else "cpu")
+    model = LoadedEncoder(encoder.to(device).eval(), "", device, choose_precision(settings.embed.precision, device))
+    size, number = encoder.config.size_px, settings.embed.batch if device.type == "cuda" else CPU_BATCH
+    tiles_B3HW = torch.randint(0, 256, (number, 3, size, size), dtype=torch.uint8, device=device)
+    with FlopCounterMode(display=False) as counter:
+        model(tiles_B3HW[:1])
+    model(tiles_B3HW)  # warm-up
+    end, fastest_s = time.perf_counter() + FORWARD_S, math.inf
+    while math.isinf(fastest_s) or time.perf_counter() < end:
+        begin = time.perf_counter()
+        model(tiles_B3HW)
+        synchronize(device)
+        fastest_s = min(fastest_s, time.perf_counter() - begin)  # not slowed down by other processes
+    rate = number / fastest_s
+    return EncoderRate(encoder, rate, rate * counter.get_total_flops() / 1e9)
+
+
+def measure_aggregators(rows: Sequence[Compared], dim: int, num_instances: int, device: Any) -> dict[str, float]:
+    """Return by row the seconds to train it on one bag for its typical number of epochs: a step of each is timed."""
+    import torch
+
+    from selfvitmil.aggregate import build
+    from selfvitmil.aggregate.bag_store import few_threads
+    from selfvitmil.aggregate.recipes import recipe_of
+    from selfvitmil.bags import Bag
+    from selfvitmil.runtime.device import synchronize
+
+    features_ND = np.random.default_rng(0).standard_normal((max(1, min(num_instances, MAX_INSTANCES)), dim), np.float32)
+    bag_ND = torch.from_numpy(features_ND).to(device)
+    found: dict[str, float] = {}
+    for row in rows:
+        recipe = recipe_of(row.method, row.train)
+        module = build(row.method, dim, 1, **recipe.module_options).to(device).train()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        step_s = math.inf
+        with few_threads([Bag("noise", features_ND, None)], device):
+            for _ in range(3):
+                begin = time.perf_counter()
+                module(bag_ND).logits_C.sum().backward()
+                optimizer.step()
+                synchronize(device)
+                step_s = min(step_s, time.perf_counter() - begin)
+        epochs = recipe.epochs * (EPOCHS_SHARE if recipe.patience else 1)
+        found[row.title] = epochs * step_s * max(num_instances / len(features_ND), 1.0)
+    return found

@@ -7,23 +7,26 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, tiling_name, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
-from selfvitmil.stages.measure import Measures, measure_training, untrained_network
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
 from selfvitmil.study.encoders import EncoderRun, encoder_name, encoder_runs, settle_scope, slides_of
 from selfvitmil.study.folder import CohortSource, Summary, find_cohort, open_study, store_cohort, study_cohort
 from selfvitmil.study.splits import propose_split
+
+if TYPE_CHECKING:
+    from selfvitmil.encoder import Encoder
 
 
 def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
@@ -191,10 +194,6 @@ TRAINING_EFFICIENCY = 0.85
 """Share of the encoder's rate of operations that training with it reaches (0.47 against 0.55 of an H200's peak)."""
 
 
-STEP_S = 2.0
-"""A training step is timed where it should not take longer, with fewer tiles if need be."""
-
-
 class Pretrain(Stage):
     """Train the study's own encoder, or one for every split."""
 
@@ -280,9 +279,19 @@ def _training_tiles_change(plan: RunPlan, run: EncoderRun) -> bool:
     return any(row.slide in changing for row in run.rows)
 
 
+def untrained_network(settings: StudySettings) -> Encoder:
+    """Return the network that would be pretrained; from scratch where its initial weights are not on this disk."""
+    from selfvitmil.pretrain.learner import start_encoder
+
+    own = settings.pretrain
+    if own.init != "scratch" and not Path(own.init).exists():
+        own = own.model_copy(update={"init": "scratch"})
+    return start_encoder(own, settings.tile.size_px, 0)
+
+
 def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Estimate:
     from selfvitmil.data.loader import TileOrder
-    from selfvitmil.pretrain.learner import patch_px_of, settle_numbers
+    from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of, settle_numbers
     from selfvitmil.pretrain.recipes import recipes_of
     from selfvitmil.runtime.training import read_metrics
 
@@ -294,10 +303,12 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
     done = read_metrics(Path(plan.sources[run.name]))
     steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
-    network = untrained_network(settings)
-    recipes = recipes_of(own, settings.tile.size_px, patch_px_of(network.backbone))
-    rate, basis = _training_rate(settings, measures, network, numbers, recipes, done)
-    seconds = steps * own.batch / rate
+    recipes = recipes_of(own, settings.tile.size_px, patch_px_of(encoder.network.backbone))
+    if done:
+        rate, basis = float(done[-1]["tiles_per_s"]), Basis.RECORDED
+    else:
+        gflop = gflop_per_tile(encoder.network, own, recipes, numbers.out_dim)
+        rate, basis = measures.with_reading(TRAINING_EFFICIENCY * encoder.gflop_per_s / gflop), Basis.DERIVED
     # Of every weight: itself, its gradient, Adam's two averages and the teacher's, 4 bytes each.
     weights = encoder.num_weights + 3 * own.head_width**2 + own.chosen("bottleneck") * numbers.out_dim
     at_once = own.batch / own.accumulate if gpu else own.batch  # a CPU may take the parts side by side
@@ -306,21 +317,4 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     tile_bytes = 3 * sum(counts) * settings.tile.size_px**2
     memory += tile_bytes if tile_bytes <= own.keep_gb * 1e9 and not gpu else 0
     disk = 4 * encoder.num_weights + 16 * weights
-    return Estimate(seconds, disk, memory, basis, gpu)
-
-
-def _training_rate(
-    settings: StudySettings, measures: Measures, network: Any, numbers: Any, recipes: Any, done: Sequence[Any]
-) -> tuple[float, str]:
-    """Tiles a second: of the run so far, of a step or two, or by the encoder's rate where those would take long."""
-    from selfvitmil.pretrain.learner import gflop_per_tile
-
-    own, encoder = settings.pretrain, measures.encoder
-    assert encoder is not None
-    if done:
-        return float(done[-1]["tiles_per_s"]), "measured"
-    reckoned = TRAINING_EFFICIENCY * encoder.gflops / gflop_per_tile(network, own, recipes, numbers.out_dim)
-    part = min(own.batch // own.accumulate, int(reckoned * STEP_S))
-    if part >= 2 and (rate := measure_training(network, settings, numbers, recipes, part)) is not None:
-        return measures.with_reading(rate), "measured"
-    return measures.with_reading(reckoned), "reckoned"
+    return Estimate(steps * own.batch / rate, disk, memory, basis, gpu)

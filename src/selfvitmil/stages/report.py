@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.layout import StudyLayout
@@ -43,7 +43,7 @@ def report(
     return Summary(tuple(lines))
 
 
-REPORT_S, REPORT_BYTES = 20.0, 20_000_000
+REPORT_S, REPORT_BYTES = 6.0, 20_000_000
 """Usual time and size of a report."""
 
 
@@ -57,7 +57,7 @@ class Report(Stage):
         return Pending(words=f"write report/index.html{again}")
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
-        return Estimate(REPORT_S, REPORT_BYTES, 1e9, "usual")
+        return Estimate(REPORT_S, REPORT_BYTES, 1e9, Basis.TYPICAL)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return report(plan.study, plan.settings)

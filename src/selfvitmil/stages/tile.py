@@ -12,7 +12,7 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import read_failures
@@ -128,8 +128,8 @@ class Tile(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         todo = plan.pending(self.name).todo
         disk = measures.tiles_of(todo) * BYTES_PER_TILE + len(todo) * BYTES_PER_SLIDE
-        seconds = len(todo) * measures.slides.tile_s / measures.processes
-        return Estimate(seconds, disk, measures.workers_bytes, "measured")
+        seconds = measures.over_workers(len(todo) * measures.tile_s)
+        return Estimate(seconds, disk, measures.workers_bytes, Basis.MEASURED)
 
     def run(self, plan: RunPlan, engines: Engines) -> Summary:
         return tile(plan.study, CohortSource(), plan.settings, engines.slides)

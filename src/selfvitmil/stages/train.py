@@ -20,8 +20,8 @@ from selfvitmil.cohort import Cohort, Split
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
 from selfvitmil.settings import StudySettings, TrainSettings, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
-from selfvitmil.stages.measure import Measures
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.measure import STARTUP_S, Measures
 from selfvitmil.stages.parallel_training import make_models
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import record_failures
@@ -268,7 +268,7 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
     ]
 
 
-MODEL_BYTES = 3_000_000
+MODEL_BYTES = 1_000_000
 """Usual size of a stored model."""
 
 
@@ -285,8 +285,11 @@ def pending_models(plan: RunPlan, what: str) -> Pending:
 
 
 def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
-    """Every method on every split with every seed, as if none ended early."""
-    from selfvitmil.aggregate.recipes import recipe_of
+    """Estimate the training of every row of the comparison on every split with every seed.
+
+    Small bags on a CPU are trained side by side, one training per core.
+    """
+    from selfvitmil.aggregate.bag_store import ONE_THREAD_ELEMENTS
 
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:
@@ -294,11 +297,11 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     one_split = train.split in ("auto", "given") and any(row.split for row in cohort.rows)
     trainings = train.seeds * (1 if one_split else train.folds)
     bags = len(cohort.select(split="train")) if one_split else len(cohort)
-    plain = train.model_copy(update={"options": {}})  # options change no number of epochs, and not all have them
-    a_bag = sum(recipe_of(method, plain).epochs * step_s for method, step_s in measures.steps_s.items())
-    largest = max(measures.slides.tiles.values(), default=0) * encoder.dim * 4
-    disk = trainings * len(measures.steps_s) * MODEL_BYTES
-    return Estimate(trainings * bags * a_bag, disk, 3 * largest + 1e9, "reckoned, at most", gpu)
+    largest = max(measures.tiles.values(), default=0) * encoder.network.dim
+    side_by_side = 1 if gpu or largest >= ONE_THREAD_ELEMENTS else measures.processes
+    seconds = STARTUP_S + trainings * bags * sum(measures.bag_s.values()) / side_by_side
+    disk = trainings * len(measures.bag_s) * MODEL_BYTES
+    return Estimate(seconds, disk, 12 * largest + 1e9, Basis.DERIVED, gpu)
 
 
 class Train(Stage):
