@@ -608,7 +608,7 @@ def test_outlines_that_touch_themselves_are_sound(tmp_path: Path, ring: list, ar
 
 
 def test_ways_to_keyholes_do_not_count_as_crossings(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("selfvitmil.annotations.regions._MAX_CROSSINGS", 0)
+    monkeypatch.setattr("selfvitmil.annotations.annotation._MAX_CROSSINGS", 0)
     first, second = [[1, 3], [3, 3], [3, 1]], [[6, 6], [6, 8], [8, 6]]  # the way to the second leads across the first
     ring = [*SQUARE, SQUARE[0], *first, first[0], SQUARE[0], *second, second[0]]
     (annotation,) = read_json(tmp_path, feature([[*ring, ring[0]]], classification="Tumor"))
@@ -699,7 +699,7 @@ def test_mask_in_strips_is_the_same(monkeypatch):
     ring = np.random.default_rng(3).uniform(0, 50, (7, 2))
     some = [Annotation("a", "Tumor", shapely.get_coordinates(shapely.convex_hull(shapely.MultiPoint(ring))))]
     whole = to_mask(some, (50, 50), 1.0, 1.0)
-    monkeypatch.setattr("selfvitmil.annotations.masks._STRIP_PIXELS", 120)
+    monkeypatch.setattr("selfvitmil.annotations.annotation._STRIP_PIXELS", 120)
     assert 0 < whole.sum() < whole.size
     assert np.array_equal(to_mask(some, (50, 50), 1.0, 1.0), whole)
 

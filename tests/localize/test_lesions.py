@@ -15,7 +15,7 @@ import shapely
 
 from helpers.heatmaps import PREDICTION, make_heatmap
 from selfvitmil.annotations import box_coverage, read_annotations
-from selfvitmil.annotations.regions import polygons_of, region_of
+from selfvitmil.annotations.annotation import polygons_of, region_of
 from selfvitmil.errors import AnnotationError
 from selfvitmil.localize.detection import (
     LESION_GROUP,

@@ -8,14 +8,18 @@ A polygon is valid if the area it encloses is unambiguous. A line that only *tou
 contain many), a line that *crosses* itself is not: `read_annotations` rejects it, or with `repair=True` takes
 everything the line encloses. Even-odd and winding-number filling are therefore equivalent here.
 
-`annotation` is the data, `files` reads and writes it with `asap` and `geojson`, `regions` checks and repairs outlines,
-`masks` rasterizes masks and measures boxes, `contours` converts a mask back to annotations.
+`annotation` is the data with its area, masks and coverage; `files` reads and writes it.
 """
 
-from selfvitmil.annotations.annotation import EXCLUDED_GROUPS, TUMOUR_GROUPS, Annotation
-from selfvitmil.annotations.contours import mask_to_annotations
+from selfvitmil.annotations.annotation import (
+    EXCLUDED_GROUPS,
+    TUMOUR_GROUPS,
+    Annotation,
+    box_coverage,
+    mask_to_annotations,
+    to_mask,
+)
 from selfvitmil.annotations.files import read_annotations, write_annotations
-from selfvitmil.annotations.masks import box_coverage, to_mask
 
 __all__ = [
     "EXCLUDED_GROUPS",

@@ -34,7 +34,7 @@ import numpy as np
 import tifffile
 
 from selfvitmil.annotations import read_annotations, write_annotations
-from selfvitmil.annotations.geojson import feature_texts, write_features
+from selfvitmil.annotations.files import feature_texts, write_features
 from selfvitmil.errors import AnnotationError, SelfVitMilError
 from selfvitmil.localize.detection import Lesion, find_lesions, find_points, highest_scoring_tile
 from selfvitmil.localize.heatmap import COLUMNS, Heatmap, check_annotations, heatmap_made_from, read_heatmap
