@@ -41,10 +41,8 @@ from torch import Tensor
 
 from selfvitmil import metrics
 from selfvitmil.aggregate import Aggregator, build, settings_of
-from selfvitmil.aggregate.optim import TrainingOptimizer, learning_rates
-from selfvitmil.aggregate.recipes import Recipe, recipe_of
-from selfvitmil.aggregate.steps import draw
-from selfvitmil.aggregate.train import BagStore, LabelledBag, score
+from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
+from selfvitmil.aggregate.train import BagStore, LabelledBag, draw, score
 from selfvitmil.bags import Bag
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from selfvitmil.aggregate import build
-from selfvitmil.aggregate.bag_store import measure
+from selfvitmil.aggregate.bag_tensors import measure
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import Trained, save_model
 from selfvitmil.bags import read_bag
 from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, save_encoder
-from selfvitmil.evaluate.thresholds import Choice
+from selfvitmil.evaluate.predictions import Choice
 from selfvitmil.localize.export import ExportJob, export_heatmap
 from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.package import SETTINGS, Measures, Package, PackageParts, Predictor, expect, open_package, write_package

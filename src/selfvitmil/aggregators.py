@@ -14,14 +14,10 @@ keywords; each class documents them and cites its paper. `selfvitmil.aggregate.b
 
 from __future__ import annotations
 
-from selfvitmil.aggregate.abmil import ABMIL, GatedABMIL
+from selfvitmil.aggregate.attention import ABMIL, CLAM_SB, GatedABMIL, TransMIL
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
-from selfvitmil.aggregate.chowder import CHOWDER
-from selfvitmil.aggregate.clam import CLAM_SB
 from selfvitmil.aggregate.dsmil import DSMIL, DSMIL_LC, SelfViTMIL
-from selfvitmil.aggregate.milrnn import MILRNN
-from selfvitmil.aggregate.pooling import MaxPooling, MeanPooling, TopKPooling
-from selfvitmil.aggregate.transmil import TransMIL
+from selfvitmil.aggregate.pooling import CHOWDER, MILRNN, MaxPooling, MeanPooling, TopKPooling
 
 __all__ = [
     "ABMIL",

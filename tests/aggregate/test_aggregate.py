@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate import base, chunked_bag, transmil
-from selfvitmil.aggregate.clam import CLAMOutput
-from selfvitmil.aggregate.milrnn import MILRNN, MILRNNOutput
+from selfvitmil.aggregate import attention as attention_module
+from selfvitmil.aggregate import bag_tensors, base
+from selfvitmil.aggregate.attention import CLAMOutput
+from selfvitmil.aggregate.pooling import MILRNN, MILRNNOutput
 from selfvitmil.errors import BagError, ConfigError
 
 DIM = 12
@@ -367,7 +368,7 @@ def test_rows_equal_the_dense_formula(n, dim, few, chunk_rows):
     mix = torch.randn(n, few, dtype=torch.float64, generator=generator)
     leaves = (bag_ND, query_CD, direction_CD, weights_NC)
 
-    def total(seen: chunked_bag.ChunkedBag | None) -> Tensor:
+    def total(seen: bag_tensors.ChunkedBag | None) -> Tensor:
         if seen is None:
             attention_NC = (bag_ND @ query_CD.T).softmax(0)
             score_C = ((attention_NC.T @ bag_ND) * direction_CD).sum(1)
@@ -382,8 +383,8 @@ def test_rows_equal_the_dense_formula(n, dim, few, chunk_rows):
 
     expected = total(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(chunked_bag.CHUNK_BYTES, "cpu", chunk_rows * dim * 8)
-        found = total(chunked_bag.ChunkedBag(bag_ND, torch.float64))
+        patch.setitem(bag_tensors.CHUNK_BYTES, "cpu", chunk_rows * dim * 8)
+        found = total(bag_tensors.ChunkedBag(bag_ND, torch.float64))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         for one, two in zip(found, expected, strict=True):
             pairs = (torch.autograd.grad(each, leaves, retain_graph=True, allow_unused=True) for each in (one, two))
@@ -409,7 +410,7 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 @ALL
 def test_a_bag_is_never_copied_whole(name, chosen, monkeypatch):
-    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", 1 << 16)
+    monkeypatch.setitem(bag_tensors.CHUNK_BYTES, "cpu", 1 << 16)
     torch.manual_seed(0)
     module = aggregate.build(name, 256, 1, **chosen)
     bag_ND = torch.randn(1000, 256).half()
@@ -577,7 +578,7 @@ def test_slow_loop_mil_rnn(num_classes, n):
 # ---------------------------------------------------------------------------------------------------- TransMIL
 
 
-def slow_layer(part: transmil._Layer, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+def slow_layer(part: attention_module._Layer, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
     """A layer head by head with all matrices made; also the approximate attention of each head."""
     num_tokens, width = tokens_TH.shape
     size = width // part.heads
@@ -612,7 +613,7 @@ def slow_layer(part: transmil._Layer, tokens_TH: Tensor) -> tuple[Tensor, Tensor
     return tokens_TH + out, torch.stack(attention)
 
 
-def slow_position(part: transmil._Position, tokens_TH: Tensor, cells: list[tuple[int, int]]) -> Tensor:
+def slow_position(part: attention_module._Position, tokens_TH: Tensor, cells: list[tuple[int, int]]) -> Tensor:
     at = {cell: i for i, cell in enumerate(cells)}
     out = tokens_TH.clone()
     for i, (x, y) in enumerate(cells):
@@ -631,7 +632,7 @@ def slow_position(part: transmil._Position, tokens_TH: Tensor, cells: list[tuple
 @pytest.mark.parametrize("n", [1, 2, 6, 11])
 def test_slow_loop_transmil(coordinates, n):
     module = made("transmil", 2, {**SMALL["transmil"], "coordinates": coordinates})
-    assert isinstance(module, transmil.TransMIL)
+    assert isinstance(module, attention_module.TransMIL)
     corners_N2 = corners_of(n)
     if coordinates:
         order = sorted(range(n), key=lambda i: (int(corners_N2[i, 1]), int(corners_N2[i, 0])))
@@ -654,11 +655,11 @@ def test_slow_loop_transmil(coordinates, n):
 
 def test_iterative_pinv_is_a_pseudo_inverse():
     matrix = (bag_of(10, seed=4)[:, :10] + 6 * torch.eye(10, dtype=torch.float64)).softmax(-1)[None]
-    torch.testing.assert_close(transmil.iterative_pinv(matrix), torch.linalg.pinv(matrix), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(attention_module.iterative_pinv(matrix), torch.linalg.pinv(matrix), rtol=1e-6, atol=1e-6)
 
 
 def test_with_a_landmark_per_token_attention_is_exact():
-    part = transmil._Layer(8, 2, 5, 0.0).double()
+    part = attention_module._Layer(8, 2, 5, 0.0).double()
     tokens_TH = bag_of(5, seed=6)[:, :8]
     factors = part.factors(tokens_TH)
     matrix_ATT = (factors.query_ATE @ factors.key_ATE.transpose(1, 2)).softmax(-1)
@@ -666,13 +667,13 @@ def test_with_a_landmark_per_token_attention_is_exact():
     factors = factors._replace(pinv_AMM=inverse)
     expected = (matrix_ATT @ factors.value_ATE + part._convolve(factors.value_ATE)).transpose(0, 1).flatten(1)
     torch.testing.assert_close(part(tokens_TH, factors), tokens_TH + part.out(expected))
-    torch.testing.assert_close(transmil.cls_attention(factors, 5), matrix_ATT[:, 0].mean(0))
+    torch.testing.assert_close(attention_module.cls_attention(factors, 5), matrix_ATT[:, 0].mean(0))
 
 
 def test_grid_cells_of_rounded_corners_with_gaps():
     columns, lines = torch.tensor([0, 1, 2, 3, 40, 41, 43]), torch.tensor([5, 5, 6, 7, 7, 5, 6])
     corners_N2 = torch.stack([(1000 + columns * 460.8).round(), (lines * 460.8).round()], dim=1)
-    cells_N2 = transmil.grid_cells(corners_N2)
+    cells_N2 = attention_module.grid_cells(corners_N2)
     assert cells_N2[:, 0].tolist() == [0, 1, 2, 3, 7, 8, 10]  # a gap of 37 is as good as one of 4: kernels reach 3
     assert cells_N2[:, 1].tolist() == [0, 0, 1, 2, 2, 0, 1]
 
@@ -685,9 +686,9 @@ def test_corners_without_a_grid_are_refused():
 
 
 def test_tiles_of_one_place_count_as_their_mean():
-    part = transmil._Position(DIM).double()
+    part = attention_module._Position(DIM).double()
     tokens_TH = bag_of(3)
-    grid = transmil.Grid(torch.arange(3), torch.tensor([0, 0, 1]), 2, 1)
+    grid = attention_module.Grid(torch.arange(3), torch.tensor([0, 0, 1]), 2, 1)
     mean = torch.stack([tokens_TH[:2].mean(0), tokens_TH[2]])
     moved = slow_position(part, mean, [(0, 0), (1, 0)]) - mean
     torch.testing.assert_close(part(tokens_TH, grid), tokens_TH + moved[[0, 0, 1]])

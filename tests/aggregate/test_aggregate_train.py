@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil import aggregate, metrics
-from selfvitmil.aggregate import bag_store, chunked_bag, cuda_graphs, model_selection, optim, steps, train
+from selfvitmil.aggregate import bag_tensors, recipes, selection, train
 from selfvitmil.aggregate.dsmil import DSMILOutput
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, score
@@ -123,7 +123,7 @@ def test_three_classes_are_learned(name):
 def test_learning_rate_follows_the_formula(lr, share, epochs, warmup, per_epoch):
     warmup = min(warmup, epochs - 1)
     given_settings = asked(lr=lr, min_lr=lr * share, epochs=epochs, warmup_epochs=warmup)
-    schedule = optim.learning_rates(recipe_of("mean", given_settings), per_epoch)
+    schedule = recipes.learning_rates(recipe_of("mean", given_settings), per_epoch)
     total, rising = epochs * per_epoch, warmup * per_epoch
     for step in range(total):
         expected = lr * (step + 1) / rising if step < rising else None
@@ -206,7 +206,7 @@ def test_lookahead_equals_a_slow_loop():
     torch.manual_seed(0)
     module, plain = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     plain.load_state_dict(module.state_dict())
-    optimizer = optim.TrainingOptimizer(module, recipe, torch.device("cpu"), keep_gradients=False)
+    optimizer = recipes.TrainingOptimizer(module, recipe, torch.device("cpu"), keep_gradients=False)
     radam = torch.optim.RAdam(decayed(plain, 0.1), lr=recipe.lr, decoupled_weight_decay=True, foreach=False)
     slow = [each.detach().clone() for each in plain.parameters()]
     inputs = torch.randn(20, 3)
@@ -230,7 +230,7 @@ def test_lookahead_equals_a_slow_loop():
 
 @pytest.mark.parametrize("chunk", [16, 1 << 20])
 def test_standardization_is_numpys_over_training_bags_alone(monkeypatch, chunk):
-    monkeypatch.setitem(bag_store.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(bag_tensors.CHUNK_ELEMENTS, "cpu", chunk)
     training = cohort(0, 6, shift=3.0)
     bags = [Bag(each.slide, each.bag.features_ND * np.float16(3) + np.float16(50), None) for each in training]
     bags[0].features_ND[:, 2] = 50
@@ -247,8 +247,8 @@ def test_standardization_is_numpys_over_training_bags_alone(monkeypatch, chunk):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_moments_of_parts_are_those_of_the_whole(dtype, monkeypatch):
     features = np.random.default_rng(0).normal(100, 0.5, size=(57, 5)).astype(dtype)
-    monkeypatch.setitem(bag_store.CHUNK_ELEMENTS, "cpu", 20)
-    found = bag_store.measure(torch.from_numpy(features))
+    monkeypatch.setitem(bag_tensors.CHUNK_ELEMENTS, "cpu", 20)
+    found = bag_tensors.measure(torch.from_numpy(features))
     assert found.count == 57
     np.testing.assert_allclose(found.mean_D, features.astype(np.float64).mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(found.squares_D / 57, features.astype(np.float64).var(axis=0), rtol=1e-10)
@@ -256,14 +256,14 @@ def test_moments_of_parts_are_those_of_the_whole(dtype, monkeypatch):
 
 def test_class_weights():
     bags = [made(number, label)[0] for number, label in enumerate([0, 0, 0, 2, 2, 0])]
-    assert steps.class_weights(bags, 3, "none") == [1, 1, 1]
-    assert steps.class_weights(bags, 3, "balanced") == [6 / (2 * 4), 1, 6 / (2 * 2)]
+    assert train.class_weights(bags, 3, "none") == [1, 1, 1]
+    assert train.class_weights(bags, 3, "balanced") == [6 / (2 * 4), 1, 6 / (2 * 2)]
 
 
 @given(number=st.integers(1, 60), share=st.floats(0, 1))
 @settings(max_examples=50)
 def test_drawn_instances_are_different_and_in_order(number, share):
-    drawn = steps.draw(number, max(1, int(share * number)), torch.device("cpu")).tolist()
+    drawn = train.draw(number, max(1, int(share * number)), torch.device("cpu")).tolist()
     assert len(drawn) == max(1, int(share * number))
     assert drawn == sorted(set(drawn))
     assert drawn[0] >= 0
@@ -335,7 +335,7 @@ def test_a_shared_store_changes_nothing():
 
 def planted_worth(monkeypatch, values: list[float]) -> None:
     left = iter(values)
-    monkeypatch.setattr(model_selection, "criterion", lambda *_: next(left))
+    monkeypatch.setattr(selection, "criterion", lambda *_: next(left))
 
 
 CONSTANT = {"lr": 0.01, "min_lr": 0.01, "warmup_epochs": 0}
@@ -397,15 +397,13 @@ def test_authors_criterion_and_auc_of_several_classes():
     labels = np.array([0, 0, 1, 1, 1])
     probabilities = np.array([[0.2], [0.6], [0.5], [0.7], [0.9]])
     area, right = 5 / 6, 4 / 5  # Youden's point lies between 0.6 and 0.7, and misses 0.5
-    assert model_selection.criterion("authors", labels, probabilities, 0.3) == pytest.approx(
-        (area + right + 1 - 0.3) / 4
-    )
-    assert model_selection.criterion("auc", labels, probabilities, 0.3) == pytest.approx(area)
-    assert model_selection.criterion("loss", labels, probabilities, 0.3) == -0.3
+    assert selection.criterion("authors", labels, probabilities, 0.3) == pytest.approx((area + right + 1 - 0.3) / 4)
+    assert selection.criterion("auc", labels, probabilities, 0.3) == pytest.approx(area)
+    assert selection.criterion("loss", labels, probabilities, 0.3) == -0.3
     three = np.array([0, 1, 2, 2])
     scores = np.array([[0.8, 0.1, 0.1], [0.1, 0.5, 0.4], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
-    assert model_selection.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
-    assert model_selection.accuracy(three, scores) == 0.75
+    assert selection.auc(three, scores) == pytest.approx(np.mean([1.0, 2 / 3, 3 / 4]))
+    assert selection.accuracy(three, scores) == 0.75
 
 
 @given(
@@ -419,13 +417,13 @@ def test_churn_against_a_slow_loop(overtaken, size, num_classes):
     given_up = [rank for rank in counted if rank >= 1 and rank / size >= 0.05]
     expected = len(given_up) / len(counted) if counted else None
     arrays = (np.array(labels), np.array(overtaken), np.full(len(overtaken), size))
-    assert model_selection.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
+    assert selection.churn(*arrays, num_classes) == (None if expected is None else pytest.approx(expected))
 
 
 def test_overtaking_of_the_critical_instance_is_counted():
     training, validation = cohort(0, 2), cohort(2, 4, size=9)
     module = aggregate.build("max", DIM, 1)
-    both = steps.Steps(module, recipe_of("max", asked()), BagStore("cpu"), training, validation)
+    both = train.Steps(module, recipe_of("max", asked()), BagStore("cpu"), training, validation)
     weight, before = module.scorer.weight, None
     assert isinstance(weight, torch.nn.Parameter)
     for seed in (1, 2):
@@ -449,11 +447,11 @@ def test_uniform_attention_is_told():
 
 def test_doubts_come_above_their_thresholds_only():
     line = {"epoch": 7, "attention_entropy": 0.98, "critical_churn": 0.5}
-    assert model_selection.attention_warnings(line) == []
-    assert model_selection.attention_warnings({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
-    (told,) = model_selection.attention_warnings({**line, "critical_churn": 0.6})
+    assert selection.attention_warnings(line) == []
+    assert selection.attention_warnings({"epoch": 1, "attention_entropy": None, "critical_churn": None}) == []
+    (told,) = selection.attention_warnings({**line, "critical_churn": 0.6})
     assert "60%" in told
-    assert len(model_selection.attention_warnings({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
+    assert len(selection.attention_warnings({"epoch": 7, "attention_entropy": 0.995, "critical_churn": 1.0})) == 2
 
 
 @pytest.mark.parametrize("wanted", ["auc", "authors"])
@@ -653,8 +651,8 @@ class FakeRecorder:
 
     replays: list[int] = []  # noqa: RUF012
 
-    def record(self, recorded: list[cuda_graphs.Step]) -> list[cuda_graphs.Step]:
-        def replay(step: cuda_graphs.Step) -> cuda_graphs.Step:
+    def record(self, recorded: list[train.Step]) -> list[train.Step]:
+        def replay(step: train.Step) -> train.Step:
             def call() -> None:
                 FakeRecorder.replays.append(1)
                 step()
@@ -678,7 +676,7 @@ def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, toget
 
 def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
     class Refusing:
-        def record(self, recorded: list[cuda_graphs.Step]) -> list[cuda_graphs.Step]:
+        def record(self, recorded: list[train.Step]) -> list[train.Step]:
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     plain = quick("dsmil", epochs=3)
@@ -757,7 +755,7 @@ class TestOnGpu:
 
 def test_chunks_of_a_bag_make_no_difference_to_training(monkeypatch):
     whole = quick("self-vit-mil")
-    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", 7 * DIM * 4)
+    monkeypatch.setitem(bag_tensors.CHUNK_BYTES, "cpu", 7 * DIM * 4)
     chunked = quick("self-vit-mil")
     for name, weight in weights_of(whole).items():
         torch.testing.assert_close(weight, weights_of(chunked)[name], rtol=1e-3, atol=1e-5)
@@ -770,9 +768,9 @@ def test_small_bags_are_trained_by_one_thread_and_the_caller_keeps_his():
     try:
         seen = []
         small = Bag("a", np.zeros((3, 4), np.float16), None)
-        large = Bag("b", np.zeros((bag_store.ONE_THREAD_ELEMENTS // 4, 4), np.float16), None)
+        large = Bag("b", np.zeros((bag_tensors.ONE_THREAD_ELEMENTS // 4, 4), np.float16), None)
         for bags in ([small], [small, large]):
-            with bag_store.few_threads(bags, torch.device("cpu")):
+            with bag_tensors.few_threads(bags, torch.device("cpu")):
                 seen.append(torch.get_num_threads())
         assert seen == [1, 2]
         assert torch.get_num_threads() == 2

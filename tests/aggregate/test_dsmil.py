@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate import chunked_bag
+from selfvitmil.aggregate import bag_tensors
 from selfvitmil.aggregate.dsmil import DSMIL, HEADS, QUERIES, SCORES, VALUES, DSMILOutput, attention_guidance, combine
 from selfvitmil.errors import ConfigError
 
@@ -57,7 +57,7 @@ def golden(name: str) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
 @CLASSES
 @pytest.mark.parametrize("chunk_bytes", [4 << 20, 1000])
 def test_golden_numbers_and_gradients(year, num_classes, chunk_bytes, monkeypatch):
-    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(bag_tensors.CHUNK_BYTES, "cpu", chunk_bytes)
     stored, weights = golden(f"dsmil{year}_c{num_classes}")
     module = aggregate.load_dsmil(weights)
     assert isinstance(module, DSMIL)
@@ -108,7 +108,7 @@ def dense(module: DSMIL, bag_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 @pytest.mark.parametrize(("q", "v", "head"), list(itertools.product(QUERIES, VALUES, HEADS)))
 @pytest.mark.parametrize(("num_classes", "top", "scale"), [(1, 1, "sqrt"), (2, 3, "none"), (3, 1, 2.5)])
 def test_fast_form_equals_the_dense_formula(q, v, head, num_classes, top, scale, monkeypatch):
-    monkeypatch.setitem(chunked_bag.CHUNK_BYTES, "cpu", 4 * DIM * 8)
+    monkeypatch.setitem(bag_tensors.CHUNK_BYTES, "cpu", 4 * DIM * 8)
     module = made(num_classes, q=q, v=v, head=head, top=top, scale=scale, bottleneck=4)
     bag_ND = bag_of(19)
     out = run(module, bag_ND)

@@ -10,10 +10,9 @@ import torch
 
 from selfvitmil import metrics
 from selfvitmil.aggregate import build
-from selfvitmil.aggregate.evidence import BINARY_KINDS, EvidenceChoice, assign_folds, evidence_words
 from selfvitmil.aggregate.scoring import score_tiles
-from selfvitmil.aggregate.steps import LabelledBag
-from selfvitmil.aggregate.train import BagStore, load_model, save_model, score, train
+from selfvitmil.aggregate.selection import BINARY_KINDS, EvidenceChoice, assign_folds, evidence_words
+from selfvitmil.aggregate.train import BagStore, LabelledBag, load_model, save_model, score, train
 from selfvitmil.bags import Bag
 from selfvitmil.settings import TrainSettings
 

@@ -30,10 +30,9 @@ from selfvitmil.aggregate.supervised import (
     train_probe,
     train_tile_network,
 )
-from selfvitmil.aggregate.supervised.balanced_sampling import BalancedOrder
 from selfvitmil.aggregate.supervised.model_files import read_model
-from selfvitmil.aggregate.supervised.pooling import slide_probability
 from selfvitmil.aggregate.supervised.tile_labels import Coverage, coverage_of_bag, coverage_of_table, label_by_coverage
+from selfvitmil.aggregate.supervised.tile_network import BalancedOrder, slide_probability
 from selfvitmil.aggregate.train import BagStore, score
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, write_bag

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from selfvitmil.bags import export_slide, plan_export, write_bag
+from selfvitmil.bags import write_bag
+from selfvitmil.bags.export import export_slide, plan_export
 from selfvitmil.tiles import TileTable, grid
 
 datasets = pytest.importorskip("torchmil.datasets")

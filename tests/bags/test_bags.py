@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.error_codes import has_code
-from selfvitmil import bags
 from selfvitmil.bags import Bag, check_bag, concat_scales, find_bags, read_bag, write_bag
+from selfvitmil.bags.export import export_clam, export_stamp
 from selfvitmil.errors import BagError
 from selfvitmil.tiles import TileTable, grid
 
@@ -88,7 +88,7 @@ def test_files_of_other_tools(tmp_path: Path):
 
 def test_clam_folder_prefers_h5(tmp_path: Path):
     bag = Bag("s", np.ones((3, 4), np.float16), np.arange(6).reshape(3, 2))
-    bags.export_clam(bag, tmp_path)
+    export_clam(bag, tmp_path)
     assert find_bags(tmp_path) == {"s": tmp_path / "h5_files" / "s.h5"}
     tensor = torch.load(tmp_path / "pt_files" / "s.pt", weights_only=True)
     assert tensor.dtype == torch.float32
@@ -97,14 +97,14 @@ def test_clam_folder_prefers_h5(tmp_path: Path):
 
 def test_stamp_export_is_in_microns(written: tuple[Path, np.ndarray, TileTable], tmp_path: Path):
     path, features, tiles = written
-    bags.export_stamp(read_bag(path), tmp_path / "stamp")
+    export_stamp(read_bag(path), tmp_path / "stamp")
     again = read_bag(tmp_path / "stamp" / "s.h5")
     assert again.coords is not None
     assert again.coords == pytest.approx(tiles.coords_l0 * 0.243, rel=1e-6)
     assert again.tile_extent == 112
     assert np.array_equal(again.features_ND, features)
     with pytest.raises(BagError, match="microns"):
-        bags.export_stamp(Bag("s", features, None), tmp_path)
+        export_stamp(Bag("s", features, None), tmp_path)
 
 
 def test_two_scales_are_joined_row_by_row():

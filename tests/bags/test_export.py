@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from helpers.error_codes import has_code
-from selfvitmil.bags import (
-    Bag,
+from selfvitmil.bags import Bag, find_bags, read_bag, write_bag
+from selfvitmil.bags.export import (
     ExportJob,
     ExportResult,
     export_anndata,
@@ -21,10 +21,7 @@ from selfvitmil.bags import (
     export_slide,
     export_stamp,
     export_trident,
-    find_bags,
     plan_export,
-    read_bag,
-    write_bag,
 )
 from selfvitmil.engine import Engine
 from selfvitmil.errors import BagError, ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers import planted
 from selfvitmil.evaluate import fit_method, hold_out_test_labels, make_splits
-from selfvitmil.evaluate.baseline_advice import better_simple_rows
+from selfvitmil.evaluate.comparison import better_simple_rows
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
 TRAIN = TrainSettings(seeds=1, epochs=30, validation=0.4, device="cpu", split="given")

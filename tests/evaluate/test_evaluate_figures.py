@@ -20,7 +20,7 @@ from scipy.stats import binomtest
 
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
-from selfvitmil.evaluate.comparison_table import PUBLISHED, ComparisonRow, EvaluatedOn, PairedRow
+from selfvitmil.evaluate.comparison import PUBLISHED, ComparisonRow, EvaluatedOn, PairedRow
 from selfvitmil.metrics import Interval, auc, auc_interval, average_precision, curve_bands
 
 NAMES = ("normal", "tumor")

@@ -19,14 +19,19 @@ from hypothesis import strategies as st
 
 from helpers import planted
 from selfvitmil.errors import ArtefactError, MetricError
+from selfvitmil.evaluate.comparison import compare_results, comparison_row, evaluated_on, write_results
 from selfvitmil.evaluate.comparison_table import table_csv, table_markdown, table_notes
-from selfvitmil.evaluate.estimators import Estimator
-from selfvitmil.evaluate.evaluation_splits import make_splits
-from selfvitmil.evaluate.method_metrics import are_disjoint, read_interval, samples_of, score_method, score_samples
-from selfvitmil.evaluate.predictions import Prediction, read_predictions, write_predictions
+from selfvitmil.evaluate.dataset import make_splits
+from selfvitmil.evaluate.method_metrics import (
+    Estimator,
+    are_disjoint,
+    read_interval,
+    samples_of,
+    score_method,
+    score_samples,
+)
+from selfvitmil.evaluate.predictions import Prediction, choose, read_predictions, write_predictions
 from selfvitmil.evaluate.protocol import MethodResult, Run, run_method
-from selfvitmil.evaluate.result_files import compare_results, comparison_row, evaluated_on, write_results
-from selfvitmil.evaluate.thresholds import choose
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.provenance import BUILT
 

@@ -18,9 +18,8 @@ from helpers import planted
 from selfvitmil.aggregate.train import load_model, score
 from selfvitmil.cohort import Cohort, Split
 from selfvitmil.errors import ArtefactError, CohortError, ConfigError
-from selfvitmil.evaluate import models, protocol
-from selfvitmil.evaluate.dataset import Cases
-from selfvitmil.evaluate.evaluation_splits import hold_out_test_labels, make_splits
+from selfvitmil.evaluate import protocol
+from selfvitmil.evaluate.dataset import Cases, hold_out_test_labels, make_splits
 from selfvitmil.evaluate.protocol import MethodResult, check_models, fit_method, run_method, stored_models
 from selfvitmil.metrics import youden_threshold
 from selfvitmil.settings import EvaluateSettings, TrainSettings
@@ -366,7 +365,7 @@ def test_stored_models_are_those_of_a_fit_and_are_never_trained(tmp_path: Path, 
     cases, train = planted.planted(tmp_path, patients=6), changed(QUICK, split="k-fold", folds=3)
     trial, folder = hold_out_test_labels(cases, make_splits(cases, train), HONEST), tmp_path / "models"
     fitted = fit_method("mean", trial, train, folder=folder, score_test=False)
-    monkeypatch.setattr(models, "train_aggregator", None)
+    monkeypatch.setattr(protocol, "train_aggregator", None)
     stored = stored_models("mean", trial, train, folder)
     assert stored.fitted.choices == fitted.choices
     for own, other in zip(stored.fitted.runs, fitted.runs, strict=True):

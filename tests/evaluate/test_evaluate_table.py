@@ -18,20 +18,9 @@ from hypothesis import strategies as st
 from selfvitmil import metrics
 from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.comparison_table import (
-    PUBLISHED,
-    ComparisonRow,
-    EvaluatedOn,
-    PairedRow,
-    holm,
-    paired_rows,
-    read_table,
-    table_cells,
-    table_csv,
-    table_markdown,
-    table_notes,
-)
-from selfvitmil.evaluate.estimators import Estimator
+from selfvitmil.evaluate.comparison import PUBLISHED, ComparisonRow, EvaluatedOn, PairedRow, holm, paired_rows
+from selfvitmil.evaluate.comparison_table import read_table, table_cells, table_csv, table_markdown, table_notes
+from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
 from selfvitmil.settings import EvaluateSettings, StudySettings
 from selfvitmil.store.files import write_text

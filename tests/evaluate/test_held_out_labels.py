@@ -13,10 +13,15 @@ import pytest
 from helpers import planted
 from selfvitmil.cohort import Split
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.evaluate import models
-from selfvitmil.evaluate.dataset import Cases
-from selfvitmil.evaluate.evaluation_splits import hold_out_test_labels, make_splits
-from selfvitmil.evaluate.held_out_labels import FINAL_SCORING, HeldOutLabelError, HeldOutLabels
+from selfvitmil.evaluate import protocol
+from selfvitmil.evaluate.dataset import (
+    FINAL_SCORING,
+    Cases,
+    HeldOutLabelError,
+    HeldOutLabels,
+    hold_out_test_labels,
+    make_splits,
+)
 from selfvitmil.evaluate.protocol import evaluate_method, fit_method, run_method
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 
@@ -126,13 +131,13 @@ def labels_found(things: Iterator[Any]) -> dict[str, int]:
 def peeking(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Every training first collects all the labels that it can reach."""
     reached: list[dict[str, int]] = []
-    honest_train = models.train_aggregator
+    honest_train = protocol.train_aggregator
 
     def train(*args: Any, **kwargs: Any) -> Any:
         reached.append(labels_found(reachable([args, kwargs])))
         return honest_train(*args, **kwargs)
 
-    monkeypatch.setattr(models, "train_aggregator", train)
+    monkeypatch.setattr(protocol, "train_aggregator", train)
     return reached
 
 
@@ -163,7 +168,7 @@ def test_a_trainer_that_is_handed_the_seal_fails(tmp_path: Path, monkeypatch: py
         attempts.append("open")
         return labels_found(reachable(trial))
 
-    monkeypatch.setattr(models, "train_aggregator", train)
+    monkeypatch.setattr(protocol, "train_aggregator", train)
     with pytest.raises(HeldOutLabelError, match="_05_0: "):
         fit_method("mean", trial, QUICK)
     assert attempts == ["open"]

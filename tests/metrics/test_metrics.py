@@ -20,7 +20,7 @@ from scipy.stats import norm
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics import Interval
-from selfvitmil.metrics.intervals import bootstrap
+from selfvitmil.metrics.classification import bootstrap
 from selfvitmil.metrics.ranking import resampled_auc
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)

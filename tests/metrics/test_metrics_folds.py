@@ -12,7 +12,7 @@ from scipy.stats import mannwhitneyu, norm
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
-from selfvitmil.metrics.intervals import bootstrap
+from selfvitmil.metrics.classification import bootstrap
 from selfvitmil.metrics.ranking import resampled_auc
 
 Ints = NDArray[np.int64]

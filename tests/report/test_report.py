@@ -25,13 +25,12 @@ from selfvitmil import cli
 from selfvitmil.annotations import Annotation
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.evaluate.comparison_table import PUBLISHED, table_csv, table_markdown
-from selfvitmil.evaluate.estimators import Estimator
+from selfvitmil.evaluate.comparison import PUBLISHED, comparison_row, evaluated_on, write_results
+from selfvitmil.evaluate.comparison_table import table_csv, table_markdown
 from selfvitmil.evaluate.figures import roc_figure
-from selfvitmil.evaluate.method_metrics import score_method
+from selfvitmil.evaluate.method_metrics import Estimator, score_method
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult, Run
-from selfvitmil.evaluate.result_files import comparison_row, evaluated_on, write_results
 from selfvitmil.localize import overlay
 from selfvitmil.localize.detection import RANKS_ONLY
 from selfvitmil.localize.heatmap import Frame, Heatmap, write_heatmap

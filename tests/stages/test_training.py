@@ -11,8 +11,7 @@ from helpers.planted import planted
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.engine import Engine
 from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits
-from selfvitmil.evaluate.models import Training, trainings_of
-from selfvitmil.evaluate.protocol import fit_method
+from selfvitmil.evaluate.protocol import Training, fit_method, trainings_of
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
 from selfvitmil.stages import parallel_training as pipeline_training
 from selfvitmil.stages.parallel_training import make_models

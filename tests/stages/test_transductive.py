@@ -16,7 +16,7 @@ from helpers.cohorts import cohort_file
 from helpers.planted import row, write_features
 from helpers.studies import MICRO, TILING
 from selfvitmil.cohort import Cohort, Split, k_fold, read_cohort
-from selfvitmil.evaluate.evaluation_splits import seen_slides
+from selfvitmil.evaluate.dataset import seen_slides
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
 from selfvitmil.study.encoders import encoder_runs, settle_scope

@@ -2,20 +2,16 @@
 
 `build(name, dim, num_classes, **settings)` returns one of `NAMES`, `settings_of(name)` lists its settings, and
 `selfvitmil.aggregators` has the classes by their names in the literature. `base` holds the base class and the output
-type. One file per method:
+type, and the methods are in
 
     dsmil      dsmil (head of 2024), self-vit-mil (the paper's head), dsmil-lc (several scales); load_dsmil
-    abmil      abmil, abmil-gated
-    chowder    chowder (current and original form)
-    transmil   transmil
-    milrnn     mil-rnn
-    clam       clam-sb
-    pooling    mean, max, topk
+    attention  abmil, abmil-gated, clam-sb, transmil
+    pooling    mean, max, topk, chowder, mil-rnn
 """
 
 from __future__ import annotations
 
-from selfvitmil.aggregate import abmil, chowder, clam, milrnn, pooling, transmil  # noqa: F401 (they register themselves)
+from selfvitmil.aggregate import attention, pooling  # noqa: F401 (they register their classes)
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, settings_of
 from selfvitmil.aggregate.dsmil import load_dsmil
 

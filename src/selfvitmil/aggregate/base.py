@@ -2,7 +2,7 @@
 
 Input: one bag, (N, D) embeddings in float16, bfloat16, float32 or float64, and optionally the (N, 2) top-left corners
 of its tiles as (x, y) in any one unit. Output: an `AggregatorOutput`. A module computes in the dtype of its own weights
-and reads the bag in chunks (`chunked_bag.py`). `num_classes=1` means a binary label with one logit; with C >= 2 classes
+and reads the bag in chunks (`ChunkedBag`). `num_classes=1` means a binary label with one logit; with C >= 2 classes
 there is one logit per class, which `probabilities` turns into one sigmoid per class (DSMIL) or a softmax (all others).
 
 The trainer uses `loss(output, label)`, `probabilities(output)`, `is_order_dependent`, `config` (rebuilds the module:
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.chunked_bag import ChunkedBag
+from selfvitmil.aggregate.bag_tensors import ChunkedBag
 from selfvitmil.errors import BagError, ConfigError
 
 

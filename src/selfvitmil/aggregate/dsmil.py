@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfvitmil.aggregate.bag_tensors import ChunkedBag, GradientBuffer, fold
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, check_choice, check_range, register
-from selfvitmil.aggregate.chunked_bag import ChunkedBag, GradientBuffer, fold
 from selfvitmil.aggregate.pooling import top_instances
 from selfvitmil.errors import ConfigError
 from selfvitmil.untrusted import load_torch

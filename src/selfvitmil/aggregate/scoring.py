@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfvitmil.aggregate.bag_store import BagStore, few_threads
+from selfvitmil.aggregate.bag_tensors import BagStore, few_threads
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError

@@ -2,24 +2,29 @@
 
 One bag per step; the weights of the best validation epoch are kept. Random numbers depend on the seed alone: on a CPU
 equal seeds give bit-identical weights, whatever ran before in the process. The trainer sees training and validation
-bags only; the caller decides which slides those are.
+bags only; the caller decides which slides those are. `recipes.py` has the hyperparameters, `selection.py` chooses the
+epoch, `scoring.py` is inference.
 
-    recipes.py   hyperparameters               steps.py             training step and validation step
-    bag_store.py bags on the device            cuda_graphs.py       steps captured as CUDA graphs
-    optim.py     optimizers and schedules      model_selection.py   choice of the epoch, warnings
-    scoring.py   inference
+Training step and validation step (`Steps`) are functions of the bag's index. They read and write tensors at fixed
+addresses (weights, gradients, targets, one entry per bag for losses and scores) and exchange no values with the host,
+so that on a GPU each can be captured as a CUDA graph and replayed: a replay costs one launch instead of a hundred.
+Every bag has its own graph: its features stay at one address, so nothing is padded or copied. All graphs share one
+memory pool, in which no step leaves data behind, so they may be replayed in any order. A step must have run at least
+once before, on the same stream, so that libraries are initialized and optimizers have their state; the first epoch does
+that. A step that synchronizes with the device (`Aggregator.waits_for_device`) cannot be captured.
 
-T training bags, V validation bags, C classes.
+T training bags, V validation bags, N instances, D dimensions, C classes.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +34,17 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from selfvitmil.aggregate import model_selection
-from selfvitmil.aggregate.bag_store import BagStore, few_threads
+from selfvitmil.aggregate import selection
+from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw, few_threads
 from selfvitmil.aggregate.base import Aggregator, build
-from selfvitmil.aggregate.cuda_graphs import MAX_GRAPHS, Recorder, Step, own_stream
 from selfvitmil.aggregate.dsmil import AUTO
-from selfvitmil.aggregate.evidence import SEED, EvidenceChoice, choose_evidence
-from selfvitmil.aggregate.optim import TrainingOptimizer, learning_rates
-from selfvitmil.aggregate.recipes import Recipe, recipe_of
-from selfvitmil.aggregate.scoring import BagScore, score
-from selfvitmil.aggregate.steps import Floats, LabelledBag, Steps, TrainingBuffers
+from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
+from selfvitmil.aggregate.scoring import BagScore, score, summarize_output
+from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
+from selfvitmil.bags import Bag
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import write_bytes, write_text
@@ -107,7 +112,7 @@ def train(
         module.cpu().eval()
     warnings = run.warnings
     if recipe.options.get("evidence") != "average":
-        warnings += model_selection.attention_warnings(run.history[run.best_epoch - 1])
+        warnings += selection.attention_warnings(run.history[run.best_epoch - 1])
     return Trained(module, recipe, run.best_epoch, tuple(run.history), tuple(warnings), choice)
 
 
@@ -222,7 +227,7 @@ class _Run:
         self._steps_per_epoch = math.ceil(len(training) / recipe.accumulate)
         self._schedule = learning_rates(recipe, self._steps_per_epoch)
         wanted, labels = recipe.monitor, self._steps.validation.labels
-        self._monitor, warning = model_selection.choose_monitor(wanted, labels, module.num_classes)
+        self._monitor, warning = selection.choose_monitor(wanted, labels, module.num_classes)
         self.warnings += [warning] if warning else []
         absent = sorted(set(range(module.num_classes)) - {each.label for each in training})
         if module.num_classes > 1 and absent:
@@ -322,7 +327,7 @@ class _Run:
         _check_losses(epoch, training, losses, self._order(epoch))
         _check_losses(epoch, validation, results.losses, range(len(validation.bags)))
         val_loss = float(np.average(results.losses, weights=validation.weights_of_bags))
-        criterion = model_selection.criterion(self._monitor, labels, results.probabilities, val_loss)
+        criterion = selection.criterion(self._monitor, labels, results.probabilities, val_loss)
         if criterion > self._best_criterion:  # the earliest epoch among ties
             self._best_criterion, self.best_epoch = criterion, epoch
             for name, weight in self._module.state_dict().items():
@@ -333,11 +338,9 @@ class _Run:
             "lr": lr,
             "train_loss": float((losses * training.weights_of_bags).mean()),
             "val_loss": val_loss,
-            "val_auc": model_selection.auc(labels, results.probabilities),
-            "attention_entropy": model_selection.mean_entropy(labels, results.entropies, num_classes),
-            "critical_churn": model_selection.churn(labels, results.overtaken, sizes, num_classes)
-            if epoch > 1
-            else None,
+            "val_auc": selection.auc(labels, results.probabilities),
+            "attention_entropy": selection.mean_entropy(labels, results.entropies, num_classes),
+            "critical_churn": selection.churn(labels, results.overtaken, sizes, num_classes) if epoch > 1 else None,
         }
 
 
@@ -407,3 +410,191 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtefactError(f"{folder.name}: the aggregator cannot be read", why, how) from None
     return module.eval(), config
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationResults:
+    """Results of one epoch on the validation bags."""
+
+    losses: Floats
+    probabilities: Floats
+    """(V, C)."""
+    entropies: Floats
+    """Normalized attention entropies (divided by log N); NaN where there is no attention."""
+    overtaken: NDArray[np.int64]
+    """Number of instances with more evidence than the previous epoch's critical instance."""
+
+
+class TrainingBuffers:
+    """Labels, weights and losses of a list of bags, on the device."""
+
+    def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
+        self.bags = bags
+        self.labels = np.array([each.label for each in bags], dtype=np.int64)
+        self.weights_of_bags = np.array(weights, dtype=np.float64)
+        one_hot = torch.eye(max(num_classes, 2))[torch.from_numpy(self.labels)]
+        self._losses = torch.zeros(len(bags), device=device)
+        # One view per bag, created once: creating views in every step costs as much as using them.
+        self.targets = (one_hot[:, 1:] if num_classes == 1 else one_hot).to(device).unbind()
+        self.weights = torch.tensor(weights, device=device, dtype=torch.float32).unbind()
+        self.losses = self._losses.unbind()
+
+    def fetch_losses(self) -> Floats:
+        """Return the losses on the host; synchronizes with the device."""
+        return self._losses.double().cpu().numpy()
+
+
+class ValidationBuffers(TrainingBuffers):
+    """The same for validation bags, with probabilities, attention entropies and critical instances."""
+
+    def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
+        super().__init__(bags, num_classes, weights, device)
+        self._probabilities = torch.zeros(len(bags), num_classes, device=device)
+        self._entropies = torch.zeros(len(bags), device=device)
+        self._overtaken, critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
+        self.probabilities, self.entropies = self._probabilities.unbind(), self._entropies.unbind()
+        self.overtaken, self.critical = self._overtaken.unbind(), critical.unbind()
+        # Column of the evidence: the bag's own class; a binary label has a single column.
+        self.columns = [0 if num_classes == 1 else each.label for each in bags]
+
+    def fetch(self) -> ValidationResults:
+        """Return the results on the host; synchronizes with the device."""
+        probabilities, entropies = (each.double().cpu().numpy() for each in (self._probabilities, self._entropies))
+        return ValidationResults(self.fetch_losses(), probabilities, entropies, self._overtaken.cpu().numpy().copy())
+
+
+class Steps:
+    """Training and validation step of one training run."""
+
+    def __init__(
+        self,
+        module: Aggregator,
+        recipe: Recipe,
+        store: BagStore,
+        training: Sequence[LabelledBag],
+        validation: Sequence[LabelledBag],
+    ):
+        self.module = module
+        self.recipe = recipe
+        self.store = store
+        weight_of = class_weights(training, module.num_classes, recipe.class_weights)
+        weights = [[weight_of[each.label] for each in bags] for bags in (training, validation)]
+        self.training = TrainingBuffers(training, module.num_classes, weights[0], store.device)
+        self.validation = ValidationBuffers(validation, module.num_classes, weights[1], store.device)
+        self.share = torch.ones((), device=store.device)
+        """Weight of a bag's loss in its optimizer step: 1 / number of bags in the step."""
+
+    def train_step(self, index: int) -> None:
+        """Accumulate the gradient of one training bag and store its loss."""
+        buffers = self.training
+        features_ND, coords_N2 = self._inputs(buffers.bags[index].bag)
+        num_seen = self._num_seen(len(features_ND))
+        if num_seen < len(features_ND):
+            seen = draw(len(features_ND), num_seen, features_ND.device)
+            features_ND = features_ND.index_select(0, seen)
+            coords_N2 = None if coords_N2 is None else coords_N2.index_select(0, seen)
+        output = self.module(features_ND, coords_N2)
+        loss = self.module.loss(output, buffers.targets[index])
+        factor = self.share if self.recipe.accumulate > 1 else None
+        if self.recipe.class_weights != "none":
+            factor = buffers.weights[index] if factor is None else factor * buffers.weights[index]
+        (loss if factor is None else loss * factor).backward()
+        buffers.losses[index].copy_(loss.detach())
+
+    @torch.no_grad()
+    def validation_step(self, index: int) -> None:
+        """Store loss, probabilities, entropy and critical instance of one validation bag."""
+        buffers = self.validation
+        output = self.module(*self._inputs(buffers.bags[index].bag))
+        summary = summarize_output(self.module, output, buffers.columns[index])
+        buffers.losses[index].copy_(self.module.loss(output, buffers.targets[index]))
+        buffers.probabilities[index].copy_(summary.probabilities_C)
+        buffers.entropies[index].copy_(summary.entropy)
+        evidence_N, critical = summary.evidence_N, buffers.critical[index]
+        buffers.overtaken[index].copy_((evidence_N > evidence_N.index_select(0, critical.reshape(1))).sum())
+        critical.copy_(evidence_N.argmax())
+
+    def _inputs(self, bag: Bag) -> tuple[Tensor, Tensor | None]:
+        return self.store.features(bag), self.store.coords(bag) if self.module.needs_coordinates else None
+
+    def _num_seen(self, num_instances: int) -> int:
+        kept = max(1, num_instances - int(self.recipe.instance_dropout * num_instances))
+        return min(kept, self.recipe.max_instances or kept)
+
+
+def class_weights(training: Sequence[LabelledBag], num_classes: int, rule: str) -> list[float]:
+    """Return the loss weight of each class: 1, or balanced, number of bags / (classes * bags of the class)."""
+    counts = np.bincount([each.label for each in training], minlength=max(num_classes, 2))
+    if rule == "none":
+        return [1.0] * len(counts)
+    present = int((counts > 0).sum())
+    return [len(training) / (present * int(count)) if count else 1.0 for count in counts]
+
+
+# ---------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+Step = Callable[[], None]
+
+MAX_GRAPHS = 2000
+"""Largest number of graphs: each holds some driver memory, and with more bags the gain per epoch is small."""
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run all work in a separate stream, where it can be captured; does nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    outside, inside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    inside.wait_stream(outside)
+    try:
+        with torch.cuda.stream(inside):
+            yield
+    finally:
+        outside.wait_stream(inside)
+
+
+class Recorder:
+    """Captures steps in one memory pool, which lives as long as the graphs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, steps: Sequence[Step]) -> list[Step]:
+        """Return a replay for each step, without computing anything; raise RuntimeError where capture fails."""
+        torch.cuda.synchronize()
+        with _no_garbage_collection():
+            return [self._recorded(step) for step in steps]
+
+    def _recorded(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may be pinning memory meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            step()
+        except BaseException:
+            with suppress(RuntimeError):  # the failed capture reports its error a second time
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph.replay
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection: freeing tensors or graphs during a capture invalidates it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from selfvitmil.bags.export import (
-    DTYPES,
-    TOOLS,
-    ExportJob,
-    ExportResult,
-    export_anndata,
-    export_clam,
-    export_slide,
-    export_stamp,
-    export_trident,
-    plan_export,
-)
 from selfvitmil.bags.files import (
     FORMAT_VERSION,
     SCHEMA,
@@ -27,23 +15,13 @@ from selfvitmil.bags.files import (
 )
 
 __all__ = [
-    "DTYPES",
     "FORMAT_VERSION",
     "SCHEMA",
-    "TOOLS",
     "Bag",
-    "ExportJob",
-    "ExportResult",
     "Features",
     "check_bag",
     "concat_scales",
-    "export_anndata",
-    "export_clam",
-    "export_slide",
-    "export_stamp",
-    "export_trident",
     "find_bags",
-    "plan_export",
     "read_bag",
     "write_bag",
 ]

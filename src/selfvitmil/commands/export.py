@@ -16,7 +16,7 @@ def export(
     study: Path, encoder: str, out: Path, to: str, settings: StudySettings, engine: Engine, dtype: str | None = None
 ) -> Summary:
     """Write the feature files of an encoder in another tool's form into the folder `out`."""
-    from selfvitmil.bags import export_slide, plan_export
+    from selfvitmil.bags.export import export_slide, plan_export
 
     name, tiling = encoder_name(encoder), tiling_name(settings.tile)
     if split_features_name(name)[1] is None:

@@ -1,15 +1,19 @@
-"""Labelled slides with valid feature files, from a cohort and its feature files.
+"""Data of an evaluation: labelled slides with valid feature files, their splits, and held-out test labels.
 
-`find_cases` opens and checks every file. A slide without a label becomes a note, one without a valid feature file a
-failure that does not stop the others; bags of different dimensions, encoders or resolutions in one cohort are an error
-that lists them, as are missing labels or a single class.
+`find_cases` opens and checks every feature file of a cohort. A slide without a label becomes a note, one without a
+valid feature file a failure that does not stop the others; bags of different dimensions, encoders or resolutions in one
+cohort are an error that lists them, as are missing labels or a single class. Classes are numbered in the cohort's class
+order (numbers by value, then words alphabetically). Of two classes the last one is positive, and a score is its
+probability; `cohort.positive_class` finds it by the meaning of the names. Bags of two scales are concatenated once and
+stored as feature files (`join_scales`): at 20x and 5x a bag has twice the width, and a cohort would not fit into
+memory, while files are memory-mapped.
 
-Classes are numbered in the cohort's class order (numbers by value, then words alphabetically). Of two classes the last
-one is positive, and a score is its probability; `cohort.positive_class` finds it by the meaning of the names.
-`Cases.lines` describes the classes, to be printed before training.
-
-Bags of two scales are concatenated once and stored as feature files (`join_scales`): at 20x and 5x a bag has twice the
-width, and a cohort would not fit into memory, while files are memory-mapped.
+`make_splits` returns the splits of the settings, `hold_out_test_labels` a `Trial`. From then on the label of a test
+slide is available from `Trial.labels` (`HeldOutLabels`) only, and not before these are opened for the final scoring. So
+trained, selected and stored models cannot depend on a test label. The authors' protocol, which selects on the test set,
+opens the labels at the start; every output then states the reason. This prevents mistakes, the usual cause of label
+leakage, not deliberate access. Where the encoder was trained on slides of test patients, although without labels, the
+evaluation is transductive: a warning and `Trial.transductive` say so, and all results carry it.
 """
 
 from __future__ import annotations
@@ -17,18 +21,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, NoReturn
 
 import numpy as np
 
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
-from selfvitmil.cohort import Cohort
+from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
 from selfvitmil.cohort.positive_class import ClassOrder, order_classes
+from selfvitmil.cohort.splits import check_split
 from selfvitmil.cohort.table import listing
-from selfvitmil.errors import BagError, ConfigError, SelfVitMilError
+from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
+from selfvitmil.evaluate.predictions import Where, check_choices
+from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import file_fingerprint, hash_of
 from selfvitmil.store.provenance import MISSING, Freshness, Provenance, damaged
@@ -345,3 +354,282 @@ def _joined_freshness(target: Path, now: Provenance) -> Freshness:
     except BagError:
         return damaged(target)
     return now.compare(Provenance("join scales", None, {}, stored))
+
+
+# ---------------------------------------------------------------------------------------------------- held-out labels
+
+
+FINAL_SCORING = "final scoring"
+OPTIMISTIC = "optimistic protocol: epoch and threshold are chosen on the test set, so its figures are too good"
+
+
+class HeldOutLabels:
+    """Labels of the test slides of every split: split name -> slide -> class index."""
+
+    def __init__(self, labels: Mapping[str, Mapping[str, int]]):
+        kept = {split: dict(of_split) for split, of_split in labels.items()}
+        self._read = lambda split, slide: kept[split][slide]  # a closure: printing or copying does not expose labels
+        self._reason = ""
+        self._optimistic = False
+        self._running: list[str] = []
+
+    @property
+    def reason(self) -> str:
+        """Reason for opening the labels; empty while they are held out."""
+        return self._reason
+
+    def label(self, split: str, slide: str) -> int:
+        """Return the class index of a test slide; raise HeldOutLabelError before `open`."""
+        if not self._reason:
+            raise HeldOutLabelError(
+                f"{slide}: its label is held out",
+                f"it is a test slide of {split}, and selecting on test labels is data leakage",
+                "Use validation slides; test labels are opened for the final scoring only",
+            )
+        return self._read(split, slide)
+
+    def open(self, reason: str, *, optimistic: bool = False) -> None:
+        """Open the labels permanently. With `optimistic`, training may continue, and `reason` states the bias."""
+        if not reason:
+            raise HeldOutLabelError("test labels opened without a reason", "outputs state it", "Pass a reason")
+        if self._running and not optimistic:
+            raise HeldOutLabelError(
+                f"test labels opened while {self._running[-1]} is being trained",
+                "a training run with access to test labels is data leakage",
+                "Finish all training runs first",
+            )
+        if not self._reason:
+            self._reason, self._optimistic = reason, optimistic
+
+    @contextmanager
+    def training(self, what: str) -> Iterator[None]:
+        """Context of a training run named `what`: fails once the labels are open, and keeps them closed meanwhile."""
+        if self._reason and not self._optimistic:
+            raise HeldOutLabelError(
+                f"a training run of {what} started after the test labels were opened",
+                f"they were opened for: {self._reason}",
+                "Train everything first, then score; or start a new run",
+            )
+        self._running.append(what)
+        try:
+            yield
+        finally:
+            self._running.remove(what)
+
+    def __reduce__(self) -> NoReturn:
+        raise HeldOutLabelError(
+            "held-out test labels cannot be copied or sent to another process", "they could be read there"
+        )
+
+    def __repr__(self) -> str:
+        return f"HeldOutLabels({self._reason or 'held out'})"
+
+
+# ---------------------------------------------------------------------------------------------------- splits
+
+
+# ---------------------------------------------------------------------------------------------------- splits
+
+
+def make_splits(
+    cases: Cases, train: TrainSettings, evaluate: EvaluateSettings = EvaluateSettings()
+) -> tuple[Split, ...]:
+    """Return the splits of the settings; validation slides are split off by patient where a split has none.
+
+    Slides without label or valid features are removed from splits that name them. Under `optimistic` there is no
+    validation set: selection uses the test set. Raises CohortError or ConfigError where a split is impossible.
+    """
+    val = 0.0 if evaluate.protocol == "optimistic" else train.validation
+    if cases.by_split:
+        # Encoders were trained for the splits of the whole cohort: slides that failed later must not change them.
+        return tuple(_only(split, cases.usable) for split in draw_splits(cases.cohort, train, val))
+    return draw_splits(cases.cohort, train, val, cases.usable)
+
+
+def split_kind(cohort: Cohort, train: TrainSettings) -> Literal["given", "k-fold", "monte-carlo", "files"]:
+    """Return the kind of splits; `auto` uses the cohort's column `split` where it is filled, else k-fold."""
+    if train.split != "auto":
+        return train.split
+    return "given" if any(row.split for row in cohort.rows if row.label is not None) else "k-fold"
+
+
+def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort | None = None) -> tuple[Split, ...]:
+    """Return splits of the labelled slides (or of `usable`), with the fraction `val` of training as validation set."""
+    usable = cohort.select(labelled=True) if usable is None else usable
+    kind = split_kind(usable, train)
+    if kind == "given":
+        return (split_from_column(usable, val=val, seed=train.seed),)
+    if kind == "k-fold":
+        return k_fold(usable, train.folds, val=val, seed=train.seed)
+    if kind == "monte-carlo":
+        return monte_carlo(usable, train.folds, val=val, seed=train.seed)
+    if train.split_folder is None:
+        raise ConfigError("train.split 'files' without train.split_folder", how="Set the folder of the splits")
+    read = (_only(split, usable) for split in read_splits(train.split_folder, cohort))
+    return tuple(split if split.val else carve_validation(usable, split, val, seed=train.seed) for split in read)
+
+
+def _only(split: Split, usable: Cohort) -> Split:
+    sides = (split.train, split.val, split.test)
+    return Split(split.name, *(tuple(slide for slide in side if slide in usable) for side in sides))
+
+
+# ---------------------------------------------------------------------------------------------------- transduction
+
+
+def seen_slides(split: Split, encoder_slides: Collection[str], cohort: Cohort) -> tuple[str, ...]:
+    """Return a split's test slides that are, or share a patient with, training slides of an encoder."""
+    patients = {cohort[slide].patient for slide in encoder_slides if slide in cohort}
+    return tuple(slide for slide in split.test if slide in encoder_slides or cohort[slide].patient in patients)
+
+
+def find_transductive(cases: Cases, splits: Sequence[Split]) -> dict[str, tuple[str, ...]]:
+    """Return split -> test slides seen by its encoder, without the splits that have none."""
+    seen = {each.name: seen_slides(each, cases.of_split(each.name).encoder_slides, cases.cohort) for each in splits}
+    return {name: slides for name, slides in seen.items() if slides}
+
+
+def transductive_words(encoder: str, seen: Mapping[str, Sequence[str]], splits: Iterable[Split | TrialSplit]) -> str:
+    """Return the sentence shown with metrics on test slides that the encoder has seen; empty where there are none."""
+    if not seen:
+        return ""
+    of = [f"{split.name}: {len(seen[split.name])} of {len(split.test)}" for split in splits if split.name in seen]
+    return (
+        f"transductive: the encoder {encoder} was trained, without labels, on test slides or on other slides of their "
+        f"patients ({listing(of)}); metrics on slides of new patients may be lower"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- held-out labels
+
+
+@dataclass(frozen=True)
+class TrialSplit:
+    """A split whose test slides carry no labels."""
+
+    name: str
+    train: tuple[Case, ...]
+    val: tuple[Case, ...]
+    test: tuple[BagFile, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """All splits of one data set, with held-out test labels."""
+
+    splits: tuple[TrialSplit, ...]
+    labels: HeldOutLabels
+    class_names: tuple[str, ...]
+    num_classes: int
+    """1 for two classes."""
+    evaluate: EvaluateSettings
+    encoder: str
+    tiling: str
+    warnings: tuple[str, ...] = ()
+    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
+    positive_from: str = ""
+    """How the positive class of two was found, in words."""
+    _bags: dict[Path, Bag] = field(default_factory=dict)
+
+    @property
+    def optimistic(self) -> bool:
+        return self.evaluate.protocol == "optimistic"
+
+    @property
+    def where(self) -> Where:
+        """Set that epochs, thresholds and calibrations are chosen on, as text."""
+        return "TEST (optimistic)" if self.optimistic else "validation"
+
+    def chosen_on(self, split: TrialSplit) -> tuple[Case, ...]:
+        """Return the slides that epoch, threshold and calibration are chosen on."""
+        return self.opened(split) if self.optimistic else split.val
+
+    def opened(self, split: TrialSplit) -> tuple[Case, ...]:
+        """Return the test slides with their labels; raise HeldOutLabelError before these are opened."""
+        return tuple(case.with_label(self.labels.label(split.name, case.slide)) for case in split.test)
+
+    def bag(self, case: BagFile) -> Bag:
+        """Return the slide's bag; each file is opened once."""
+        if case.path not in self._bags:
+            self._bags[case.path] = case.read()
+        return self._bags[case.path]
+
+
+def hold_out_test_labels(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> Trial:
+    """Divide the slides by the splits and hold out the labels of the test slides.
+
+    Raises CohortError where a patient is on two sides of a split, a class is missing from training, or the validation
+    set cannot be used for selection.
+    """
+    check_choices(evaluate, cases.num_classes)
+    optimistic = evaluate.protocol == "optimistic"
+    warnings = [cases.usable.patient_warning] if cases.usable.patient_warning else []
+    for split in splits:
+        check_split(split, cases.usable, split.name)
+        _check_split(split, cases)
+        if not optimistic:
+            warnings += _check_validation(split, cases)
+        elif split.val:
+            warnings.append(f"{split.name}: {len(split.val)} validation slides are not used by the optimistic protocol")
+    transductive = find_transductive(cases, splits)
+    if transductive:
+        warnings.append(transductive_words(cases.encoder, transductive, splits))
+    labels = HeldOutLabels(
+        {split.name: {slide: cases.by_slide[slide].label for slide in split.test} for split in splits}
+    )
+    if optimistic:
+        labels.open(OPTIMISTIC, optimistic=True)
+    return Trial(
+        tuple(_parted(split, cases.of_split(split.name)) for split in splits),
+        labels,
+        cases.class_names,
+        cases.num_classes,
+        evaluate,
+        cases.encoder,
+        cases.tiling,
+        tuple(warnings),
+        transductive,
+        cases.positive_from,
+    )
+
+
+def _parted(split: Split, cases: Cases) -> TrialSplit:
+    train, val, test = (tuple(cases.by_slide[slide] for slide in side) for side in (split.train, split.val, split.test))
+    return TrialSplit(split.name, train, val, tuple(case.without_label() for case in test))
+
+
+def _check_split(split: Split, cases: Cases) -> None:
+    missing = _missing(split.train, cases)
+    if missing:
+        raise CohortError(
+            f"{split.name}: no training slide of {listing(missing)}",
+            "a class without training slides cannot be learned",
+            "Use another split, or fewer folds",
+        )
+    if not split.test:
+        raise CohortError(f"{split.name}: no test slide", "there is nothing to evaluate on", "Add test slides")
+
+
+def _check_validation(split: Split, cases: Cases) -> list[str]:
+    """Raise CohortError where the validation set is empty or has one class; return warnings for missing classes."""
+    if not split.val:
+        raise CohortError(
+            f"{split.name}: no validation slide",
+            "epoch and threshold are chosen on slides outside of training and test set",
+            "Add some to the split, or set train.validation",
+        )
+    missing = _missing(split.val, cases)
+    if missing and cases.num_classes == 1:
+        raise CohortError(
+            f"{split.name}: no validation slide of {listing(missing)}",
+            "a threshold cannot be chosen on slides of one class",
+            "Add validation slides of both classes, or none: then they are split off the training slides",
+        )
+    return [f"{split.name}: validation has no slide of {listing(missing)}"] if missing else []
+
+
+def _missing(slides: Iterable[str], cases: Cases) -> list[str]:
+    """Return the classes without any of these slides."""
+    present = {cases.by_slide[slide].label for slide in slides}
+    return [name for k, name in enumerate(cases.class_names) if k not in present]

@@ -1,8 +1,12 @@
-"""Figures of an evaluation as SVG text, from plain arrays.
+"""Figures of an evaluation as SVG text, from plain arrays; `write_figures` writes those of an evaluated method.
 
 `draw_...` makes a matplotlib Figure, `to_svg` turns it into text, `..._figure` does both. Every figure has a title, a
 plot with its intervals and a caption that says how many slides of each class it rests on and where the threshold came
 from; a figure of the optimistic protocol has the word OPTIMISTIC in its title.
+
+Splits with disjoint test sets share a figure, with curves averaged over splits: slides of different splits have scores
+of different models and are not ranked together. Where test sets overlap (Monte Carlo), each split has its own files. A
+figure that cannot be drawn, for example because a class is missing, is skipped, and the reason is returned.
 
 Figures are 4.8 inches wide, so that their smallest words are still 10 pixels high where a page shows them 400 pixels
 wide. What colour tells, width, dashes or shape tell too. Text stays text: it can be searched and read aloud, and any
@@ -15,9 +19,10 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypedDict, Unpack
 
 import matplotlib.style
@@ -32,7 +37,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import formatting as plain
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.comparison_table import ComparisonRow, EvaluatedOn, check_rows
+from selfvitmil.evaluate.comparison import ComparisonRow, EvaluatedOn, check_rows
+from selfvitmil.evaluate.method_metrics import Samples, are_disjoint, normalized, samples_of
+from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.formatting import shorten
 from selfvitmil.metrics import (
     Interval,
@@ -41,6 +48,7 @@ from selfvitmil.metrics import (
     auc_interval,
     average_precision,
     brier,
+    confusion_matrix,
     curve_bands,
     decide,
     pr_curve,
@@ -49,7 +57,9 @@ from selfvitmil.metrics import (
     top_class,
     wilson,
 )
-from selfvitmil.metrics.intervals import Floats, Labels, check_labels, check_scores
+from selfvitmil.metrics.classification import Floats, Labels, check_labels, check_scores
+from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import write_text
 
 Protocol = Literal["honest", "optimistic"]
 P = ParamSpec("P")
@@ -727,3 +737,89 @@ calibration_figure = as_svg(draw_calibration)
 confusion_figure = as_svg(draw_confusion)
 auc_figure = as_svg(draw_auc)
 history_figure = as_svg(draw_history)
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+History = Sequence[Mapping[str, Any]]
+CURVES = ("roc", "pr", "calibration", "confusion")
+"""Figures of the test set."""
+
+
+def figure_files(splits: Iterable[str]) -> list[str]:
+    """Return the names of all files that `write_figures` may write for these splits."""
+    prefixes = ("", *(f"{split}_" for split in splits))
+    return [*(f"{prefix}{name}.svg" for prefix in prefixes for name in CURVES), "training.svg"]
+
+
+def write_figures(
+    folder: Path, result: MethodResult, evaluate: EvaluateSettings, histories: Mapping[tuple[str, int], History]
+) -> list[str]:
+    """Write all figures of a method; return the reasons why some were skipped. `histories` by (split, seed)."""
+    reasons: list[str] = []
+    splits = (None,) if are_disjoint(result.predictions) else result.splits
+    for split in splits:
+        prefix = "" if split is None else f"{split}_"
+        for name, draw in _figures(result, split, evaluate):
+            reasons += _write(folder / f"{prefix}{name}.svg", draw)
+    runs = [run for run in result.runs if (run.split, run.seed) in histories]
+    if runs:
+        lines = [histories[run.split, run.seed] for run in runs]
+        chosen = [run.epoch for run in runs]
+        title, protocol = f"Training of {result.method}", _protocol(result)
+        reasons += _write(folder / "training.svg", lambda: history_figure(lines, chosen, title, protocol=protocol))
+    return reasons
+
+
+def _write(path: Path, draw: Callable[[], str]) -> list[str]:
+    try:
+        text = draw()
+    except MetricError as error:
+        path.unlink(missing_ok=True)  # a stale figure would be taken for this run's
+        return [f"{path.name} is not drawn: {error}"]
+    write_text(path, text)
+    return []
+
+
+def _protocol(result: MethodResult) -> Literal["honest", "optimistic"]:
+    return "optimistic" if result.protocol == "optimistic" else "honest"
+
+
+def _figures(
+    result: MethodResult, split: str | None, evaluate: EvaluateSettings
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    ensemble = samples_of(result.predictions, split=split)
+    seeds = [samples_of(result.predictions, seed=seed, split=split) for seed in result.seeds]
+    rows = [row for row in result.predictions if row.part == "test" and row.seed is None and split in (None, row.split)]
+    thresholds = None if rows[0].threshold is None else np.array([row.threshold for row in rows], dtype=np.float64)
+    said = "; ".join(ensemble.threshold_from)
+    shared: dict[str, Any] = {"class_names": result.class_names, "protocol": _protocol(result)}
+    curves = shared | {"threshold": thresholds, "threshold_from": said, "groups": np.array(ensemble.patients)}
+    curves["folds"] = ensemble.folds
+    curves |= {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
+    curves["seed_scores"] = [_plain(own, "scores") for own in seeds] if len(seeds) > 1 else []
+    scores, title = _plain(ensemble, "scores"), result.method
+    yield "roc", lambda: roc_figure(ensemble.labels, scores, f"ROC curve of {title}", **curves)
+    yield "pr", lambda: pr_figure(ensemble.labels, scores, f"Precision-recall curve of {title}", **curves)
+    stated = shared | {"threshold": thresholds, "threshold_from": said, "level": evaluate.confidence}
+    stated["folds"] = ensemble.folds
+    if ensemble.calibrated:
+        stated["uncalibrated"] = normalized(scores)
+    probabilities = _plain(ensemble, "probabilities")
+    yield (
+        "calibration",
+        lambda: calibration_figure(ensemble.labels, probabilities, f"Calibration of {title}", **stated),
+    )
+    matrix = confusion_matrix(ensemble.labels, ensemble.decisions, len(result.class_names))
+    told: dict[str, Any] = {"threshold_from": said, "protocol": _protocol(result), "level": evaluate.confidence}
+    yield (
+        "confusion",
+        lambda: confusion_figure(matrix, result.class_names, f"Decisions of {title}", **told),
+    )
+
+
+def _plain(samples: Samples, what: Literal["scores", "probabilities"]) -> Any:
+    """Return (N,) for a single score, (N, C) for more."""
+    array = getattr(samples, what)
+    return array[:, 0] if array.shape[1] == 1 else array

@@ -3,10 +3,10 @@
 The output is nested plain data for `metrics.json`: an interval is {value, low, high, level, method}; a metric that is
 undefined (the AUC of a test set with one class) is null, and `reasons` says why.
 
-Splits have different models, so their scores are never ranked together: AUC and average precision compare slides within
-a split (`estimators.py`). Where test sets are disjoint (k-fold), decisions by each split's threshold are pooled. Where
-they overlap (Monte Carlo), a slide would count several times, and all other metrics are means over splits. Mean and
-standard deviation over splits are given in either case.
+Every split has its own models, whose scores differ in offset and scale, so slides of different splits are never ranked
+together: AUC and average precision compare slides within a split (`Estimator`). Where test sets are disjoint (k-fold),
+decisions by each split's threshold are pooled. Where they overlap (Monte Carlo), a slide would count several times, and
+all other metrics are means over splits. Mean and standard deviation over splits are given in either case.
 
 Patients: with two classes a patient is positive if any slide is, the score is the maximum over the slides, and the
 patient is predicted positive if any slide is. With more classes the score is the mean, its largest entry decides, and
@@ -21,6 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -28,11 +29,57 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.estimators import Estimator
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.metrics import AucInterval, Interval
 from selfvitmil.settings import EvaluateSettings
+
+
+class Estimator(StrEnum):
+    """How the test sets of a study are combined into one metric."""
+
+    ONE_TEST_SET = "one-test-set"
+    WITHIN_FOLDS = "within-folds"
+    """Several splits with disjoint test sets (k-fold)."""
+    WITHIN_OVERLAPPING_SPLITS = "within-overlapping-splits"
+    """Several splits with overlapping test sets (Monte Carlo)."""
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+    @property
+    def conditional_on(self) -> str:
+        """What intervals and p-values are conditional on, and so do not cover."""
+        return f"{_CONDITIONAL} {_SHARED}" if self != Estimator.ONE_TEST_SET else _CONDITIONAL
+
+
+_RANKED = (
+    "AUC and average precision rank slides within a split only, since every split has models of its own. "
+    "The AUC is the mean over splits, weighted by their pairs of slides."
+)
+_WORDS = {
+    Estimator.ONE_TEST_SET: "All test slides are scored by the same models and ranked together.",
+    Estimator.WITHIN_FOLDS: (
+        f"{_RANKED} The average precision is the mean over all positives. Decisions are made by each split's own "
+        "threshold and counted together. Brier score and ECE are of all slides with the probabilities of their own "
+        "split's models; in the ECE opposite errors of splits can cancel, so see the single splits too."
+    ),
+    Estimator.WITHIN_OVERLAPPING_SPLITS: (
+        f"{_RANKED} A patient who is in several test sets counts as one observation in the limits of the AUC. All "
+        "other metrics are plain means over splits; their limits are the means of the splits' limits, which is "
+        "conservative however much the test sets share."
+    ),
+}
+_CONDITIONAL = (
+    "Intervals and p-values are conditional on the trained models, with their seeds: the test slides are the random "
+    "sample. They do not include how results vary when models are trained on other slides or with other seeds."
+)
+_SHARED = "Splits share training slides, and this dependence is not included either."
+
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
 
 Json = dict[str, Any]
 T = TypeVar("T")

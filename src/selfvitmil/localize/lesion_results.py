@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate import figures
-from selfvitmil.evaluate.comparison_table import holm
+from selfvitmil.evaluate.comparison import holm
 from selfvitmil.evaluate.figures import (
     BLUE,
     INK,
@@ -43,7 +43,7 @@ from selfvitmil.evaluate.figures import (
 from selfvitmil.evaluate.method_metrics import interval_json, read_interval
 from selfvitmil.formatting import markdown_list, markdown_table, number, p_value, percent, shorten, with_limits
 from selfvitmil.metrics import FPS, CaseDetections, Froc, Interval, wilson
-from selfvitmil.metrics.intervals import bootstrap, bootstrap_p_value, check_groups, percentile_interval
+from selfvitmil.metrics.classification import bootstrap, bootstrap_p_value, check_groups, percentile_interval
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import csv_text, write_text
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # these load torch, and who draws maps needs none
     from selfvitmil.aggregate.scoring import BagScore, TileScores
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
-    from selfvitmil.evaluate.thresholds import Choice
+    from selfvitmil.evaluate.predictions import Choice
 
 AUTO = ("instance", "attention", "effect")
 """What `auto` takes where there is no evidence, the first that there is."""

@@ -31,7 +31,7 @@ from scipy import ndimage
 from scipy.spatial import KDTree
 
 from selfvitmil.errors import MetricError
-from selfvitmil.metrics.intervals import Floats, check_scores
+from selfvitmil.metrics.classification import Floats, check_scores
 
 GAP_UM = 75.0
 """Tumour regions closer than this, about five cells, are one lesion."""
@@ -107,11 +107,11 @@ def evaluation_mask(tumour: NDArray[np.bool_], level: int = 5, mpp_l0: float = 0
     margin = int(np.ceil(reach)) + 1
     near = tumour.copy()
     # Dilation is local: distances are needed only around each tumour region, not over the whole slide.
-    for rows, columns in ndimage.find_objects(_connected(tumour, corners=True)):
+    for rows, columns in ndimage.find_objects(_connected(tumour)):
         box = _widen(rows, margin), _widen(columns, margin)
         distance: Any = ndimage.distance_transform_edt(~tumour[box])
         near[box] |= distance < reach
-    return _connected(_fill_holes(near), corners=True)
+    return _connected(ndimage.binary_fill_holes(near))
 
 
 def major_axes(labels: NDArray[np.int32]) -> Floats:
@@ -216,24 +216,14 @@ def _detect(tumour: NDArray[np.bool_], rows: Floats, level: int, mpp_l0: float, 
     return CaseDetections(best, tuple(int(label) for label in itc), rows[hit == 0, 0].copy())
 
 
-def _connected(mask: NDArray[np.bool_], corners: bool) -> NDArray[np.int32]:
-    """Label connected components from 1 in the order of their first pixels, by edges, and by corners if requested."""
-    found: Any = ndimage.label(mask, ndimage.generate_binary_structure(2, 2 if corners else 1))
+def _connected(mask: Any) -> NDArray[np.int32]:
+    """Label connected components, by edges and corners, from 1 in the order of their first pixels."""
+    found: Any = ndimage.label(mask, np.ones((3, 3)))
     return found[0]
 
 
 def _widen(span: slice, margin: int) -> slice:
     return slice(max(0, span.start - margin), span.stop + margin)
-
-
-def _fill_holes(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return `mask` with enclosed background filled: background not edge-connected to the border."""
-    background = _connected(~mask, corners=False)
-    outside = np.zeros(int(background.max()) + 1, dtype=bool)
-    for edge in (background[0], background[-1], background[:, 0], background[:, -1]):
-        outside[edge] = True
-    outside[0] = False
-    return ~outside[background]
 
 
 def _curve(cases: Sequence[CaseDetections]) -> tuple[Floats, Floats]:

@@ -45,7 +45,7 @@ from selfvitmil.store.files import hash_of, sha256, write_bytes, write_text
 from selfvitmil.untrusted import check_size, file_problem, read_json
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
-    from selfvitmil.evaluate.thresholds import Choice
+    from selfvitmil.evaluate.predictions import Choice
 
 SCHEMA = "selfvitmil.package"
 FORMAT_VERSION = 2
@@ -133,7 +133,7 @@ class Package:
     @cached_property
     def choice(self) -> Choice:
         """Threshold and calibration of the ensemble."""
-        from selfvitmil.evaluate.thresholds import Choice
+        from selfvitmil.evaluate.predictions import Choice
 
         told = dict(self.about["choice"])
         fitted: Mapping[str, float] | None = told.pop("calibration")

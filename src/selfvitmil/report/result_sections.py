@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from selfvitmil.evaluate.estimators import Estimator
-from selfvitmil.evaluate.result_files import FORMAT_VERSION
+from selfvitmil.evaluate.comparison import FORMAT_VERSION
+from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.formatting import percent, value_and_limits
 from selfvitmil.localize.heatmap import MAIN_METHOD
 from selfvitmil.pseudonyms import Names

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Scores, Trial
-    from selfvitmil.evaluate.models import Training
+    from selfvitmil.evaluate.protocol import Training
 
 
 def compare(
@@ -64,7 +64,7 @@ def compare(
     """Evaluate many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, score_method, write_results
-    from selfvitmil.evaluate.baseline_advice import better_simple_rows
+    from selfvitmil.evaluate.comparison import better_simple_rows
 
     lines = _embed_baselines(study, choice, settings, engine)
     with open_study(study, "compare"):
@@ -115,7 +115,7 @@ def _rows(
     """All rows that were asked for; those of other features use the same slides in the same splits."""
     from selfvitmil.aggregate.recipes import options_of
     from selfvitmil.evaluate import fit_method, hold_out_test_labels
-    from selfvitmil.evaluate.models import trainings_of
+    from selfvitmil.evaluate.protocol import trainings_of
 
     compare = settings.compare
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
@@ -277,7 +277,8 @@ def _write_table(
 ) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
     """Write table.csv, table.md and auc.svg; the table for the terminal, and `advice` and notes below it."""
     from selfvitmil.evaluate import compare_results, comparison_row, evaluated_on
-    from selfvitmil.evaluate.comparison_table import PUBLISHED, table_cells, table_csv, table_markdown, table_notes
+    from selfvitmil.evaluate.comparison import PUBLISHED
+    from selfvitmil.evaluate.comparison_table import table_cells, table_csv, table_markdown, table_notes
     from selfvitmil.evaluate.figures import auc_figure
 
     on = evaluated_on(results[0], study.resolve().name, camelyon16_test=_is_camelyon16_test(splits))

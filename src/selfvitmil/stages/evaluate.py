@@ -50,7 +50,7 @@ def evaluate(
 ) -> Summary:
     """Evaluate an aggregator on the test set, training missing models first; writes `results/<name>/`."""
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, hold_out_test_labels, score_method, write_results
-    from selfvitmil.evaluate.figure_files import write_figures
+    from selfvitmil.evaluate.figures import write_figures
 
     with open_study(study, "evaluate"):
         lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
@@ -74,7 +74,7 @@ def evaluate(
 
 def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The course of every training, as its model's folder tells."""
-    from selfvitmil.evaluate.models import model_name
+    from selfvitmil.evaluate.protocol import model_name
 
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in result.runs:

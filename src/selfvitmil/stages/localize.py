@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
     from selfvitmil.evaluate import Case, Trial
-    from selfvitmil.evaluate.dataset import BagFile
-    from selfvitmil.evaluate.evaluation_splits import TrialSplit
-    from selfvitmil.evaluate.thresholds import Choice
+    from selfvitmil.evaluate.dataset import BagFile, TrialSplit
+    from selfvitmil.evaluate.predictions import Choice
     from selfvitmil.localize.export import ExportJob, ExportResult
     from selfvitmil.localize.heatmap import SlidePrediction, TilePlacement
     from selfvitmil.localize.scores import HeatmapSource

@@ -227,7 +227,7 @@ def measure_aggregators(rows: Sequence[Compared], dim: int, num_instances: int, 
     import torch
 
     from selfvitmil.aggregate import build
-    from selfvitmil.aggregate.bag_store import few_threads
+    from selfvitmil.aggregate.bag_tensors import few_threads
     from selfvitmil.aggregate.recipes import recipe_of
     from selfvitmil.bags import Bag
     from selfvitmil.runtime.device import synchronize

@@ -20,7 +20,7 @@ from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import Trial
-    from selfvitmil.evaluate.models import Report, Training
+    from selfvitmil.evaluate.protocol import Report, Training
 
 
 WORTH_STARTING_S = 5.0
@@ -34,7 +34,7 @@ def make_models(
 
     A training that fails in another process is left out: the caller repeats it, and its error says why.
     """
-    from selfvitmil.evaluate.models import make_model
+    from selfvitmil.evaluate.protocol import make_model
 
     todo = [(trial, each, found) for trial, each in asked if isinstance(found := each.stored(), Freshness)]
     if engine.num_local < 2 or len(todo) < 3 or not _are_small(todo, store):
@@ -58,7 +58,7 @@ def make_models(
 
 
 def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]], store: BagStore) -> bool:
-    from selfvitmil.aggregate.bag_store import one_thread_does
+    from selfvitmil.aggregate.bag_tensors import one_thread_does
 
     bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
     return one_thread_does(bags, store.device)

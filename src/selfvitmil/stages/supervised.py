@@ -13,9 +13,8 @@ from selfvitmil.aggregate.supervised import AnnotatedSlide, save_probe, score_sl
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.data.sources import TrainSlide
 from selfvitmil.evaluate import Cases, Run, Trial
-from selfvitmil.evaluate.dataset import BagFile, Case
-from selfvitmil.evaluate.evaluation_splits import TrialSplit
-from selfvitmil.evaluate.models import model_name
+from selfvitmil.evaluate.dataset import BagFile, Case, TrialSplit
+from selfvitmil.evaluate.protocol import model_name
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.store.layout import StudyLayout, model_folder
 from selfvitmil.store.provenance import BUILT, BuildOutcome

@@ -79,7 +79,7 @@ def fit_models(
     """All trainings of one method, where that is quicker in several processes."""
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import fit_method
-    from selfvitmil.evaluate.models import trainings_of
+    from selfvitmil.evaluate.protocol import trainings_of
 
     store, report = BagStore.of(train), epoch_reporter()
     announce_recipes(cases, {name: train})
@@ -92,7 +92,7 @@ def fit_models(
 
 def evidence_lines(name: str, fitted: Fitted) -> list[str]:
     """Which kinds of evidence the splits chose, and why."""
-    from selfvitmil.aggregate.evidence import evidence_words
+    from selfvitmil.aggregate.selection import evidence_words
 
     choices = {run.split: run.evidence for run in fitted.runs if run.evidence is not None}
     return [f"{name} looks for {text}" for text in evidence_words(list(choices.values()))]
@@ -122,7 +122,7 @@ def prepare(
 ) -> tuple[list[str], Cases, tuple[Split, ...], Features]:
     """Lines to print first, cases, splits and features; slides that are no cases are in failures.csv by then."""
     from selfvitmil.evaluate import make_splits
-    from selfvitmil.evaluate.evaluation_splits import find_transductive, transductive_words
+    from selfvitmil.evaluate.dataset import find_transductive, transductive_words
 
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
@@ -247,7 +247,7 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
     Lesion scores stay where the predictions are the same as before: they are of the same models. What to tell.
     """
     from selfvitmil.evaluate import read_predictions
-    from selfvitmil.evaluate.figure_files import figure_files
+    from selfvitmil.evaluate.figures import figure_files
     from selfvitmil.localize.lesion_results import LESION_FILES
 
     file, before = folder / "predictions.csv", []
@@ -289,7 +289,7 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
 
     Small bags on a CPU are trained side by side, one training per core.
     """
-    from selfvitmil.aggregate.bag_store import ONE_THREAD_ELEMENTS
+    from selfvitmil.aggregate.bag_tensors import ONE_THREAD_ELEMENTS
 
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:

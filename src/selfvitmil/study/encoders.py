@@ -94,7 +94,7 @@ def tested_splits(cohort: Cohort, settings: StudySettings) -> tuple[Split, ...]:
 
 
 def _draw(cohort: Cohort, settings: StudySettings) -> tuple[Split, ...]:
-    from selfvitmil.evaluate.evaluation_splits import draw_splits
+    from selfvitmil.evaluate.dataset import draw_splits
 
     return draw_splits(cohort, settings.train, 0.0)
 
@@ -151,7 +151,7 @@ def seen_test_slides(
 
 
 def _seen(split: Split, slides: Sequence[str] | frozenset[str], cohort: Cohort) -> tuple[str, ...]:
-    from selfvitmil.evaluate.evaluation_splits import seen_slides
+    from selfvitmil.evaluate.dataset import seen_slides
 
     return seen_slides(split, frozenset(slides), cohort)
 

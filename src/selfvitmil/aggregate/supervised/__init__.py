@@ -1,7 +1,7 @@
 """Fully supervised baseline: a tile classifier trained on annotated tumour regions, pooled to slide scores.
 
 It is the upper reference for weak supervision by slide labels. Two forms: `probe`, a logistic regression on frozen
-embeddings, and `tile_network` (trained by `tile_training`), a ResNet-18 on tile pixels. In both, `tile_labels`
+embeddings, and `tile_network`, a ResNet-18 on tile pixels. In both, `tile_labels`
 labels tiles as tumour, normal or excluded; every choice (L2 penalty, epoch) is made on tiles of validation slides;
 `pooling` combines the tile probabilities of a slide. For the published row (DSMIL's table, accuracy 0.9147 and AUC
 0.9362 on Camelyon16) neither the overlap threshold of tumour tiles nor the pooling is known, so both are settings
@@ -20,11 +20,12 @@ from selfvitmil.aggregate.supervised.probe import TileProbe, TrainedProbe, save_
 from selfvitmil.aggregate.supervised.tile_labels import AnnotatedSlide, label_slides
 from selfvitmil.aggregate.supervised.tile_network import (
     TileNetwork,
+    TrainedNetwork,
     load_tile_network,
     score_slides,
     tile_probabilities,
+    train_tile_network,
 )
-from selfvitmil.aggregate.supervised.tile_training import TrainedNetwork, train_tile_network
 
 __all__ = [
     "AnnotatedSlide",

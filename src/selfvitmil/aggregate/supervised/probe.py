@@ -13,18 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.bag_store import measure
+from selfvitmil.aggregate.bag_tensors import ChunkedBag, measure
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
-from selfvitmil.aggregate.chunked_bag import ChunkedBag
 from selfvitmil.aggregate.supervised import model_files
-from selfvitmil.aggregate.supervised.pooling import Pool
 from selfvitmil.aggregate.supervised.tile_labels import (
     AnnotatedSlide,
     LabelledTiles,
@@ -37,6 +35,8 @@ from selfvitmil.errors import BagError
 from selfvitmil.metrics import auc
 from selfvitmil.runtime.device import choose_device
 from selfvitmil.settings import SupervisedSettings
+
+Pool = Literal["max", "topk"]
 
 KIND = "supervised-probe"
 CHUNK_BYTES = 1 << 25
