@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -563,12 +563,12 @@ def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = No
     """Check whether this machine and a study folder have what is needed; print a remedy for each problem."""
     from selfvitmil.commands import doctor as doctor_command
 
-    checks = doctor_command.doctor(study)
+    result = doctor_command.doctor(study)
     if json:
-        _print_json([check.to_json() for check in checks])
+        _print_json([asdict(check) for check in result.checks])
     else:
-        _show(doctor_command.doctor_summary(checks))
-    return 3 if any(check.verdict == "FAIL" for check in checks) else 0
+        _show(result)
+    return 3 if result.status == "FAIL" else 0
 
 
 def _print_json(value: Any) -> int:

@@ -96,6 +96,17 @@ def _plan(result: Any) -> Rendered:
     return Rendered(tuple(lines), (header, *rows))
 
 
+def _doctor(result: Any) -> Rendered:
+    rows = [(check.status, check.name, check.found) for check in result.checks]
+    lines = [f"{check.status} {check.name}: {check.remedy}" for check in result.checks if check.remedy]
+    end = {
+        "PASS": "everything is in place",
+        "WARN": "usable; the warnings say what would be better",
+        "FAIL": "something that is required does not work",
+    }[result.status]
+    return Rendered((*lines, end), (("", "what", "found"), *rows))
+
+
 def _estimate_cells(estimate: Any, with_gpu: bool) -> tuple[str, ...]:
     """Return the cells of a plan's table from disk on."""
     if not estimate.basis or estimate.basis == "unknown":
@@ -119,5 +130,6 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "StageResult": _plain,
     "Summary": _summary,
     "PlanResult": _plan,
+    "DoctorResult": _doctor,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

@@ -104,6 +104,32 @@ class Estimate:
     on_gpu: bool = False
 
 
+class CheckStatus(StrEnum):
+    """Outcome of one check of `doctor`."""
+
+    PASS = "PASS"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True)
+class MachineCheck:
+    """One requirement that `doctor` checked on this machine."""
+
+    name: str
+    status: CheckStatus
+    found: str
+    code: str = ""
+    """Kind of problem, for programs: `"no-gpu"`; empty where the check passed."""
+    remedy: str = ""
+    """What fixes it; empty where the check passed."""
+
+
+def passed(name: str, found: str) -> MachineCheck:
+    """Return a check that passed."""
+    return MachineCheck(name, CheckStatus.PASS, found)
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a stage is, in one folder of the study."""
@@ -190,6 +216,10 @@ class Stage(ABC):
     def preflight(self, plan: RunPlan) -> None:
         """Raise the error that the stage would otherwise end in hours later. Reads only."""
         del plan
+
+    def doctor(self) -> Iterable[MachineCheck]:
+        """Yield what the stage needs of a machine (devices, libraries) and whether it is there; nothing by default."""
+        return ()
 
     @abstractmethod
     def pending(self, plan: RunPlan) -> Pending:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from selfvitmil.engine import Engine
+from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import (
+    Basis,
+    CheckStatus,
+    Engines,
+    Estimate,
+    MachineCheck,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    passed,
+)
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import read_failures
@@ -67,6 +81,47 @@ CHECKED_TILES = 16
 BYTES_PER_SLIDE = 200
 
 
+LARGEST_DIFFERENCE = 2
+"""Of 255, between the two readers' pixels of one tile."""
+REINSTALL = "pip install --force-reinstall openslide-python openslide-bin simplejpeg tifffile"
+
+
+def check_readers() -> Iterable[MachineCheck]:
+    """Read a synthetic slide with both readers and compare the pixels."""
+    import numpy as np
+    import openslide
+
+    from selfvitmil import slides
+    from selfvitmil.slides import synthetic
+
+    version = importlib.metadata.version
+    versions = {
+        "openslide": f"OpenSlide {openslide.__library_version__}, openslide-python {openslide.__version__}",
+        "jpegtiff": f"simplejpeg {version('simplejpeg')}, tifffile {version('tifffile')}",
+    }
+    tiles: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="selfvitmil-doctor-") as folder:
+        path = Path(folder) / "synthetic.svs"
+        synthetic.make_slide(path, seed=0, size=(1024, 1024), mpp=0.5)
+        for reader, found in versions.items():
+            try:
+                with slides.open_slide(path, reader=reader) as slide:
+                    tiles[reader] = slide.read_tile(256, 256, 224, 0.5).astype(int)
+            except SelfVitMilError as error:
+                found = f"{found}: {error.reason}"
+                yield MachineCheck(f"reader {reader}", CheckStatus.FAIL, found, "reader-failed", REINSTALL)
+            else:
+                yield passed(f"reader {reader}", f"{found}; a synthetic slide was read")
+    if len(tiles) == len(versions):
+        difference = int(np.abs(tiles["openslide"] - tiles["jpegtiff"]).max())
+        found = f"largest difference {difference} of 255"
+        if difference <= LARGEST_DIFFERENCE:
+            yield passed("readers agree", found)
+        else:
+            remedy = "Use --slide.reader openslide, and report the versions above"
+            yield MachineCheck("readers agree", CheckStatus.FAIL, found, "readers-differ", remedy)
+
+
 class Check(Stage):
     """Open every slide once."""
 
@@ -80,6 +135,9 @@ class Check(Stage):
                 told |= {row["slide"] for row in csv.DictReader(file)}
         todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in told}
         return Pending(todo, len(plan.cohort) - len(todo))
+
+    def doctor(self) -> Iterable[MachineCheck]:
+        return check_readers()
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         number, rate = len(plan.pending(self.name).todo), measures.read_per_s

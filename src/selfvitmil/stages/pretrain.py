@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, tiling_name, to_toml
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
+from selfvitmil.stages.base import (
+    Basis,
+    CheckStatus,
+    Engines,
+    Estimate,
+    MachineCheck,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    passed,
+    unknown,
+)
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.files import write_text
@@ -238,6 +250,9 @@ class Pretrain(Stage):
         step = max(state["step"], lines[-1]["step"] + 1 if lines else 0)
         return Pending(todo, words=f"resume encoders/{folder.name} from step {step}, of {length}")
 
+    def doctor(self) -> Iterable[MachineCheck]:
+        return check_gpus()
+
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         """All encoders that are still to be trained, one after the other."""
         todo = plan.pending(self.name).todo
@@ -287,6 +302,49 @@ def untrained_network(settings: StudySettings) -> Encoder:
     if own.init != "scratch" and not Path(own.init).exists():
         own = own.model_copy(update={"init": "scratch"})
     return start_encoder(own, settings.tile.size_px, 0)
+
+
+LOW_GPU_GB = 8
+"""Free GPU memory below which pretraining and embedding of a real study are likely to run out of it."""
+
+
+def check_gpus() -> Iterable[MachineCheck]:
+    """Multiply matrices on every GPU."""
+    import torch
+
+    yield passed("torch", torch.__version__)
+    if torch.cuda.is_available():
+        yield from (_check_gpu(index) for index in range(torch.cuda.device_count()))
+        return
+    why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
+    remedy = (
+        "For an NVIDIA GPU: nvidia-smi must list it, and torch must be a CUDA build (see pytorch.org); without one, "
+        "use a small encoder"
+    )
+    found = f"none ({why}): pretraining and embedding run on the CPU"
+    yield MachineCheck("GPU", CheckStatus.WARN, found, "no-gpu", remedy)
+
+
+def _check_gpu(index: int) -> MachineCheck:
+    import torch
+
+    name = f"GPU {index}"
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        ones = torch.ones(64, 64, device=f"cuda:{index}")
+        is_right = bool((ones @ ones == 64).all())
+    except RuntimeError as error:
+        found, remedy = f"unusable: {str(error).splitlines()[0]}", "Restart the machine or its driver; see nvidia-smi"
+        return MachineCheck(name, CheckStatus.FAIL, found, "gpu-unusable", remedy)
+    half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16, fp16 is used"
+    found = f"{torch.cuda.get_device_name(index)}, {total / 1e9:.0f} GB ({free / 1e9:.0f} free), {half}"
+    if not is_right:
+        found, remedy = f"{found}: a matrix product is wrong", "The device is defective: choose another one"
+        return MachineCheck(name, CheckStatus.FAIL, found, "gpu-wrong-result", remedy)
+    if free / 1e9 < LOW_GPU_GB:
+        remedy = "Other processes use it, or it is small: lower --embed.batch, raise --pretrain.accumulate"
+        return MachineCheck(name, CheckStatus.WARN, found, "low-gpu-memory", remedy)
+    return passed(name, found)
 
 
 def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Estimate:
