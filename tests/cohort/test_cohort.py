@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil.cohort import COLUMNS, Cohort, SlideRow, make_cohort, merge_cohorts, read_cohort, write_cohort
+from selfvitmil.cohort.camelyon16 import has_all_lesions
 from selfvitmil.errors import CohortError, CohortProblems, ConfigError
 
 
@@ -473,9 +474,9 @@ def test_camelyon16_special_slides(tmp_path: Path):
     write_cohort(tmp_path / "study" / "cohort.csv", cohort)
     again = read_cohort(tmp_path / "study" / "cohort.csv")
     assert again.rows == cohort.rows
-    assert [row.slide for row in again.rows if not row.lesions_complete] == ["test_114"]
+    assert [row.slide for row in again.rows if not has_all_lesions(row)] == ["test_114"]
     assert all(
-        SlideRow("test_114", tmp_path, label, "p", split, None, annotation).lesions_complete
+        has_all_lesions(SlideRow("test_114", tmp_path, label, "p", split, None, annotation))
         for label, split, annotation in (("1", "test", tmp_path), ("tumor", "train", tmp_path), ("tumor", "test", None))
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfvitmil.cohort.positive_class import is_negative_name, order_classes
+from selfvitmil.cohort.table import is_negative_name, order_classes
 from selfvitmil.errors import ConfigError
 
 PAIRS = [

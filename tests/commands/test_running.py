@@ -21,9 +21,10 @@ from helpers.cli import Done, rows_of, selfvitmil
 from helpers.studies import MICRO, TILING
 from selfvitmil import stages as all_stages
 from selfvitmil.cohort import read_cohort
+from selfvitmil.cohort.camelyon16 import PAPER_TILES
 from selfvitmil.commands.init import commented_settings
 from selfvitmil.commands.plan import PlanResult, plan
-from selfvitmil.commands.run import PAPER_TILES, camelyon16_lines
+from selfvitmil.commands.run import camelyon16_lines
 from selfvitmil.commands.run_record import RunRecord, read_record, write_record
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError

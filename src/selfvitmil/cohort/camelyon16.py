@@ -1,9 +1,10 @@
-"""Read a Camelyon16 folder in its published layouts, with known corrections.
+"""Camelyon16: its folder in the published layouts, with known corrections, and its published counts.
 
-There are three layouts: `training/normal`, `training/tumor`, `testing/images`; the older `TrainingData/Train_Normal`,
-`TrainingData/Train_Tumor`, `Testset/Images`; and `images` next to `annotations` and `masks`. File names give the kind
-of a slide (`normal_001.tif`, `Tumor_001.tif`, `test_001.tif`); the labels of the test slides are in `reference.csv`. As
-far as is known every slide is from a different patient.
+Ehteshami Bejnordi et al., JAMA 2017, doi:10.1001/jama.2017.14585. There are three layouts: `training/normal`,
+`training/tumor`, `testing/images`; the older `TrainingData/Train_Normal`, `TrainingData/Train_Tumor`, `Testset/Images`;
+and `images` next to `annotations` and `masks`. File names give the kind of a slide (`normal_001.tif`, `Tumor_001.tif`,
+`test_001.tif`); the labels of the test slides are in `reference.csv`. As far as is known every slide is from a
+different patient.
 
 Special slides: test_049 is a duplicate; the lesions of test_114 are not exhaustively annotated; normal_086 contains a
 tumour and was later published as tumor_111. With these corrections there are 159 + 111 training and 129 test slides.
@@ -13,12 +14,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from selfvitmil.cohort.folder import Listing, is_slide, walk
-from selfvitmil.cohort.spreadsheet import read_text, split_lines
+from selfvitmil.cohort.files import Listing, is_slide, read_text, split_lines, walk
 from selfvitmil.cohort.table import Cohort, SlideRow, absolute, listing, make_cohort
 from selfvitmil.errors import CohortError
 
@@ -30,7 +30,16 @@ _SLIDE_NAME = re.compile(r"(normal|tumor|test)_\d{3}", re.IGNORECASE)
 _SLIDE_FILE = re.compile(rf"{_SLIDE_NAME.pattern}\.tif", re.IGNORECASE)
 _REFERENCES = ("reference.csv", "reference.txt", "gt.csv")
 
-_OFFICIAL = {"train": {"normal": 159, "tumor": 111}, "test": {"normal": 80, "tumor": 49}}
+_OFFICIAL_TRAIN = {"normal": 159, "tumor": 111}
+_OFFICIAL_TEST = frozenset(f"test_{number:03d}" for number in range(1, 131)) - {"test_049"}
+
+PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
+"""Tiles and slides of each split as the paper of Self-ViT-MIL counts them."""
+
+CHALLENGE_LEVEL = 5
+"""Level of the evaluation masks of the challenge's FROC."""
+CHALLENGE_MPP = 0.243
+"""Microns per level-0 pixel that the challenge takes for every slide."""
 
 
 def is_camelyon16_name(file_name: str) -> bool:
@@ -42,6 +51,38 @@ def has_camelyon16_names(slides: Iterable[str]) -> bool:
     """Return whether all slides are named like those of Camelyon16, with some of each kind: normal, tumor, test."""
     kinds = [match[1].casefold() if (match := _SLIDE_NAME.fullmatch(slide)) else "" for slide in slides]
     return set(kinds) == {"normal", "tumor", "test"}
+
+
+def is_official_test_set(slides: Iterable[str]) -> bool:
+    """Return whether these are the 129 test slides of the challenge, which the published results are about."""
+    return {slide.casefold() for slide in slides} == _OFFICIAL_TEST
+
+
+def has_all_lesions(row: SlideRow) -> bool:
+    """Return whether all lesions of a slide are annotated, so that it can be used in lesion metrics.
+
+    False only for one slide of the test set. It is identified by its name among annotated test slides, because
+    `cohort.csv` has no column for such a remark.
+    """
+    annotated_tumour = row.annotation is not None and row.label == "tumor" and row.split == "test"
+    return not (annotated_tumour and row.slide.casefold() == "test_114")
+
+
+def compare_tile_counts(counts: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return one line per split that compares tiles per slide with the paper's; `counts` are tiles of each slide."""
+    lines: list[str] = []
+    for split, (tiles, slides) in PAPER_TILES.items():
+        if not (own := counts.get(split)):
+            continue
+        total, mean, published = sum(own), sum(own) / len(own), tiles / slides
+        line = f"{split}: {total:,} tiles of {len(own)} slides; the paper has {tiles:,} of {slides}"
+        if len(own) == slides:
+            line += f" ({total / tiles - 1:+.1%})"
+        lines.append(f"{line}; {mean:,.0f} a slide, the paper {published:,.0f} ({mean / published - 1:+.1%})")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- folder
 
 
 def read_camelyon16(root: Path) -> Cohort | None:
@@ -190,7 +231,7 @@ def _count_warnings(rows: list[SlideRow]) -> list[str]:
     counts = Counter((row.split, row.label) for row in rows)
     train = {label: counts["train", label] for label in ("normal", "tumor")}
     test = sum(row.split == "test" for row in rows)
-    if sum(train.values()) < 200 or (train == _OFFICIAL["train"] and test == sum(_OFFICIAL["test"].values())):
+    if sum(train.values()) < 200 or (train == _OFFICIAL_TRAIN and test == len(_OFFICIAL_TEST)):
         return []
     return [
         f"There are {train['normal']} normal and {train['tumor']} tumor training and {test} test slides;"

@@ -2,7 +2,7 @@
 
 A source lists the slides and their files; a second table may add labels and other fields. Labels are never derived from
 file names or the order of folders, except for Camelyon16, whose names define them. No table content is dropped
-silently.
+silently. `merge_cohorts` adds a cohort to that of a study.
 """
 
 from __future__ import annotations
@@ -10,22 +10,32 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from selfvitmil.cohort.camelyon16 import is_camelyon16_name, read_camelyon16
-from selfvitmil.cohort.folder import SLIDE_SUFFIXES, FoundSlide, find_slides
-from selfvitmil.cohort.spreadsheet import Sheet, check_columns, parse_mpp, read_sheet, split_name, whole_number
+from selfvitmil.cohort.files import (
+    SLIDE_SUFFIXES,
+    FoundSlide,
+    Sheet,
+    check_columns,
+    find_slides,
+    parse_mpp,
+    read_sheet,
+    split_name,
+    whole_number,
+)
 from selfvitmil.cohort.table import (
     COLUMNS,
     Cohort,
     SlideRow,
-    combine,
     listing,
     make_cohort,
     name_key,
     resolve_path,
     specific_warnings,
+    stated_fields,
 )
 from selfvitmil.errors import CohortError, ConfigError, raise_problems
 
@@ -363,3 +373,82 @@ def _label_index(sheet: Sheet, label_column: str | None) -> tuple[int | None, li
         )
     note = f"{sheet.name}: labels are taken from {candidates[0]!r}, the only possible column."
     return sheet.named(candidates[0]), [note]
+
+
+# ---------------------------------------------------------------------------------------------------- merging
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Result of merging, as slide names."""
+
+    added: tuple[str, ...]
+    """Slides that the old cohort did not have."""
+    filled: tuple[str, ...]
+    """Old slides with fields filled from the new cohort."""
+    moved: tuple[str, ...]
+    """Old slides whose file has moved."""
+    only_old: tuple[str, ...]
+    """Old slides that are not in the new cohort; they are kept."""
+
+
+def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
+    """Add to the cohort of a study: old rows are kept, their empty fields are filled, new slides are appended.
+
+    Conflicting fields raise one CohortError that lists them all. A path may change only if the old file is gone and the
+    new one exists.
+    """
+    newer = {row.slide: row for row in new.rows}
+    rows: list[SlideRow] = []
+    filled: list[str] = []
+    moved: list[str] = []
+    conflicts: list[str] = []
+    for row in old.rows:
+        addition = newer.get(row.slide)
+        if addition is None:
+            rows.append(row)
+            continue
+        if _same_file(row.path, addition.path):
+            addition = replace(addition, path=row.path)
+        elif not os.path.exists(row.path) and os.path.exists(addition.path):
+            row = replace(row, path=addition.path)
+            moved.append(row.slide)
+        combined, disagreements = combine(row, addition)
+        conflicts += disagreements
+        rows.append(combined)
+        if combined != row:
+            filled.append(row.slide)
+    if conflicts:
+        raise CohortError(
+            f"cohort.csv and the new table contradict each other: {listing(conflicts)}",
+            "the right value is ambiguous",
+            "Correct one of the two; to drop a row, delete it from cohort.csv",
+            code="conflicting-values",
+        )
+    added = tuple(row for row in new.rows if row.slide not in old)
+    merged = make_cohort([*rows, *added], "the merged cohort", warnings=specific_warnings(new))
+    only_old = tuple(row.slide for row in old.rows if row.slide not in newer)
+    return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(moved), only_old)
+
+
+def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
+    """Return `row` with its empty fields filled from `addition`, and the fields with conflicting values."""
+    changes: dict[str, Any] = {}
+    conflicts: list[str] = []
+    ours = stated_fields(row)
+    for name, theirs in stated_fields(addition).items():
+        if theirs is None or ours[name] == theirs:
+            continue
+        if ours[name] is None:
+            changes[name] = theirs
+        elif not isinstance(theirs, Path):
+            conflicts.append(f"{row.slide} ({name}: {ours[name]} or {theirs})")
+        elif not _same_file(ours[name], theirs):
+            conflicts.append(f"{row.slide} ({name}: another file)")
+    if "patient" in changes:
+        changes["patient_stated"] = True
+    return replace(row, **changes), conflicts
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one == other or os.path.realpath(one) == os.path.realpath(other)

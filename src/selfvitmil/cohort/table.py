@@ -1,8 +1,12 @@
-"""The cohort: its rows, their consistency rules, `cohort.csv` and merging of two cohorts.
+"""The cohort: its rows, the order of its classes, the rules of consistency, and `cohort.csv`.
 
 Rules, checked by `make_cohort` for every source and again before writing: slide names are unique (also on file systems
 that ignore case) and valid file names, a patient is in one split only, no two labels differ only in case.
 Paths are absolute in memory and relative to the table in the file, so that a study can be moved with its slides.
+
+Of two classes the positive one comes last (`order_classes`). Scores are probabilities of the positive class, heatmaps
+show evidence for it, and sensitivity is its recall, so it must be the disease and not simply the class that is last in
+alphabetical order. The meaning of the names decides: `normal` is negative, whatever the other class is.
 """
 
 from __future__ import annotations
@@ -10,15 +14,16 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from selfvitmil.errors import CohortError, raise_problems
+from selfvitmil.errors import CohortError, ConfigError, raise_problems
 from selfvitmil.store.files import write_csv
 
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
@@ -57,16 +62,6 @@ class SlideRow:
     def found_as(self, slide: str, path: Path) -> SlideRow:
         """Return the row with the name and file under which its slide was found."""
         return replace(self, slide=slide, path=path, patient=self.patient if self.patient_stated else "")
-
-    @property
-    def lesions_complete(self) -> bool:
-        """Whether all lesions of the slide are annotated, so that it can be used in lesion metrics.
-
-        False only for one slide of Camelyon16's test set. It is identified by its name among annotated test slides,
-        because `cohort.csv` has no column for such a remark.
-        """
-        annotated_tumour = self.annotation is not None and self.label == "tumor" and self.split == "test"
-        return not (annotated_tumour and self.slide.casefold() == "test_114")
 
 
 @dataclass(frozen=True)
@@ -194,6 +189,111 @@ def listing(items: Iterable[str], limit: int = 10) -> str:
 def name_key(name: str) -> str:
     """Return a key that is equal for names that are the same file on some file systems (macOS ignores case)."""
     return unicodedata.normalize("NFC", name).casefold()
+
+
+# ---------------------------------------------------------------------------------------------------- class order
+
+
+_NEGATIVE = """
+    normal healthy negative neg benign control controls ctrl false absent absence wildtype wt wild unaffected uninvolved
+    unremarkable unmutated intact free background low mss stable pmmr n0
+    gesund negativ gutartig kontrolle unauffallig
+    sain saine normale normaux negatif benin benigne temoin controle
+    sano sana negativo negativa benigno benigna saudavel negativi sani benigni controllo
+    gezond negatief goedaardig frisk godartad godartet zdrowy zdrowa lagodny ujemny saglikli
+    норма нормальныи нормальная здоровыи здоровая отрицательныи доброкачественныи контроль
+    正常 阴性 陰性 良性 健康 정상 음성
+"""
+_NEGATING = """
+    no not non none nothing without
+    kein keine nein ohne aucun aucune sans ninguno ninguna sin nao nenhum nenhuma sem nessuno nessuna senza
+    geen nee zonder ingen inga nej nei utan brak nie bez yok hayir нет без 无 無 否 なし 없음
+"""
+NEGATIVE_WORDS = frozenset(_NEGATIVE.split())
+"""Words that make a class the negative one, in lower case and without accents; MSS is microsatellite stable, pMMR
+proficient mismatch repair, N0 without node metastasis."""
+NEGATIONS = frozenset(_NEGATING.split())
+"""Words that do so as the first word of a name: `no metastasis`, but not `carcinoma of no special type`."""
+NEGATIVE_PREFIXES = ("non", "no", "un")
+"""Prefixes that negate the other class: `nontumor` with `tumor`."""
+NEGATIVE_SYMBOLS = {"0": "", "-": "", "n": "yjosp", "f": "t"}
+"""Complete names that are negative, if the other name is one of these letters, or with any other name."""
+
+Source = Literal["setting", "meaning", "order"]
+
+
+@dataclass(frozen=True)
+class ClassOrder:
+    """Class names in the order of their indices, and for two classes how the positive one, the last, was found."""
+
+    names: tuple[str, ...]
+    source: Source
+
+    @property
+    def reason(self) -> str:
+        """How the positive class of two was found, for the user."""
+        negative, positive = self.names[0], self.names[-1]
+        flag = f"--train.positive {negative!r} swaps them"
+        if self.source == "setting":
+            return "as train.positive says"
+        if self.source == "meaning":
+            return f"{negative!r} means negative; {flag}"
+        return f"GUESSED from the order of the names; {flag}, if {positive!r} is the negative class"
+
+
+def order_classes(classes: tuple[str, ...], positive: str | None) -> ClassOrder:
+    """Order the classes of a cohort so that the positive one of two comes last.
+
+    `positive` names it; without it the meaning of the names decides (`is_negative_name`), and if both or neither are
+    negative the cohort's own order. More than two classes keep their order. ConfigError if `positive` is not a class.
+    """
+    if positive is not None:
+        if positive not in classes or len(classes) != 2:
+            binary = "" if len(classes) == 2 else ", and only one of two is positive"
+            why = f"the classes are {listing(classes)}{binary}"
+            raise ConfigError(
+                f"train.positive {positive!r}",
+                why,
+                "Name one of two classes, or leave it out",
+                code="unknown-positive-class",
+            )
+        return ClassOrder(tuple(sorted(classes, key=positive.__eq__)), "setting")
+    if len(classes) != 2:
+        return ClassOrder(classes, "order")
+    first, second = (is_negative_name(name, other) for name, other in (classes, classes[::-1]))
+    if first == second:
+        return ClassOrder(classes, "order")
+    return ClassOrder(classes if first else (classes[1], classes[0]), "meaning")
+
+
+def is_negative_name(name: str, other: str = "") -> bool:
+    """Return whether a class name means the negative class; `other` is the name of the other class.
+
+    True for a name with a word of `NEGATIVE_WORDS` (`Normal`, `KRAS wild-type`, `tumor-free`), one that begins with a
+    word of `NEGATIONS` (`no tumour`), one that negates the other (`nontumor` with `tumor`, `ER-` with `ER+`), and
+    `NEGATIVE_SYMBOLS`. Words that both names share do not count (`low grade` and `high grade`).
+    """
+    plain, plain_other = _plain(name), _plain(other)
+    if plain in NEGATIVE_SYMBOLS:
+        return not NEGATIVE_SYMBOLS[plain] or (len(plain_other) == 1 and plain_other in NEGATIVE_SYMBOLS[plain])
+    if plain.endswith("-") and plain_other == f"{plain[:-1]}+":
+        return True
+    words, joined = _words(name), "".join(_words(name))
+    own = [word for word in words if word not in _words(other)]
+    if joined in NEGATIVE_WORDS or not NEGATIVE_WORDS.isdisjoint(own) or (words and words[0] in NEGATIONS):
+        return True
+    return bool(plain_other) and any(joined == prefix + "".join(_words(other)) for prefix in NEGATIVE_PREFIXES)
+
+
+def _plain(name: str) -> str:
+    """Return the name in lower case, without accents and surrounding spaces."""
+    decomposed = unicodedata.normalize("NFKD", name.strip().casefold())
+    kept = "".join(letter for letter in decomposed if not unicodedata.combining(letter))
+    return unicodedata.normalize("NFC", kept)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W_]+", _plain(name))
 
 
 # ---------------------------------------------------------------------------------------------------- rules
@@ -349,13 +449,13 @@ def write_cohort(path: Path, cohort: Cohort) -> None:
     make_cohort(cohort.rows, path.name)
     folder = Path(os.path.realpath(path.parent))
     rows = (
-        [_relative(cell, folder) if isinstance(cell, Path) else cell for cell in _stated(row).values()]
+        [_relative(cell, folder) if isinstance(cell, Path) else cell for cell in stated_fields(row).values()]
         for row in cohort.rows
     )
     write_csv(path, [COLUMNS, *rows])
 
 
-def _stated(row: SlideRow) -> dict[str, Any]:
+def stated_fields(row: SlideRow) -> dict[str, Any]:
     """Return the fields as a table stores them: None for unknown values, such as a patient that is not stated."""
     values = {name: getattr(row, name) for name in COLUMNS}
     return values if row.patient_stated else values | {"patient": None}
@@ -385,82 +485,3 @@ def resolve_path(value: str, folder: Path) -> Path:
     while value.startswith("../"):
         folder, value = folder.parent, value[3:].lstrip("/")
     return folder / value
-
-
-# ---------------------------------------------------------------------------------------------------- merging
-
-
-@dataclass(frozen=True)
-class MergeReport:
-    """Result of merging, as slide names."""
-
-    added: tuple[str, ...]
-    """Slides that the old cohort did not have."""
-    filled: tuple[str, ...]
-    """Old slides with fields filled from the new cohort."""
-    moved: tuple[str, ...]
-    """Old slides whose file has moved."""
-    only_old: tuple[str, ...]
-    """Old slides that are not in the new cohort; they are kept."""
-
-
-def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
-    """Add to the cohort of a study: old rows are kept, their empty fields are filled, new slides are appended.
-
-    Conflicting fields raise one CohortError that lists them all. A path may change only if the old file is gone and the
-    new one exists.
-    """
-    newer = {row.slide: row for row in new.rows}
-    rows: list[SlideRow] = []
-    filled: list[str] = []
-    moved: list[str] = []
-    conflicts: list[str] = []
-    for row in old.rows:
-        addition = newer.get(row.slide)
-        if addition is None:
-            rows.append(row)
-            continue
-        if _same_file(row.path, addition.path):
-            addition = replace(addition, path=row.path)
-        elif not os.path.exists(row.path) and os.path.exists(addition.path):
-            row = replace(row, path=addition.path)
-            moved.append(row.slide)
-        combined, disagreements = combine(row, addition)
-        conflicts += disagreements
-        rows.append(combined)
-        if combined != row:
-            filled.append(row.slide)
-    if conflicts:
-        raise CohortError(
-            f"cohort.csv and the new table contradict each other: {listing(conflicts)}",
-            "the right value is ambiguous",
-            "Correct one of the two; to drop a row, delete it from cohort.csv",
-            code="conflicting-values",
-        )
-    added = tuple(row for row in new.rows if row.slide not in old)
-    merged = make_cohort([*rows, *added], "the merged cohort", warnings=specific_warnings(new))
-    only_old = tuple(row.slide for row in old.rows if row.slide not in newer)
-    return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(moved), only_old)
-
-
-def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
-    """Return `row` with its empty fields filled from `addition`, and the fields with conflicting values."""
-    changes: dict[str, Any] = {}
-    conflicts: list[str] = []
-    ours = _stated(row)
-    for name, theirs in _stated(addition).items():
-        if theirs is None or ours[name] == theirs:
-            continue
-        if ours[name] is None:
-            changes[name] = theirs
-        elif not isinstance(theirs, Path):
-            conflicts.append(f"{row.slide} ({name}: {ours[name]} or {theirs})")
-        elif not _same_file(ours[name], theirs):
-            conflicts.append(f"{row.slide} ({name}: another file)")
-    if "patient" in changes:
-        changes["patient_stated"] = True
-    return replace(row, **changes), conflicts
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return one == other or os.path.realpath(one) == os.path.realpath(other)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort, SlideRow
-from selfvitmil.cohort.folder import find_slides
+from selfvitmil.cohort.files import find_slides
 from selfvitmil.cohort.table import listing, make_cohort, name_key
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, SelfVitMilError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.cohort import Cohort
-from selfvitmil.cohort.camelyon16 import is_camelyon16_name
+from selfvitmil.cohort.camelyon16 import compare_tile_counts, is_camelyon16_name
 from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
 from selfvitmil.commands.run_record import RunRecord, new_record, read_record, write_record
 from selfvitmil.engine import Engine
@@ -28,9 +28,6 @@ from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.study.folder import Summary, open_study, store_cohort
-
-PAPER_TILES = {"train": (1_235_428, 270), "test": (544_420, 129)}
-"""Tiles and slides of Camelyon16 as the paper counts them."""
 
 
 def run(
@@ -269,16 +266,9 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
         return []
     from selfvitmil.tiles import count_tiles
 
-    lines: list[str] = []
     folder = StudyLayout(study).tiling(tiling_name(settings.tile))
-    for split, (tiles, slides) in PAPER_TILES.items():
-        own = cohort.select(split=split).slides
-        counts = [count for slide in own if (count := count_tiles(folder / f"{slide}.h5")) is not None]
-        if not counts:
-            continue
-        total, mean, published = sum(counts), sum(counts) / len(counts), tiles / slides
-        line = f"{split}: {total:,} tiles of {len(counts)} slides; the paper has {tiles:,} of {slides}"
-        if len(counts) == slides:
-            line += f" ({total / tiles - 1:+.1%})"
-        lines.append(f"{line}; {mean:,.0f} a slide, the paper {published:,.0f} ({mean / published - 1:+.1%})")
-    return lines
+    counts: dict[str, list[int]] = {}
+    for row in cohort.rows:
+        if (count := count_tiles(folder / f"{row.slide}.h5")) is not None:
+            counts.setdefault(row.split or "", []).append(count)
+    return compare_tile_counts(counts)

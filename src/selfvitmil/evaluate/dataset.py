@@ -32,9 +32,8 @@ import numpy as np
 
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
-from selfvitmil.cohort.positive_class import ClassOrder, order_classes
 from selfvitmil.cohort.splits import check_split
-from selfvitmil.cohort.table import listing
+from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Where, check_choices
 from selfvitmil.settings import EvaluateSettings, TrainSettings

@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from selfvitmil import annotations
 from selfvitmil.annotations import Annotation
 from selfvitmil.bags import Bag
-from selfvitmil.cohort.positive_class import is_negative_name
-from selfvitmil.cohort.table import check_slide_name
+from selfvitmil.cohort.table import check_slide_name, is_negative_name
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, MissingMppError, SlideError
 from selfvitmil.slides import open_slide
 from selfvitmil.store.failures import without_folders

@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from selfvitmil import metrics
 from selfvitmil.annotations import Annotation, box_coverage, read_annotations, to_mask
+from selfvitmil.cohort.camelyon16 import CHALLENGE_LEVEL, CHALLENGE_MPP, has_all_lesions
 from selfvitmil.cohort.table import SlideRow, listing
 from selfvitmil.errors import ArtefactError, CohortError, MetricError
 from selfvitmil.evaluate.method_metrics import attempt
@@ -51,9 +52,6 @@ from selfvitmil.localize.scores import NORMAL_SHARE, TUMOUR_SHARE
 from selfvitmil.metrics.detection import ITC_UM, evaluation_mask, major_axes
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings
 
-LEVEL = 5
-CHALLENGE_MPP = 0.243
-"""Microns per level-0 pixel that the challenge takes for every slide."""
 THRESHOLDS = np.arange(1, 201) / 200
 """Thresholds to choose from."""
 _MARGIN_PX = 16
@@ -146,7 +144,7 @@ def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
         found,
         None if row.annotation is None else read_annotations(row.annotation, repair=True),
         positive=row.label == found.prediction.shown,
-        complete=row.lesions_complete,
+        complete=has_all_lesions(row),
         patient=row.patient,
         file="" if row.annotation is None else row.annotation.name,
     )
@@ -272,7 +270,7 @@ def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Scored
 def _pixel_l0(heatmap: Heatmap, frame: str) -> float:
     """Edge of a pixel of the evaluation mask."""
     unit = CHALLENGE_MPP / heatmap.frame.slide_mpp if frame == "microns" else 1.0
-    return 2**LEVEL * unit
+    return 2**CHALLENGE_LEVEL * unit
 
 
 def _mask(case: LesionCase, frame: str) -> NDArray[np.bool_]:
@@ -291,7 +289,7 @@ def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], ND
     # Beyond the reach of growing tumour there is nothing, and slides are large.
     left, top = max(0, columns[0] - _MARGIN_PX), max(0, lines[0] - _MARGIN_PX)
     tumour = tumour[top : lines[-1] + _MARGIN_PX, left : columns[-1] + _MARGIN_PX]
-    labels = evaluation_mask(tumour, LEVEL, CHALLENGE_MPP)
+    labels = evaluation_mask(tumour, CHALLENGE_LEVEL, CHALLENGE_MPP)
     y, x = np.nonzero(tumour)
     centre = (np.stack([x + left, y + top], axis=1) + 0.5) * _pixel_l0(heatmap, frame)
     told = heatmap.frame
@@ -304,7 +302,7 @@ def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], ND
     score[inside] = np.nan_to_num(picture[line[inside], column[inside]], nan=-1)
     peaks = np.full(int(labels.max()), -1, np.float32)
     np.maximum.at(peaks, labels[y, x] - 1, score)
-    return peaks, major_axes(labels) < ITC_UM / (CHALLENGE_MPP * 2**LEVEL)
+    return peaks, major_axes(labels) < ITC_UM / (CHALLENGE_MPP * 2**CHALLENGE_LEVEL)
 
 
 class _FrocCases(Sequence[tuple[Any, Any]]):
@@ -321,7 +319,7 @@ class _FrocCases(Sequence[tuple[Any, Any]]):
         points = find_points(case.heatmap, settings.point_radius_um, settings.point_min)
         # Edge tiles of other tools may have their centres outside.
         points[:, 1:] = np.clip(points[:, 1:], 0, np.asarray(case.heatmap.frame.size_l0) - 1)
-        points[:, 1:] *= 2**LEVEL / _pixel_l0(case.heatmap, settings.froc_frame)
+        points[:, 1:] *= 2**CHALLENGE_LEVEL / _pixel_l0(case.heatmap, settings.froc_frame)
         return (_mask(case, settings.froc_frame) if case.positive else None), points
 
 
@@ -369,7 +367,7 @@ def score_lesions(
     reasons: dict[str, str] = {}
     warnings = [f"{slide} takes no part in lesion scores: {why}" for slide, why in left_out]
     warnings += [f"{case.slide}: {text}" for case in cases for text in case.warnings]
-    froc = attempt(reasons, "froc", lambda: metrics.froc(_FrocCases(cases, settings), LEVEL, CHALLENGE_MPP))
+    froc = attempt(reasons, "froc", lambda: metrics.froc(_FrocCases(cases, settings), CHALLENGE_LEVEL, CHALLENGE_MPP))
     if froc is not None:
         warnings += [_with_name(warning, cases) for warning in froc.warnings]
     num_positive = sum(bool(case.positive) for case in cases)

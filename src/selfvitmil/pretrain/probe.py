@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfvitmil.cohort.spreadsheet import Sheet, read_sheet, split_name, whole_number
+from selfvitmil.cohort.files import Sheet, read_sheet, split_name, whole_number
 from selfvitmil.cohort.table import listing
 from selfvitmil.data.sources import read_image
 from selfvitmil.encoder import Encoder

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil.cohort import Split
+from selfvitmil.cohort.camelyon16 import is_official_test_set
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError, MetricError
 from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
@@ -281,7 +282,8 @@ def _write_table(
     from selfvitmil.evaluate.comparison_table import table_cells, table_csv, table_markdown, table_notes
     from selfvitmil.evaluate.figures import auc_figure
 
-    on = evaluated_on(results[0], study.resolve().name, camelyon16_test=_is_camelyon16_test(splits))
+    official = len(splits) == 1 and is_official_test_set(splits[0].test)
+    on = evaluated_on(results[0], study.resolve().name, camelyon16_test=official)
     paired = compare_results(results, settings.compare.baseline, settings.evaluate)
     published = PUBLISHED | {"supervised ResNet-18": PUBLISHED["resnet18"]}  # by the rows' titles
     for result in results:  # published figures stand beside the published recipe, where the table has both
@@ -299,12 +301,6 @@ def _write_table(
     except MetricError as error:
         notes = [*notes, f"note: auc.svg is not drawn: {error}"]
     return tuple(tuple(row) for row in table_cells(rows)), notes
-
-
-def _is_camelyon16_test(splits: Sequence[Split]) -> bool:
-    """Whether the test slides are the 129 of the challenge, on which the published figures were made."""
-    official = {f"test_{number:03d}" for number in range(1, 131)} - {"test_049"}
-    return len(splits) == 1 and {slide.lower() for slide in splits[0].test} == official
 
 
 class Compare(Stage):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort
-from selfvitmil.cohort.folder import is_slide
+from selfvitmil.cohort.files import is_slide
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError, raise_problems
 from selfvitmil.settings import StudySettings
@@ -84,7 +84,7 @@ def _format_of(path: Path) -> int | None:
 
 def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
-    from selfvitmil.cohort.positive_class import order_classes
+    from selfvitmil.cohort.table import order_classes
     from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
     from selfvitmil.evaluate.dataset import Case, check_two_classes
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from selfvitmil.annotations import Annotation, box_coverage, read_annotations
 from selfvitmil.bags import Bag
 from selfvitmil.cohort import SlideRow
+from selfvitmil.cohort.camelyon16 import has_all_lesions
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import BagError, CohortError, ConfigError
 from selfvitmil.formatting import percent
@@ -51,7 +52,7 @@ class AnnotatedSlide:
     @classmethod
     def of(cls, row: SlideRow, label: int, table: Path | None) -> AnnotatedSlide:
         """Return the slide of a cohort row."""
-        return cls(row.slide, label, row.patient, row.path, table, row.annotation, row.mpp, row.lesions_complete)
+        return cls(row.slide, label, row.patient, row.path, table, row.annotation, row.mpp, has_all_lesions(row))
 
 
 @dataclass(frozen=True, eq=False)
