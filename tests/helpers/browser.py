@@ -27,9 +27,9 @@ from selfvitmil.localize.heatmap import Frame, Heatmap, write_heatmap
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import SlideTruth, make_slide
 from selfvitmil.tiles import boxes_l0
-from selfvitmil.view.app import make_app
-from selfvitmil.view.files import static_files
+from selfvitmil.view.export import static_files
 from selfvitmil.view.guard import names_for
+from selfvitmil.view.server import make_app
 from selfvitmil.view.study import ViewedStudy
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -17,9 +17,9 @@ from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.view.app import make_app
-from selfvitmil.view.files import StaticFile, static_files
+from selfvitmil.view.export import StaticFile, static_files
 from selfvitmil.view.guard import names_for
+from selfvitmil.view.server import make_app
 from selfvitmil.view.study import Names, ViewedStudy
 
 SIZE = (1500, 1100)
@@ -40,7 +40,7 @@ STATIC = {
 
 
 def packaged_files() -> dict[str, StaticFile]:
-    """The viewer's real files; skips where OpenSeadragon is missing: built without a network."""
+    """Return the viewer's real files; skips where built ones are missing: built without a network."""
     try:
         return static_files()
     except SelfVitMilError as error:

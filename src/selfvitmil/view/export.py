@@ -1,12 +1,13 @@
-"""The viewer as a folder: opens from disk with a double click, needs no server, can be mailed.
+"""The viewer's own files, and the viewer as a folder: opens from disk with a double click, needs no server.
 
-    index.html               the page, with classic scripts in place of modules
-    static/                  styles, OpenSeadragon, viewer.js (our modules as one script)
+    index.html               the page, with classic scripts in place of modules, which pages from disk may not load
+    static/                  styles, OpenSeadragon, vendor/viewer.js (our modules, bundled when the package is built)
     data/study.js            window.SELFVITMIL_DATA = {study, slides: {}}
     data/<id>.js             everything about one slide, loaded when it is opened
     thumbnails/<id>.jpg      tiles/<id>/<level>/<column>_<row>.jpg
 
-Pictures go down to a given resolution, which bounds the size. Nothing in it names a folder of this machine.
+Pictures go down to a given resolution, which bounds the size. It can be mailed: nothing in it names a folder of this
+machine.
 """
 
 from __future__ import annotations
@@ -18,31 +19,76 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
 from selfvitmil.view import tiles
-from selfvitmil.view.bundle import bundle
-from selfvitmil.view.files import StaticFile, static_files
 from selfvitmil.view.study import ViewedSlide, ViewedStudy, to_json
 
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "txt": "text/plain; charset=utf-8",
+}
+BUILT = ("vendor/openseadragon.min.js", "vendor/viewer.js")
+"""Files that the build step adds."""
 MAX_SLIDES = 20
-"""Of a folder for which no slides were named."""
+"""In a folder for which no slides were named."""
 PICTURE_BYTES = 20_000
-"""Of a tile, for the size that is said beforehand."""
+"""Of a tile, to estimate the size."""
 MAX_EDGE_PX = 8192
-"""Of the finest level of a slide that does not say its resolution."""
+"""Of the finest level of a slide of unknown resolution."""
 MODULE_TAG = '<script type="module" src="static/main.js"></script>'
-SCRIPT_TAGS = '<script src="data/study.js" defer></script>\n  <script src="static/viewer.js" defer></script>'
+SCRIPT_TAGS = '<script src="data/study.js" defer></script>\n  <script src="static/vendor/viewer.js" defer></script>'
 CHARSET_TAG = '<meta charset="utf-8">'
 POLICY = (
     "default-src 'none'; script-src 'self' file:; style-src 'self' file:; img-src 'self' file: data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
 """What the page may load: what lies beside it, and nothing from a network."""
-ENTRY = "main.js"
+
+
+@dataclass(frozen=True)
+class StaticFile:
+    """One file, whole."""
+
+    content: bytes
+    media_type: str
+
+
+def static_files() -> dict[str, StaticFile]:
+    """Return all files of the viewer by their name below `static/`; SelfVitMilError where built ones are missing."""
+    folder = resources.files("selfvitmil.view") / "static"
+    files = _files_in(folder, "")
+    files.update(_files_in(folder / "vendor", "vendor/"))
+    if missing := [name.removeprefix("vendor/") for name in BUILT if name not in files]:
+        raise SelfVitMilError(
+            f"{' and '.join(missing)}: missing from this installation of selfvitmil",
+            "the web viewer is built with packages from npm while selfvitmil is installed, and that did not work",
+            "Install a released wheel, or build again with a network: `pip install --force-reinstall --no-deps .` "
+            "(`-e .` in a checkout)",
+        )
+    return files
+
+
+def _files_in(folder: Traversable, prefix: str) -> dict[str, StaticFile]:
+    if not folder.is_dir():
+        return {}
+    return {
+        prefix + file.name: StaticFile(file.read_bytes(), MEDIA_TYPES[suffix])
+        for file in folder.iterdir()
+        if file.is_file() and (suffix := file.name.rpartition(".")[2]) in MEDIA_TYPES
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
 
 
 @dataclass(frozen=True)
@@ -63,7 +109,7 @@ def write_folder(
     top_mpp: float = 2.0,
     say: Callable[[str], None] = print,
 ) -> Exported:
-    """Write the folder, which must not exist or be empty; a slide that fails is left out and told."""
+    """Write the folder, which must not exist or be empty; a slide that fails is left out and reported."""
     if not 0 < top_mpp < math.inf:
         raise ConfigError(f"--export-mpp {top_mpp:g}", "no picture has that", "Give microns per pixel, for instance 2")
     files = static_files()
@@ -87,15 +133,15 @@ def write_folder(
 
 
 def choose_slides(study: ViewedStudy, names: Sequence[str]) -> tuple[list[ViewedSlide], list[str]]:
-    """The slides that were named, else those with maps, else all; not more than `MAX_SLIDES` of those not named."""
+    """Return the slides that were named, else those with heatmaps, else all, and of these at most `MAX_SLIDES`."""
     if names:
         wanted = {study.id_of(name) for name in names}
         return [slide for id, slide in study.slides.items() if id in wanted], []
-    with_maps = [slide for slide in study.slides.values() if study.maps_of(slide)]
-    possible = with_maps or list(study.slides.values())
+    with_heatmaps = [slide for slide in study.slides.values() if study.models_of(slide)]
+    possible = with_heatmaps or list(study.slides.values())
     notes: list[str] = []
     if len(possible) > MAX_SLIDES:
-        kind = "slides with maps" if with_maps else "slides"
+        kind = "slides with heatmaps" if with_heatmaps else "slides"
         notes.append(f"the first {MAX_SLIDES} of {len(possible)} {kind}; --slides names others")
     return possible[:MAX_SLIDES], notes
 
@@ -125,7 +171,7 @@ def _plans(chosen: Sequence[ViewedSlide], top_mpp: float) -> tuple[list[_Plan], 
 
 
 def top_level(opened: tiles.OpenedSlide, top_mpp: float) -> int:
-    """The finest level that is not finer than `top_mpp`; to within a hundredth, as scanners' figures are not round."""
+    """Return the finest level not finer than `top_mpp`, to within 1 %: scanners' values are not round."""
     zoom = opened.zoom
     if opened.mpp is None:
         halvings = math.ceil(math.log2(max(zoom.size_l0) / MAX_EDGE_PX))
@@ -157,15 +203,15 @@ def _slide_script(study: ViewedStudy, plan: _Plan) -> str:
     slide = plan.slide
     info = study.slide_data(slide, plan.opened)
     info |= {"max_level": plan.levels[-1], "levels": info["levels"][: len(plan.levels)]}
-    maps = {model: study.heatmap_json(slide, model) for model in info["maps"]}
+    heatmaps = {model: study.heatmap_json(slide, model) for model in info["maps"]}
     lesions = {model: to_json(study.lesions_data(slide, model)) for model in info["maps"]}
     annotation = to_json(study.annotation_data(slide) if slide.row.annotation is not None else [])
-    parts = {"slide": to_json(info), "maps": _object(maps), "lesions": _object(lesions), "annotation": annotation}
+    parts = {"slide": to_json(info), "maps": _object(heatmaps), "lesions": _object(lesions), "annotation": annotation}
     return f'window.SELFVITMIL_DATA.slides["{slide.id}"] = {_object(parts)};\n'
 
 
 def _object(parts: Mapping[str, str]) -> str:
-    """JSON from texts that are JSON already."""
+    """Return a JSON object from values that are JSON already."""
     return "{" + ",".join(f"{to_json(key)}:{text}" for key, text in parts.items()) + "}"
 
 
@@ -179,7 +225,7 @@ def _remove_slide(folder: Path, slide: ViewedSlide) -> None:
 
 
 def write_static(folder: Path, files: Mapping[str, StaticFile]) -> None:
-    """The page and what it needs, with our modules as one script."""
+    """Write the page and what it needs, with our modules as one script."""
     page = files["index.html"].content.decode("utf-8")
     for tag in (CHARSET_TAG, MODULE_TAG):
         if page.count(tag) != 1:
@@ -187,15 +233,9 @@ def write_static(folder: Path, files: Mapping[str, StaticFile]) -> None:
     page = page.replace(MODULE_TAG, SCRIPT_TAGS)
     page = page.replace(CHARSET_TAG, f'{CHARSET_TAG}\n  <meta http-equiv="Content-Security-Policy" content="{POLICY}">')
     _write_text(folder / "index.html", page)
-    modules = {name: file.content.decode("utf-8") for name, file in files.items() if _is_module(name)}
-    _write_text(folder / "static" / "viewer.js", bundle(modules, ENTRY))
     for name, file in files.items():
-        if not _is_module(name) and name != "index.html":
+        if name != "index.html" and not (name.endswith(".js") and "/" not in name):  # modules are in viewer.js
             _write_bytes(folder / "static" / name, file.content)
-
-
-def _is_module(name: str) -> bool:
-    return name.endswith(".js") and "/" not in name
 
 
 def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str, Any]:
@@ -214,9 +254,9 @@ def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str,
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its place in the end, or goes."""
+    """Yield a temporary folder beside `out` that takes its place in the end, or is removed."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out.name}: is there already", "nothing of it shall be lost", "Choose a new folder")
+        raise ConfigError(f"{out.name}: exists already", "nothing in it may be lost", "Choose a new folder")
     temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
     try:
         temporary.mkdir(parents=True)

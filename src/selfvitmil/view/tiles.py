@@ -1,8 +1,8 @@
 """Pictures of slides for the viewer: DeepZoom geometry, open slides, tiles and thumbnails as JPEG.
 
-The geometry is DeepZoom's, as OpenSlide makes it: level `max_level` has the slide's full size, each level below half of
-it, rounded up; tiles of 254 px that share 1 px with each neighbour. Pixels come through our own readers, so what is
-seen is what the encoder saw; label and macro pictures are out of their reach.
+The geometry is that of OpenSlide's DeepZoom: level `max_level` has the slide's full size, each level below half of it,
+rounded up; tiles of 254 px that share 1 px with each neighbour. Pixels come through our own readers, so a reader sees
+what the encoder saw; label and macro images are never read.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from selfvitmil.slides import Slide, open_slide
@@ -25,6 +25,14 @@ THUMBNAIL_PX = 240
 """Longer edge of a thumbnail."""
 JPEG_QUALITY = 85
 
+FileState = tuple[int, int, int]
+"""Inode, size and time of a file; changes when the file does."""
+
+
+def state_of(stat: os.stat_result) -> FileState:
+    """Return what changes when the file does."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
 
 @dataclass(frozen=True)
 class DeepZoom:
@@ -34,32 +42,32 @@ class DeepZoom:
 
     @property
     def max_level(self) -> int:
-        """The level of full size."""
+        """Return the level of full size."""
         return math.ceil(math.log2(max(self.size_l0)))
 
     def downsample(self, level: int) -> int:
-        """Level-0 pixels per pixel of the level."""
+        """Return level-0 pixels per pixel of the level."""
         return 1 << (self.max_level - level)
 
     def size(self, level: int) -> tuple[int, int]:
-        """(width, height) of the level."""
+        """Return (width, height) of the level."""
         width, height = (-(-edge // self.downsample(level)) for edge in self.size_l0)
         return width, height
 
     def num_tiles(self, level: int) -> tuple[int, int]:
-        """(columns, rows) of the level."""
+        """Return (columns, rows) of tiles of the level."""
         columns, rows = (-(-edge // TILE_PX) for edge in self.size(level))
         return columns, rows
 
     def has_tile(self, level: int, column: int, row: int) -> bool:
-        """Whether there is such a tile; cheap for any numbers."""
+        """Return whether there is such a tile; cheap for any numbers."""
         if not 0 <= level <= self.max_level:
             return False
         columns, rows = self.num_tiles(level)
         return 0 <= column < columns and 0 <= row < rows
 
     def box(self, level: int, column: int, row: int) -> tuple[int, int, int, int]:
-        """(x, y, width, height) of the tile with its overlap, in pixels of the level."""
+        """Return (x, y, width, height) of the tile with its overlap, in pixels of the level."""
         spans: list[tuple[int, int]] = []
         for place, edge in zip((column, row), self.size(level), strict=True):
             start = max(0, place * TILE_PX - OVERLAP_PX)
@@ -71,19 +79,18 @@ class DeepZoom:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a slide's pixels are, as the cohort says; never made from a request."""
+    """A slide's file, as the cohort names it; never built from a request."""
 
     path: Path
     reader: str
     mpp: float | None
-    """Over what the file says."""
+    """Overrides the file's value."""
     otherwise_mpp: float | None = None
-    """Where the file does not say it."""
+    """For files without a value."""
 
-    def state(self) -> tuple[int, int, int]:
-        """Changes when the file does; FileNotFoundError when it is gone."""
-        stat = os.stat(self.path)
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    def state(self) -> FileState:
+        """Return what changes when the file does; FileNotFoundError when it is gone."""
+        return state_of(os.stat(self.path))
 
 
 @dataclass(frozen=True)
@@ -93,57 +100,58 @@ class OpenedSlide:
     slide: Slide
     zoom: DeepZoom
     mpp: float | None
-    """None where nobody says it: pictures do without, scale bars and maps cannot."""
+    """None where it is unknown: pictures do without, scale bars and heatmaps cannot."""
 
 
-@dataclass
-class _Place:
+@dataclass(eq=False)
+class _Entry:
     opening: threading.Lock = field(default_factory=threading.Lock)
-    state: tuple[int, int, int] | None = None
+    state: FileState | None = None
     opened: OpenedSlide | None = None
+
+    def close(self) -> None:
+        """Close the slide; whoever reads from it now keeps its handle until done."""
+        if self.opened is not None:
+            self.opened.slide.close()
+
+
+class _Entries(LRUCache[Path, _Entry]):
+    def popitem(self) -> tuple[Path, _Entry]:
+        path, entry = super().popitem()
+        entry.close()
+        return path, entry
 
 
 class OpenSlides:
     """Open slides, at most `max_open`; one whose file has changed since is opened anew."""
 
     def __init__(self, max_open: int = 16):
-        self.max_open = max_open
-        self._places: OrderedDict[Path, _Place] = OrderedDict()
+        self._entries = _Entries(max_open)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def get(self, source: Source) -> OpenedSlide:
-        """The slide; FileNotFoundError when its file is gone, SlideError when it does not open."""
+        """Return the slide; FileNotFoundError when its file is gone, SlideError when it does not open."""
         state = source.state()
         with self._lock:
-            place = self._places.setdefault(source.path, _Place())
-            self._places.move_to_end(source.path)
-            while len(self._places) > self.max_open:
-                # whoever reads from it now keeps its handle until done
-                _close(self._places.popitem(last=False)[1])
-        with place.opening:
-            if place.opened is None or place.state != state:
-                _close(place)
-                place.opened, place.state = open_source(source), state
-            return place.opened
+            entry = self._entries.setdefault(source.path, _Entry())
+        with entry.opening:
+            if entry.opened is None or entry.state != state:
+                entry.close()
+                entry.opened, entry.state = open_source(source), state
+            return entry.opened
 
     def close(self) -> None:
         """Close all."""
         with self._lock:
-            for place in self._places.values():
-                _close(place)
-            self._places.clear()
-
-
-def _close(place: _Place) -> None:
-    if place.opened is not None:
-        place.opened.slide.close()
+            while self._entries:
+                self._entries.popitem()
 
 
 def open_source(source: Source) -> OpenedSlide:
-    """Open a slide; SlideError when it does not open."""
+    """Open a slide; raises SlideError when it does not open."""
     slide = open_slide(source.path, reader=source.reader, mpp=source.mpp, otherwise_mpp=source.otherwise_mpp)
     mpp = slide.info.mpp.value
     if mpp is None:
@@ -155,21 +163,21 @@ def open_source(source: Source) -> OpenedSlide:
 
 
 def read_tile(opened: OpenedSlide, level: int, column: int, row: int) -> NDArray[np.uint8]:
-    """Pixels of a tile that exists."""
+    """Return the pixels of a tile that exists."""
     x, y, width, height = opened.zoom.box(level, column, row)
     downsample = opened.zoom.downsample(level)
     return opened.slide.read_region(x * downsample, y * downsample, (width, height), opened.slide.mpp * downsample)
 
 
 def read_thumbnail(opened: OpenedSlide) -> NDArray[np.uint8]:
-    """The whole slide, its longer edge `THUMBNAIL_PX` (or what it has, where that is less)."""
+    """Return the whole slide, its longer edge `THUMBNAIL_PX` (or what it has, where that is less)."""
     downsample = max(1.0, max(opened.zoom.size_l0) / THUMBNAIL_PX)
     width, height = (max(1, round(edge / downsample)) for edge in opened.zoom.size_l0)
     return opened.slide.read_region(0, 0, (width, height), opened.slide.mpp * downsample)
 
 
 def to_jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    """Encoded; holds nothing but the picture."""
+    """Return the picture as JPEG without any metadata."""
     import simplejpeg
 
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), JPEG_QUALITY, "RGB", "420")
