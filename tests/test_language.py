@@ -31,7 +31,16 @@ ALLOWED = {
 
 
 def texts() -> list[Path]:
-    kinds = ("src/**/*.py", "src/**/*.toml", "src/**/*.html", "src/**/*.js", "src/**/*.css", "docs/**/*.md", "*.md")
+    kinds = (
+        "src/**/*.py",
+        "src/**/*.toml",
+        "src/**/*.html",
+        "src/**/*.j2",
+        "src/**/*.js",
+        "src/**/*.css",
+        "docs/**/*.md",
+        "*.md",
+    )
     found = [path for kind in kinds for path in ROOT.glob(kind)]
     log = {ROOT / "LOG.md", ROOT / "CHANGELOG.md"}  # history keeps its words
     return [path for path in found if path not in log and "vendor" not in path.parts]

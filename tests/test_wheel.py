@@ -79,6 +79,7 @@ def test_archives_hold_what_they_should_and_nothing_else(built: Path, wheel: Pat
         "view/static/index.html",
         "view/static/style.css",
         "report/style.css",
+        "report/templates/page.html.j2",
     ):
         assert f"selfvitmil/{needed}" in names, needed
     assert any(name.startswith("selfvitmil/view/static/vendor/openseadragon") for name in names)

@@ -2,7 +2,8 @@
 
 `Names.slide` and `Names.patient` rename structured fields. `Names.text` processes all other text (reasons of failures,
 warnings, notes, alternative texts): it reduces absolute paths to the file name and, with pseudonyms, replaces names
-wherever they occur, also inside file names.
+wherever they occur, also inside file names. `Names.apply` does so for all texts of a data structure, once, when it is
+read: what renders it cannot show a name.
 
 Pseudonyms are assigned in random order, because accession numbers follow dates. They are kept in the study's
 `pseudonyms.csv`, so that later reports use the same ones. That table is the key: it is never part of shared output.
@@ -16,16 +17,19 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from html import escape, unescape
 from pathlib import Path
+from typing import TypeVar
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError
 from selfvitmil.store.failures import without_folders
 from selfvitmil.store.files import write_csv
 from selfvitmil.store.layout import StudyLayout
+
+T = TypeVar("T")
 
 HEADER = ["kind", "name", "pseudonym"]
 
@@ -58,6 +62,16 @@ class Names:
         """Return any text in shareable form."""
         text = without_folders(text, self.folders)
         return text if self._pattern is None else self._renamed(unicodedata.normalize("NFC", text), self._pattern)
+
+    def apply(self, data: T) -> T:
+        """Return data with all text in shareable form: strings in dataclasses, tuples and lists, at any depth."""
+        if isinstance(data, str):
+            return self.text(data)  # pyright: ignore[reportReturnType]
+        if isinstance(data, tuple | list):
+            return type(data)(self.apply(item) for item in data)  # pyright: ignore[reportCallIssue]
+        if is_dataclass(data) and not isinstance(data, type):
+            return replace(data, **{field.name: self.apply(getattr(data, field.name)) for field in fields(data)})
+        return data
 
     def _renamed(self, text: str, pattern: re.Pattern[str]) -> str:
         folded, places = _folded(text)

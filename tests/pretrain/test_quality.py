@@ -39,7 +39,7 @@ from selfvitmil.pretrain.quality import (
 )
 from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
 from selfvitmil.pretrain.watch import Course, Ending, patience_of
-from selfvitmil.report import sections
+from selfvitmil.report.encoders import describe_steps
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage
@@ -525,7 +525,7 @@ def test_the_summary_of_pretrain_says_which_weights_were_kept(
     ],
 )
 def test_the_report_says_which_weights_were_kept(told: dict[str, int], words: list[str]):
-    assert sections._steps_words(told) == words
+    assert describe_steps(told) == words
 
 
 def test_the_first_alarm_is_printed_at_once(capsys: pytest.CaptureFixture[str]):

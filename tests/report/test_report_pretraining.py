@@ -23,8 +23,9 @@ from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.pretrain import train
 from selfvitmil.pseudonyms import Names, give_pseudonyms
-from selfvitmil.report import assessment, contents, curves, neighbors, samples, write_report
-from selfvitmil.report.assessment import Course, Measurement, assess, measurements
+from selfvitmil.report import encoders, figures, neighbors, write_report
+from selfvitmil.report.data import StudyFiles
+from selfvitmil.report.encoders import Course, Measurement, assess, measurements
 from selfvitmil.settings import StudySettings, to_toml
 from selfvitmil.slides import SlideCache, open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -65,7 +66,7 @@ class Alts(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        self.text += data.replace("\n", " ")
 
 
 class Trained:
@@ -124,13 +125,13 @@ def section(study: Path, out: Path, **options: Any) -> Alts:
 
 
 def test_views_are_those_that_the_first_training_step_made(trained: Trained):
-    held = contents.read_contents(trained.study)
-    found = samples.read_samples(held, held.encoders[0])
+    held = StudyFiles.read(trained.study)
+    found = encoders.read_samples(held.layout, held.cohort, held.encoders[0])
     ids, views = trained.recorded[0]
     config = held.encoders[0].config["pretrained_cfg"]
     mean, std = (np.array(config[key], dtype=np.float32)[:, None, None] for key in ("mean", "std"))
-    assert [len(sample.large) for sample in found] == [2] * samples.NUM_SAMPLES
-    assert [len(sample.small) for sample in found] == [3] * samples.NUM_SAMPLES
+    assert [len(sample.large) for sample in found] == [2] * encoders.NUM_SAMPLES
+    assert [len(sample.small) for sample in found] == [3] * encoders.NUM_SAMPLES
     assert len({sample.slide for sample in found}) == 3  # all that were trained on
     matched = []
     for sample in found:
@@ -145,12 +146,12 @@ def test_views_are_those_that_the_first_training_step_made(trained: Trained):
         ]
         assert sum(same) == 1  # one tile of the batch, with all of its views
         matched.append(int(ids[same.index(True)]))
-    assert len(set(matched)) == samples.NUM_SAMPLES
+    assert len(set(matched)) == encoders.NUM_SAMPLES
 
 
 def test_shown_tile_is_the_normalized_tile_of_the_slide(trained: Trained):
-    held = contents.read_contents(trained.study)
-    for sample in samples.read_samples(held, held.encoders[0]):
+    held = StudyFiles.read(trained.study)
+    for sample in encoders.read_samples(held.layout, held.cohort, held.encoders[0]):
         table = read_tiles(trained.study / "tiles" / TILING / f"{sample.slide}.h5")
         assert table.stain is not None
         with open_slide(trained.study / "files" / f"{sample.slide}.svs") as slide:
@@ -189,9 +190,9 @@ def test_views_that_cannot_be_made_are_left_out(trained: Trained, tmp_path: Path
 def test_tiles_of_a_batch_are_spread_over_its_readable_slides():
     batch = np.array([0, 1, 2, 10, 11, 25, 25, 26, 31])
     counts, readable = (10, 10, 10, 10), np.array([True, True, False, True])
-    chosen = samples.choose_tiles(batch, counts, readable)
+    chosen = encoders.choose_tiles(batch, counts, readable)
     assert chosen.tolist() == [0, 2, 10, 31]
-    assert samples.choose_tiles(batch, counts, np.ones(4, dtype=bool)).tolist() == [0, 10, 25, 31]
+    assert encoders.choose_tiles(batch, counts, np.ones(4, dtype=bool)).tolist() == [0, 10, 25, 31]
 
 
 # ---------------------------------------------------------------------------------------------------- neighbours
@@ -211,7 +212,7 @@ def brute_force(study: Path, slide: str, row: int, most: int) -> list[tuple[str,
 
 
 def test_neighbours_are_those_of_a_search_through_all_tiles(trained: Trained):
-    cohort = contents.read_contents(trained.study).cohort
+    cohort = StudyFiles.read(trained.study).cohort
     assert cohort is not None
     pool = neighbors.read_pool(trained.study / "bags" / TILING / "features_dino", cohort)
     found = neighbors.find_neighbors(pool)
@@ -226,7 +227,7 @@ def test_neighbours_are_those_of_a_search_through_all_tiles(trained: Trained):
 
 
 def test_tiles_of_the_pool_are_read_where_the_feature_file_says(trained: Trained):
-    cohort = contents.read_contents(trained.study).cohort
+    cohort = StudyFiles.read(trained.study).cohort
     assert cohort is not None
     pool = neighbors.read_pool(trained.study / "bags" / TILING / "features_dino", cohort)
     cache = SlideCache()
@@ -242,7 +243,7 @@ def test_tiles_of_the_pool_are_read_where_the_feature_file_says(trained: Trained
 
 def test_large_pools_are_searched_in_part(trained: Trained, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(neighbors, "MOST_VALUES", 24 * 4 * 7)
-    cohort = contents.read_contents(trained.study).cohort
+    cohort = StudyFiles.read(trained.study).cohort
     assert cohort is not None
     pool = neighbors.read_pool(trained.study / "bags" / TILING / "features_dino", cohort)
     assert np.bincount(pool.slide_N).tolist() == [7] * 4
@@ -256,7 +257,7 @@ def test_embeddings_that_are_no_numbers_are_never_shown(trained: Trained, tmp_pa
     features[0], features[1] = np.nan, 0
     write_bag(folder / "case-19.h5", features, table, "dino", {})
     (folder / "case-17.h5").write_bytes(b"nothing of ours")
-    cohort = contents.read_contents(trained.study).cohort
+    cohort = StudyFiles.read(trained.study).cohort
     assert cohort is not None
     pool = neighbors.read_pool(folder, cohort)
     assert [slide.row.slide for slide in pool.slides] == ["case-18", "case-19", "case-20"]
@@ -307,7 +308,7 @@ def test_neighbours_of_the_trained_encoder_and_of_one_from_elsewhere_are_shown(t
     for features in ("0.5mpp/uni", "0.5mpp/untrained_dino", "0.5mpp/mean_color", "0.5mpp/dino__cls4", "0.25mpp/dino"):
         tiling, name = features.split("/")
         (tmp_path / "bags" / tiling / f"features_{name}").mkdir(parents=True)
-    assert neighbors.shown_features(contents.read_contents(tmp_path)) == ["0.5mpp/dino__cls4", "0.5mpp/uni"]
+    assert StudyFiles.read(tmp_path).shown_features() == ["0.5mpp/dino__cls4", "0.5mpp/uni"]
 
 
 # ---------------------------------------------------------------------------------------------------- the page
@@ -340,10 +341,13 @@ def test_pictures_of_the_section_are_small(trained: Trained):
     """With the default tiles and views, and neighbours of two encoders."""
     with open_slide(trained.study / "files" / "case-17.svs") as slide:
         tile = slide.read_tile(400, 400, 224, 0.5)
-    sample = samples.Sample("a", tile, [tile] * 2, [tile[:96, :96]] * 8)
-    size = len(samples._shown(sample, Names())) * samples.NUM_SAMPLES
+    sample = encoders.Sample("a", tile, [tile] * 2, [tile[:96, :96]] * 8)
+    shown = encoders.show_sample(sample, Names())
+    size = sum(len(one.src) for one in (shown.tile, *shown.large, *shown.small)) * encoders.NUM_SAMPLES
     grid = neighbors.NUM_QUERIES * (1 + neighbors.NUM_NEIGHBORS)
-    size += grid * len(neighbors.picture(tile, "a", edge_px=neighbors.TILE_PX, quality=70)) * neighbors.MOST_FEATURES
+    size += (
+        grid * len(neighbors.picture(tile, "a", edge_px=neighbors.TILE_PX, quality=70).src) * neighbors.MOST_FEATURES
+    )
     assert 200_000 < size < 600_000
 
 
@@ -417,7 +421,7 @@ def test_slope_is_that_of_weighted_least_squares():
     design = np.stack([np.ones(12), steps], axis=1) / error[:, None]
     covariance = np.linalg.inv(design.T @ design)
     slope = covariance @ design.T @ (quality / error)
-    assert assessment._slope(measured) == pytest.approx((slope[1], math.sqrt(covariance[1, 1])))
+    assert encoders.slope(measured) == pytest.approx((slope[1], math.sqrt(covariance[1, 1])))
 
 
 def test_noise_around_a_level_is_called_level():
@@ -452,7 +456,7 @@ def test_measurements_are_read_from_metrics():
 
 def test_quality_is_drawn_with_its_band_and_the_kept_step():
     measured = course([0.2, 0.4, 0.3], error=0.05)
-    (axes,) = curves.draw_quality(measured, 200).axes
+    (axes,) = figures.draw_quality(measured, 200).axes
     curve, kept = axes.get_lines()[:2]
     assert curve.get_xydata().tolist() == [[100, 0.2], [200, 0.4], [300, 0.3]]
     assert list(kept.get_xdata()) == [200, 200]
@@ -460,8 +464,8 @@ def test_quality_is_drawn_with_its_band_and_the_kept_step():
     assert {(round(x), round(y, 6)) for x, y in band} == {
         (x, round(y + sign * 0.1, 6)) for x, y in ((100, 0.2), (200, 0.4), (300, 0.3)) for sign in (-1, 1)
     }
-    assert curves.quality_figure(measured, 200) == curves.quality_figure(measured, 200)
-    assert len(curves.draw_quality(measured, None).axes[0].get_lines()) == 2  # the curve and the line of chance
+    assert figures.quality_figure(measured, 200) == figures.quality_figure(measured, 200)
+    assert len(figures.draw_quality(measured, None).axes[0].get_lines()) == 2  # the curve and the line of chance
 
 
 def test_page_shows_quality_and_its_sentence_where_it_was_measured(trained: Trained, tmp_path: Path):

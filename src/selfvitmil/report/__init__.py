@@ -1,21 +1,14 @@
 """One self-contained HTML page of a study: what was run, on what, how well it does, and where the evidence lies.
 
-contents.py   what a study holds, read once; what is missing is noted
-markup.py     HTML from Python values, escaped
-pictures.py   pictures and figures as data inside the page
-curves.py     the course of a pretraining as figures
-assessment.py what the quality of a pretraining says, in one sentence
-samples.py    training tiles and the views made of them
-neighbors.py  tiles and those of other patients with the most similar embeddings
-pretraining.py the part about encoders
-sections.py   the parts of the page about the study as a whole
-result_sections.py  the parts about how well methods do
-slides.py     the part of one slide
-page.py       all of it together, written to a file
+data.py       the study, read once into what the page shows
+encoders.py   pretraining curves, quality and views;  neighbors.py  tiles with similar embeddings
+results.py    comparisons, evaluations and lesion scores;  slides.py  the section of one slide
+figures.py    pictures and figures as data inside the page
+render.py     the page from that data, by the templates in templates/ and style.css
 """
 
 from __future__ import annotations
 
-from selfvitmil.report.page import Report, write_report
+from selfvitmil.report.render import Report, write_report
 
 __all__ = ["Report", "write_report"]

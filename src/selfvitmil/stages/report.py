@@ -25,7 +25,7 @@ def report(
 ) -> Summary:
     """Write `report/index.html`, or `out`. The study is only read, so this takes no lock and may run beside others."""
     from selfvitmil.report import write_report
-    from selfvitmil.report.page import MAX_SLIDES
+    from selfvitmil.report.data import MAX_SLIDES
 
     most = MAX_SLIDES if slides is None else slides
     if most < 0:
@@ -33,7 +33,7 @@ def report(
     made = write_report(study, settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most)
     lines = [f"note: {problem}" for problem in made.problems]
     if made.num_mapped > made.num_sections:
-        lines.append(f"{made.num_sections} of {made.num_mapped} slides with maps have a section (--slides {most})")
+        lines.append(f"{made.num_sections} of {made.num_mapped} slides with heatmaps have a section (--slides {most})")
     if pseudonyms:
         lines.append(
             f"{StudyLayout(study).pseudonyms.name} in the study is the key to the pseudonyms: keep it to yourself"

@@ -1,0 +1,352 @@
+"""What the page shows of results: comparisons of methods, evaluations of single ones, heatmaps beside annotations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfvitmil.evaluate.comparison import FORMAT_VERSION, ComparisonRow
+from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table_cells, table_notes
+from selfvitmil.evaluate.method_metrics import Estimator
+from selfvitmil.evaluate.predictions import Prediction, read_predictions
+from selfvitmil.localize.heatmap import MAIN_METHOD
+from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
+from selfvitmil.pseudonyms import Names
+from selfvitmil.report.figures import Shown, chart, is_finite
+from selfvitmil.report.slides import Record
+
+if TYPE_CHECKING:
+    from selfvitmil.report.data import Reader
+
+METRICS = {
+    "auc": "AUC",
+    "pr_auc": "average precision",
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+    "ppv": "positive predictive value",
+    "npv": "negative predictive value",
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "brier": "Brier score",
+    "ece": "calibration error (ECE)",
+}
+"""Metrics of `metrics.json` that are shown, and their names."""
+FIGURES = ("auc", "roc", "pr", "calibration", "confusion", "froc", "training")
+"""Order of figures; others follow."""
+
+
+@dataclass(frozen=True)
+class ResultsFolder:
+    """Results of one method, or a comparison of several."""
+
+    name: str
+    metrics: Mapping[str, Any]
+    predictions: Sequence[Prediction]
+    class_names: tuple[str, ...]
+    figures: Mapping[str, Path]
+    """SVG files by their names without suffix."""
+    has_table: bool
+    rows: Sequence[ComparisonRow]
+    """Rows of `table.csv`."""
+    lesions: Mapping[str, Any]
+    """Localization scores, `lesions.json`."""
+    lesion_slides: Mapping[str, Record]
+    """Rows of `lesion_slides.csv` by slide."""
+
+    @property
+    def methods(self) -> Sequence[Mapping[str, Any]]:
+        return self.metrics.get("methods") or []
+
+    @property
+    def is_comparison(self) -> bool:
+        return self.has_table or len(self.methods) > 1
+
+    @property
+    def is_optimistic(self) -> bool:
+        return any(method.get("protocol") == "optimistic" for method in self.methods)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an earlier version ranked the scores of several splits, which have different models, together."""
+        several = any(len(method.get("slides") or {}) > 1 for method in self.methods)
+        return several and self.metrics.get("format_version") != FORMAT_VERSION
+
+    @property
+    def summary(self) -> str:
+        number = len(self.methods)
+        if not number:
+            return "no metrics"
+        doubts = ", OPTIMISTIC protocol" if self.is_optimistic else ""
+        doubts += ", transductive" if any(told.get("transductive") for told in self.methods) else ""
+        return (str(self.methods[0].get("method", "")) if number == 1 else f"{number} methods compared") + doubts
+
+    def charts(self, names: Names, *, froc: bool | None = None) -> tuple[Shown, ...]:
+        """Return the figures; with `froc` only those that are FROC curves, or only the others."""
+        found = [key for key in self.figures if froc is None or froc == _is_named(key, "froc")]
+        texts = [self.figures[key].read_text(encoding="utf-8", errors="replace") for key in sorted(found, key=_order)]
+        return tuple(chart(text, names) for text in texts)
+
+
+def _is_named(figure: str, word: str) -> bool:
+    return figure == word or figure.endswith(f"_{word}")
+
+
+def _order(figure: str) -> tuple[int, str]:
+    places = [place for place, word in enumerate(FIGURES) if _is_named(figure, word)]
+    return (places[0] if places else len(FIGURES), figure)
+
+
+def read_results(reader: Reader, folder: Path) -> ResultsFolder:
+    """Read the files of a folder of results."""
+    predictions, class_names = reader.attempt(folder / "predictions.csv", read_predictions, ([], ()))
+    metrics, table = reader.json(folder / "metrics.json"), folder / "table.csv"
+    # The table joins the warnings of a method; metrics.json has them one by one.
+    warnings = {told.get("method"): tuple(told.get("warnings") or ()) for told in metrics.get("methods") or []}
+    rows = reader.attempt(table, lambda path: read_table(path.read_text(encoding="utf-8")), [])
+    return ResultsFolder(
+        name=folder.name,
+        metrics=metrics,
+        predictions=predictions,
+        class_names=class_names,
+        figures={path.stem: path for path in sorted(folder.glob("*.svg"))},
+        has_table=table.exists(),
+        rows=[replace(row, warnings=warnings.get(row.display_name, row.warnings)) for row in rows],
+        lesions=reader.json(folder / "lesions.json"),
+        lesion_slides=reader.by_slide(folder / "lesion_slides.csv"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class ResultsData:
+    """What all results have."""
+
+    name: str
+    is_optimistic: bool
+    is_stale: bool
+    charts: tuple[Shown, ...]
+
+
+@dataclass(frozen=True)
+class ComparisonData(ResultsData):
+    """A table with a row per method."""
+
+    cells: tuple[tuple[str, ...], ...]
+    """Header and rows; empty where the table cannot be read."""
+    notes: tuple[str, ...]
+    numbered_notes: tuple[str, ...]
+    recipes: tuple[str, ...]
+
+
+def _common(results: ResultsFolder, names: Names) -> dict[str, Any]:
+    charts = results.charts(names, froc=False if results.lesions else None)
+    told = {"is_optimistic": results.is_optimistic, "is_stale": results.is_stale}
+    return {"name": results.name, **told, "charts": charts}
+
+
+def comparison_data(results: ResultsFolder, names: Names) -> ComparisonData:
+    """Return the table of a comparison with its notes and figures."""
+    rows = list(results.rows)
+    notes = [*(results.metrics.get("advice") or ()), *(table_notes(rows) if rows else ())]
+    return ComparisonData(
+        **_common(results, names),
+        cells=tuple(map(tuple, table_cells(rows, intervals=True))) if rows else (),
+        notes=tuple(note for note in notes if not note.startswith("[")),
+        numbered_notes=tuple(note for note in notes if note.startswith("[")),
+        recipes=tuple(recipe_notes(rows)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class MetricData:
+    """A metric of the ensemble with its confidence interval, and its mean and deviation over seeds."""
+
+    name: str
+    value: float | None
+    low: float | None
+    high: float | None
+    seed_mean: float | None
+    seed_sd: float | None
+
+
+@dataclass(frozen=True)
+class LevelData:
+    """Metrics by slide or by patient."""
+
+    level: str
+    same_as: str
+    """Why they equal those of another level; empty otherwise."""
+    confidence: float | None
+    metrics: tuple[MetricData, ...]
+    notes: tuple[str, ...]
+    missing: tuple[tuple[str, str], ...]
+    """Metrics that are not defined, and why."""
+
+
+@dataclass(frozen=True)
+class EvaluationData(ResultsData):
+    """The metrics of one method."""
+
+    facts: tuple[tuple[str, str], ...]
+    levels: tuple[LevelData, ...]
+    warnings: tuple[str, ...]
+
+
+def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
+    """Return metrics with confidence intervals, and curves, of a method that was evaluated by itself."""
+    told = results.methods[0]
+    return EvaluationData(
+        **_common(results, names),
+        facts=tuple(_facts(told).items()),
+        levels=tuple(_levels(told)),
+        warnings=tuple(told.get("warnings") or ()),
+    )
+
+
+def _facts(told: Mapping[str, Any]) -> dict[str, str]:
+    recipe, evidence = told.get("recipe") or {}, told.get("evidence") or {}
+    kinds = dict.fromkeys(str(own.get("reason", "")) for own in evidence.values())
+    origin = f" ({told['positive_from']})" if told.get("positive_from") else ""
+    ensemble = (told.get("slide") or {}).get("ensemble") or {}
+    threshold = f"{ensemble['threshold']:.3f}, " if is_finite(ensemble.get("threshold")) else ""
+    return {
+        "method": str(told.get("method", "")),
+        "recipe": "; looks for ".join([str(recipe.get("kind", "")), *kinds]),
+        "positive class": f"{told['positive']}{origin}" if told.get("positive") else "",
+        "encoder": f"{told.get('encoder', '')}{' (transductive)' if told.get('transductive') else ''}",
+        "tiles": str(told.get("tiling", "")),
+        "protocol": str(told.get("protocol", "")),
+        "seeds": ", ".join(map(str, told.get("seeds") or [])),
+        "test slides": _test_slides(told),
+        "threshold": f"{threshold}{ensemble.get('threshold_from', '')}".strip(", "),
+    }
+
+
+def _test_slides(told: Mapping[str, Any]) -> str:
+    """Return how many slides the metrics are of; those of splits whose test slides overlap are not summed."""
+    counts = [((own.get("test") or {}).get("slides")) or {} for own in (told.get("slides") or {}).values()]
+    if len(counts) < 2:
+        return "".join(map(counted, counts))
+    slide = told.get("slide") or {}
+    pooled = (slide.get("ensemble") or {}).get("counts")
+    if pooled and slide.get("estimator") != Estimator.WITHIN_OVERLAPPING_SPLITS:
+        return f"{counted(pooled)}, each in one of {len(counts)} splits"
+    listed = "; ".join(f"{text} in {number}" for text, number in Counter(map(counted, counts)).items())
+    return f"{listed} of {len(counts)} splits, which overlap"
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Return for instance `80 normal, 49 tumor`."""
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def _levels(told: Mapping[str, Any]) -> Iterator[LevelData]:
+    for level in ("slide", "patient"):
+        own = told.get(level) or {}
+        same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
+        ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
+        levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
+        found = [_metric(name, ensemble.get(key), seeds.get(key)) for key, name in METRICS.items()]
+        metrics = tuple(one for one in found if one.value is not None or one.seed_mean is not None)
+        notes = [f"{own['words'][:1].upper()}{own['words'][1:]}."] if own.get("words") else []
+        notes += [own[key] for key in ("estimator_words", "conditional_on") if own.get(key)]
+        missing = ((METRICS.get(key, str(key)), str(why)) for key, why in (ensemble.get("reasons") or {}).items())
+        if same_as or metrics:
+            confidence = float(levels[0]) if levels else None
+            yield LevelData(level, same_as, confidence, metrics, tuple(notes), tuple(missing))
+
+
+def _metric(name: str, told: Any, seeds: Any) -> MetricData:
+    own, spread = (one if isinstance(one, Mapping) else {} for one in (told, seeds))
+    value = own["value"] if is_finite(own.get("value")) else None
+    return MetricData(name, value, own.get("low"), own.get("high"), spread.get("mean"), spread.get("sd"))
+
+
+# ---------------------------------------------------------------------------------------------------- localization
+
+
+@dataclass(frozen=True)
+class LesionTable:
+    """Heatmaps of several models scored on the same slides."""
+
+    name: str
+    cells: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    charts: tuple[Shown, ...]
+
+
+@dataclass(frozen=True)
+class LesionModel:
+    """How well the heatmaps of one model agree with annotations."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+    scores: tuple[MetricData, ...]
+    sensitivity_at: tuple[tuple[str, float], ...]
+    """Sensitivity by false positives per slide."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LocalizationData:
+    tables: tuple[LesionTable, ...]
+    models: tuple[LesionModel, ...]
+    charts: tuple[Shown, ...]
+    """FROC curves of single models."""
+
+    @property
+    def score_names(self) -> list[str]:
+        """Names of all scores, in order."""
+        return list(dict.fromkeys(score.name for model in self.models for score in model.scores))
+
+
+def localization_data(results: Iterable[ResultsFolder], names: Names) -> LocalizationData:
+    """Return how well heatmaps agree with annotations: comparisons of models, then single models."""
+    scored = sorted((one for one in results if one.lesions), key=lambda one: MAIN_METHOD not in one.name)
+    compared = [one for one in scored if "methods" in one.lesions]
+    single = [one for one in scored if one not in compared]
+    tables = [
+        LesionTable(
+            one.name,
+            tuple(map(tuple, lesion_cells(one.lesions, intervals=True))),
+            tuple(lesion_notes(one.lesions)),
+            one.charts(names, froc=True),
+        )
+        for one in compared
+    ]
+    models = tuple(_lesion_model(one.name, one.lesions, names) for one in single)
+    return LocalizationData(
+        tuple(tables), models, tuple(drawn for one in single for drawn in one.charts(names, froc=True))
+    )
+
+
+def _lesion_model(name: str, told: Mapping[str, Any], names: Names) -> LesionModel:
+    slides, threshold, froc = (told.get(key) or {} for key in ("slides", "threshold", "froc"))
+    scores = {key: own for key, own in (told.get("scores") or {}).items() if isinstance(own, Mapping)}
+    left_out = sorted(f"{names.slide(one['slide'])}: {one['why']}" for one in slides.get("left_out") or [])
+    warnings = [f"Warning: {text}" for text in told.get("warnings") or [] if "takes no part" not in text]
+    value = threshold.get("value", "")
+    facts = {
+        "heatmap": f"{told.get('mapped', '')}, scale {told.get('scale', '')}{', gated' if told.get('gated') else ''}",
+        "slides": f"{slides.get('positive', '?')} positive, {slides.get('negative', '?')} negative",
+        "lesions": str(froc.get("lesions", "")),
+        "threshold of the heatmap": f"{value:.4g}, {threshold.get('from', '')}" if is_finite(value) else "",
+        "FROC in": str(told.get("froc_frame", "")),
+    }
+    return LesionModel(
+        name=name,
+        facts=tuple(facts.items()),
+        scores=tuple(_metric(str(own.get("words", key)), own, None) for key, own in scores.items()),
+        sensitivity_at=tuple((froc.get("sensitivity_at") or {}).items()),
+        warnings=(*(f"Left out: {text}" for text in left_out), *warnings),
+    )
