@@ -11,6 +11,9 @@ overlap. A mask is filled by pixel centres, coverage is computed from the polygo
 mask back.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# (shapely and scipy are typed in part)
+
 from __future__ import annotations
 
 import json
@@ -60,8 +63,8 @@ class Annotation:
     object_type: str = "annotation"
     """QuPath's object type: annotation, detection, tile or cell."""
     locked: bool = False
-    measurements: Mapping[str, float] = field(default_factory=dict)
-    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    measurements: Mapping[str, float] = field(default_factory=dict[str, float])
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     """Further content of a GeoJSON file, under "feature", "geometry" and "properties"; written back unchanged."""
     id: str = ""
     part: int = 0
@@ -369,7 +372,8 @@ def _regions(annotations: Sequence[Annotation]) -> NDArray[Any]:
 
 def _subdivided(region: Any, max_points: int = 128) -> NDArray[Any]:
     """Split the polygons of a geometry until each is small, so that a box is intersected with short outlines only."""
-    done, waiting = [], list(shapely.get_parts(region))
+    done: list[Any] = []
+    waiting: list[Any] = list(shapely.get_parts(region))
     while waiting:
         part = waiting.pop()
         if shapely.get_num_coordinates(part) <= max_points:
@@ -387,7 +391,8 @@ def _chosen(
     annotations: Iterable[Annotation], groups: Collection[str] | None
 ) -> tuple[list[Annotation], list[Annotation]]:
     """Return the annotations to fill and those to remove."""
-    filled, removed = [], []
+    filled: list[Annotation] = []
+    removed: list[Annotation] = []
     for annotation in annotations:
         wanted = annotation.kind == "tumour" if groups is None else annotation.group in groups
         if annotation.has_area and wanted:
@@ -433,7 +438,7 @@ def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
     the top of a region to the right, down its right side and so on. Each run ends where one of the other orientation
     begins; following them gives closed lines, one outline and any number of holes per region.
     """
-    from scipy import ndimage
+    from scipy import ndimage  # pyright: ignore[reportMissingTypeStubs]
 
     areas: Any = ndimage.label(np.pad(mask, 1))[0]  # pyright: ignore[reportIndexIssue]
     across = _runs(areas)
@@ -443,7 +448,8 @@ def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
     holes: dict[int, list[Ring]] = {}
     seen = bytearray(len(follow))
     for start in range(len(follow)):
-        line, run = [], start
+        line: list[int] = []
+        run = start
         while not seen[run]:
             seen[run] = True
             line.append(run)
@@ -463,7 +469,7 @@ def _runs(areas: NDArray[np.int32]) -> NDArray[np.int64]:
     Coordinates are those of the mask before padding by one pixel.
     """
     above, below = areas[:-1], areas[1:]
-    runs = []
+    runs: list[NDArray[Any]] = []
     for inside, outside, forth in ((below, above, True), (above, below, False)):
         border = np.pad((inside > 0) & (outside == 0), ((0, 0), (1, 1))).astype(np.int8)
         step = np.diff(border, axis=1)

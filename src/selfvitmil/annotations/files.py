@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 from xml.parsers import expat
 from xml.sax.saxutils import quoteattr
 
@@ -124,7 +124,7 @@ def _parse(data: bytearray) -> Iterable[Annotation]:
         document = json.loads(data, parse_constant=str)
     except ValueError as error:
         raise Malformed(f"it is not complete JSON ({error})") from None
-    if isinstance(document, dict) and "type" not in document and document.keys() & {"positive", "negative"}:
+    if _is_object(document) and "type" not in document and document.keys() & {"positive", "negative"}:
         return parse_ncrf(document)
     return parse_geojson(document)
 
@@ -166,6 +166,14 @@ def ring_of(points: object, label: str) -> Ring:
     if not (np.abs(ring) < MAX_COORDINATE).all():
         raise Malformed(f"{label} has a coordinate far outside any slide")
     return ring
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def without_closing_point(ring: Ring) -> Ring:
@@ -304,7 +312,8 @@ def _split_keyholes(ring: Ring) -> tuple[Ring, tuple[Ring, ...]]:
     same = point.ravel()[order[1:]] == point.ravel()[order[:-1]]
     again[order[:-1][same]] = order[1:][same]
 
-    outer, holes, end = ring[: again[0]], [], again[0]
+    outer, end = ring[: again[0]], again[0]
+    holes: list[Ring] = []
     while 0 < end < len(ring):
         back = again[end + 1] if (ring[end] == ring[0]).all() else 0
         if not back or signed_area(ring[end + 1 : back]) * signed_area(outer) >= 0:
@@ -319,30 +328,30 @@ def _split_keyholes(ring: Ring) -> tuple[Ring, tuple[Ring, ...]]:
 
 def parse_geojson(document: object) -> Iterator[Annotation]:
     """Parse a collection, a list, a single feature or a bare geometry."""
-    if isinstance(document, dict):
+    if _is_object(document):
         if document.get("type") == "FeatureCollection":
             document = document.get("features")
         elif document.get("type") == "Feature":
             document = [document]
         elif "coordinates" in document or "geometries" in document:
             document = [{"type": "Feature", "geometry": document}]
-    if not isinstance(document, list):
+    if not _is_list(document):
         raise Malformed("it is neither GeoJSON nor lists of positive and negative polygons")
     for index, feature in enumerate(document):
-        if not isinstance(feature, dict) or feature.get("type") != "Feature":
+        if not _is_object(feature) or feature.get("type") != "Feature":
             raise Malformed(f"entry {index + 1} is not a GeoJSON feature")
         yield from _parse_feature(feature, index)
 
 
 def _parse_feature(feature: Mapping[str, Any], index: int) -> Iterator[Annotation]:
-    properties = feature.get("properties") or {}
-    if not isinstance(properties, dict):
+    properties: Any = feature.get("properties") or {}
+    if not _is_object(properties):
         raise Malformed(f"entry {index + 1} has properties that are not an object")
     properties = dict(properties)
     name = str(properties.pop("name", None) or "")
     label = label_of(index, name)
     geometry = feature.get("geometry")
-    if not isinstance(geometry, dict):
+    if not _is_object(geometry):
         raise Malformed(f"{label} has no geometry")
     group, group_color = _parse_classification(properties.pop("classification", None), label)
     # QuPath wrote the object type as `id` until 0.2, as `object_type` in 2021 and as `objectType` since.
@@ -371,18 +380,18 @@ def _parse_feature(feature: Mapping[str, Any], index: int) -> Iterator[Annotatio
 
 def _parse_geometry(geometry: Mapping[str, Any], label: str) -> Iterator[tuple[Shape, Ring, tuple[Ring, ...]]]:
     kind, coordinates = geometry.get("type"), geometry.get("coordinates")
-    if kind == "GeometryCollection" and isinstance(geometry.get("geometries"), list):
+    if kind == "GeometryCollection" and _is_list(geometry.get("geometries")):
         for member in geometry["geometries"]:
-            if not isinstance(member, dict):
+            if not _is_object(member):
                 raise Malformed(f"{label} has an invalid geometry")
             yield from _parse_geometry(member, label)
         return
-    if not isinstance(coordinates, list):
+    if not _is_list(coordinates):
         raise Malformed(f"{label} has a geometry of type {kind!r} without coordinates")
     match kind:
         case "Polygon" | "MultiPolygon":
             for rings in [coordinates] if kind == "Polygon" else coordinates:
-                if not isinstance(rings, list):
+                if not _is_list(rings):
                     raise Malformed(f"{label} has coordinates that are not pairs of finite numbers")
                 outer, *holes = [without_closing_point(ring_of(ring, label)) for ring in rings] or [np.empty((0, 2))]
                 yield "polygon", outer, tuple(holes)
@@ -399,18 +408,18 @@ def _parse_classification(value: object, label: str) -> tuple[str, str | None]:
     """Return name and colour of the class: an object, in some exporters a string, and often missing."""
     if value is None or isinstance(value, str):
         return value or "", None
-    if not isinstance(value, dict):
+    if not _is_object(value):
         raise Malformed(f"{label} has a classification that is neither a name nor an object")
     names = value.get("names")  # QuPath's form of a derived class
-    name = ": ".join(map(str, names)) if isinstance(names, list) else str(value.get("name") or "")
+    name = ": ".join(map(str, names)) if _is_list(names) else str(value.get("name") or "")
     return name, _parse_color(value.get("color"), value.get("colorRGB"))
 
 
 def _parse_color(color: object, packed: object) -> str | None:
     """Convert [r, g, b], or the older signed integer 0xAARRGGBB, to "#RRGGBB"; None if there is neither."""
-    if isinstance(packed, int) and not isinstance(color, list):
+    if isinstance(packed, int) and not _is_list(color):
         color = [packed >> 16 & 255, packed >> 8 & 255, packed & 255]
-    if isinstance(color, list) and len(color) >= 3 and all(isinstance(c, int) and 0 <= c <= 255 for c in color[:3]):
+    if _is_list(color) and len(color) >= 3 and all(isinstance(c, int) and 0 <= c <= 255 for c in color[:3]):
         return "#{:02X}{:02X}{:02X}".format(*color[:3])
     return None
 
@@ -418,9 +427,9 @@ def _parse_color(color: object, packed: object) -> str | None:
 def _parse_measurements(value: Any, label: str) -> dict[str, float]:
     """Parse {name: value} or the older [{"name": name, "value": value}]; null means NaN."""
     try:
-        if isinstance(value, list):
-            value = {entry["name"]: entry["value"] for entry in value}
-        return {str(name): float("nan" if number is None else number) for name, number in (value or {}).items()}
+        entries: Any = {entry["name"]: entry["value"] for entry in value} if _is_list(value) else value or {}
+        pairs = cast(Mapping[str, Any], entries).items()
+        return {str(name): float("nan" if number is None else number) for name, number in pairs}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise Malformed(f"{label} has measurements that are not pairs of a name and a number") from None
 
@@ -429,10 +438,10 @@ def parse_ncrf(document: Mapping[str, Any]) -> Iterator[Annotation]:
     """Parse {"positive": polygons, "negative": polygons}, each with a name and its vertices."""
     for group, key in (("Tumor", "positive"), ("Exclusion", "negative")):
         entries = document.get(key, [])
-        if not isinstance(entries, list):
+        if not _is_list(entries):
             raise Malformed(f"its {key!r} is not a list of polygons")
         for index, entry in enumerate(entries):
-            if not isinstance(entry, dict) or "vertices" not in entry:
+            if not _is_object(entry) or "vertices" not in entry:
                 raise Malformed(f"entry {index + 1} of {key!r} has no vertices")
             name = str(entry.get("name", ""))
             yield Annotation(name, group, without_closing_point(ring_of(entry["vertices"], label_of(index, name))))

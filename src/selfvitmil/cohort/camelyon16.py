@@ -55,7 +55,7 @@ def has_camelyon16_names(slides: Iterable[str]) -> bool:
 
 def is_official_test_set(slides: Iterable[str]) -> bool:
     """Return whether these are the 129 test slides of the challenge, which the published results are about."""
-    return {slide.casefold() for slide in slides} == _OFFICIAL_TEST
+    return frozenset(slide.casefold() for slide in slides) == _OFFICIAL_TEST
 
 
 def has_all_lesions(row: SlideRow) -> bool:

@@ -12,10 +12,10 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from selfvitmil.errors import ArtefactError
 
@@ -23,7 +23,7 @@ from selfvitmil.errors import ArtefactError
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Generator[Path, None, None]:
     """Yield a temporary path beside `path`, synced and renamed to `path` at the end, or removed after an error.
 
     with atomic_path(folder / "a.h5") as temporary, h5py.File(temporary, "w") as file: ...
@@ -111,9 +111,9 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
+        return [to_plain(item) for item in cast(Sequence[Any], value)]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -7,7 +7,7 @@ import fcntl
 import io
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 
 @contextmanager
-def study_lock(study: Path, command: str) -> Iterator[None]:
+def study_lock(study: Path, command: str) -> Generator[None, None, None]:
     """Hold the study for this process; raise LockError with host and pid when another process holds it.
 
     The operating system releases the lock when its holder dies, so on one machine a killed run blocks nobody. Between

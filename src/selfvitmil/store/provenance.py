@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import hash_of, to_plain
@@ -158,7 +158,8 @@ def _differences(
     for key in _keys(before, now, optional):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, prefix=f"{prefix}{key}.")
+            nested = cast(tuple[dict[str, Any], dict[str, Any]], (old, new))
+            yield from _differences(*nested, prefix=f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key}", old, new
 
