@@ -10,6 +10,7 @@ import pytest
 
 from helpers.cli import selfvitmil
 from helpers.cohorts import cohort_file
+from helpers.error_codes import has_code
 from helpers.planted import write_features
 from selfvitmil.cohort import Cohort, SlideRow, guess_patients, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.errors import CohortError
@@ -79,7 +80,7 @@ def test_patients_that_are_stated_stay_also_where_each_slide_has_its_own(tmp_pat
 def test_a_guessed_patient_in_two_splits_is_refused(tmp_path: Path):
     splits = ("train", "test", "test")
     rows = [SlideRow(name, tmp_path, "a", split=split) for name, split in zip(BARCODES, splits, strict=True)]
-    with pytest.raises(CohortError, match=r"TCGA-A1-A0SB \(test, train\)"):
+    with pytest.raises(CohortError, match=r"TCGA-A1-A0SB \(test, train\)", check=has_code("patient-in-several-splits")):
         with_guessed_patients(Cohort(tuple(rows)))
 
 

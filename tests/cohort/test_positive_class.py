@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.error_codes import has_code
 from selfvitmil.cohort.table import is_negative_name, order_classes
 from selfvitmil.errors import ConfigError
 
@@ -45,13 +46,13 @@ def test_names_that_do_not_tell_keep_their_order_and_say_that_it_is_a_guess(clas
 def test_a_given_positive_class_wins_over_the_meaning():
     order = order_classes(("normal", "tumor"), "normal")
     assert (order.names, order.source) == (("tumor", "normal"), "setting")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, check=has_code("unknown-positive-class")):
         order_classes(("normal", "tumor"), "cancer")
 
 
 def test_several_classes_stay_in_order():
     assert order_classes(("luad", "lusc", "normal"), None).names == ("luad", "lusc", "normal")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, check=has_code("unknown-positive-class")):
         order_classes(("luad", "lusc", "normal"), "luad")
 
 

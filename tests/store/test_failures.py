@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError, MissingMppError, SlideError
 from selfvitmil.store import files
 from selfvitmil.store.failures import Failure, read_failures, record_failures, without_folders
@@ -55,7 +56,9 @@ def test_failures_that_cannot_be_read_are_put_aside_and_what_is_new_is_kept(
 ):
     for number in (1, 2):
         (tmp_path / "failures.csv").write_bytes(content)
-        with pytest.raises(ArtefactError, match=r"failures\.csv: not a readable table") as caught:
+        with pytest.raises(
+            ArtefactError, match=r"failures\.csv: not a readable table", check=has_code("invalid-failures-table")
+        ) as caught:
             read_failures(tmp_path)
         assert caught.value.code == "invalid-failures-table"
         failure = Failure("c", "tile", "x", "y")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError
 from selfvitmil.settings import TileSettings
 from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, remove_leftovers, write_bytes, write_text
@@ -33,11 +34,15 @@ def test_full_disk_and_forbidden_folder_are_explained(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ArtefactError, match=r"a\.h5 cannot be written, no space left on device\. Free some space"):
+    with pytest.raises(
+        ArtefactError,
+        match=r"a\.h5 cannot be written, no space left on device\. Free some space",
+        check=has_code("not-writable"),
+    ):
         write_bytes(tmp_path / "a.h5", b"x")
     monkeypatch.undo()
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(ArtefactError, match=r"b\.h5 cannot be written"):
+    with pytest.raises(ArtefactError, match=r"b\.h5 cannot be written", check=has_code("not-writable")):
         write_bytes(tmp_path / "file" / "b.h5", b"x")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError, LockError
 from selfvitmil.store import lock
 from selfvitmil.store.lock import study_lock
@@ -30,7 +31,10 @@ def test_lock_names_its_holder_and_dies_with_it(tmp_path: Path):
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(LockError, match=f"pid {holder.pid}"), study_lock(tmp_path, "tile"):
+        with (
+            pytest.raises(LockError, match=f"pid {holder.pid}", check=has_code("study-locked")),
+            study_lock(tmp_path, "tile"),
+        ):
             pass
     finally:
         holder.kill()
@@ -43,7 +47,9 @@ def test_lock_names_its_holder_and_dies_with_it(tmp_path: Path):
 
 def test_lock_of_another_machine_is_respected(tmp_path: Path):
     (tmp_path / ".lock").write_text("host elsewhere, pid 17, selfvitmil tile\n")
-    with pytest.raises(LockError, match=r"host elsewhere, pid 17.*remove the file \.lock"):
+    with pytest.raises(
+        LockError, match=r"host elsewhere, pid 17.*remove the file \.lock", check=has_code("study-locked")
+    ):
         study_lock(tmp_path, "tile").__enter__()
 
 
@@ -57,7 +63,11 @@ def test_on_a_file_system_without_locks_the_name_in_the_file_counts(
     monkeypatch.setattr(lock.fcntl, "flock", no_locks)
     with study_lock(tmp_path, "tile"):
         with (
-            pytest.raises(LockError, match=rf"pid {os.getpid()}, selfvitmil tile.*remove the file \.lock"),
+            pytest.raises(
+                LockError,
+                match=rf"pid {os.getpid()}, selfvitmil tile.*remove the file \.lock",
+                check=has_code("study-locked"),
+            ),
             study_lock(tmp_path, "embed"),
         ):
             pass
@@ -73,6 +83,8 @@ def test_a_drive_that_fails_at_locking_is_not_taken_for_another_process(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(lock.fcntl, "flock", broken)
-    with pytest.raises(ArtefactError, match=r"\.lock cannot be written, input/output error") as caught:
+    with pytest.raises(
+        ArtefactError, match=r"\.lock cannot be written, input/output error", check=has_code("not-writable")
+    ) as caught:
         study_lock(tmp_path, "tile").__enter__()
     assert not isinstance(caught.value, LockError)
