@@ -32,7 +32,7 @@ from selfvitmil.embed import EmbedJob, batches, embed_slide
 from selfvitmil.encoder import Encoder, build_encoder, load_encoder, save_encoder
 from selfvitmil.runtime.device import peak_tflops, synchronize
 from selfvitmil.settings import EmbedSettings, parse
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 SMALL = {"embed_dim": 192, "depth": 6, "num_heads": 3}
@@ -120,10 +120,14 @@ def end_to_end(folder: Path, arguments: argparse.Namespace, device: torch.device
         path = folder / f"s{seed}.svs"
         edge = 4096 * int(arguments.copies**0.5 + 0.999)
         synthetic.write_sparse_slide(path, (edge, edge), seed=seed, copies=arguments.copies)
-        tile_slide(TileJob(path.stem, path, folder / "tiles", parse({"tile": {"size_px": arguments.tile_px}}, "made")))
+        tile_slide(
+            TileJob(
+                SlideRef(path.stem, path), folder / "tiles", parse({"tile": {"size_px": arguments.tile_px}}, "made")
+            )
+        )
         table = folder / "tiles" / f"0.5mpp_{arguments.tile_px}px_0px" / f"{path.stem}.h5"
         bag = folder / "bags" / f"{path.stem}.h5"
-        jobs.append(EmbedJob(path.stem, path, table, bag, str(folder / "encoder"), "made", "slide", settings))
+        jobs.append(EmbedJob(SlideRef(path.stem, path), table, bag, str(folder / "encoder"), "made", "slide", settings))
     embed_slide(jobs[0])
     start, tiles, waited = time.perf_counter(), 0, 0.0
     for job in jobs[1:]:

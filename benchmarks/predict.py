@@ -35,7 +35,7 @@ from selfvitmil.localize.export import ExportJob, export_heatmap
 from selfvitmil.localize.heatmap import write_heatmap
 from selfvitmil.package import SETTINGS, Measures, Package, PackageParts, Predictor, expect, open_package, write_package
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
 STAGES = ("tile_s", "read_s", "encode_s", "aggregate_s", "map_s", "pictures_s")
@@ -84,11 +84,13 @@ def make_package(folder: Path, slide: Path, encoder: Encoder, settings: StudySet
 def cut_and_embed(slide: Path, work: Path, encoder: Path, settings: StudySettings) -> tuple[Any, Any, dict[str, float]]:
     """Tile table, bag, and seconds of each stage."""
     start = time.perf_counter()
-    tile_slide(TileJob(slide.stem, slide, work / "tiles", settings))
+    tile_slide(TileJob(SlideRef(slide.stem, slide), work / "tiles", settings))
     tiled = time.perf_counter()
     tiling = tiling_name(settings.tile)
     table, bag = work / "tiles" / tiling / f"{slide.stem}.h5", work / "bags" / tiling / "features_bench" / "slide.h5"
-    job = EmbedJob(slide.stem, slide, table, bag, str(encoder), "bench", settings.stain.method, settings.embed)
+    job = EmbedJob(
+        SlideRef(slide.stem, slide), table, bag, str(encoder), "bench", settings.stain.method, settings.embed
+    )
     share = embed_slide(job).wait_share
     embedded = time.perf_counter() - tiled
     seconds = {"tile_s": tiled - start, "read_s": embedded * share, "encode_s": embedded * (1 - share)}
@@ -104,7 +106,7 @@ def answer(package: Package, predictor: Predictor, slide: Path, out: Path, setti
     told = predictor.answer(slide.stem, slide.name, bag, table, scores)
     answered = time.perf_counter()
     write_heatmap(out / "maps" / f"{slide.stem}.h5", told.heatmap, package.identity)
-    export_heatmap(ExportJob(out / "maps" / f"{slide.stem}.h5", slide, None, "auto", settings.localize))
+    export_heatmap(ExportJob(out / "maps" / f"{slide.stem}.h5", SlideRef(slide.stem, slide), None, settings.localize))
     seconds["aggregate_s"] = scored - start
     seconds["map_s"] = answered - scored
     seconds["pictures_s"] = time.perf_counter() - answered

@@ -29,7 +29,7 @@ from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import choose_precision, peak_tflops
 from selfvitmil.settings import PretrainSettings, StudySettings
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.tiles import TileJob, tile_slide
 
 
@@ -38,8 +38,8 @@ def write_slide(seed: int, folder: Path, size: int, tile_px: int) -> TrainSlide:
     path = folder / f"s{seed}.svs"
     synthetic.make_slide(path, seed=seed, size=(size, size))
     settings = StudySettings.model_validate({"tile": {"size_px": tile_px}})
-    tile_slide(TileJob(path.stem, path, folder / "tiles", settings))
-    return TrainSlide(path.stem, path, folder / "tiles" / f"0.5mpp_{tile_px}px_0px" / f"{path.stem}.h5")
+    tile_slide(TileJob(SlideRef(path.stem, path), folder / "tiles", settings))
+    return TrainSlide(SlideRef(path.stem, path), folder / "tiles" / f"0.5mpp_{tile_px}px_0px" / f"{path.stem}.h5")
 
 
 def reading_pace(source: SlideTiles, batch: int, workers: int, steps: int) -> float:

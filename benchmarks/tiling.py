@@ -24,7 +24,7 @@ import numpy as np
 
 from selfvitmil import tiles
 from selfvitmil.settings import StudySettings
-from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.store.provenance import Provenance
 from selfvitmil.tiles import TileJob, TileTable, tile_slide, write_tiles
 from selfvitmil.tissue import find_tissue
@@ -47,7 +47,7 @@ def table_only(path: Path, folder: Path) -> int:
 
 def whole_stage(path: Path, folder: Path) -> int:
     """What `selfvitmil tile` does for one slide."""
-    return tile_slide(TileJob(path.stem, path, folder, StudySettings())).num_tiles
+    return tile_slide(TileJob(SlideRef(path.stem, path), folder, StudySettings())).num_tiles
 
 
 def peak_mb() -> float:

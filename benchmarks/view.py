@@ -26,6 +26,7 @@ import numpy as np
 
 from selfvitmil.cohort import read_cohort
 from selfvitmil.settings import StudySettings
+from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import write_sparse_slide
 from selfvitmil.view import server, tiles
 from selfvitmil.view.export import StaticFile
@@ -121,7 +122,7 @@ def walks_of(ids: list[str], num_clients: int, num_tiles: int) -> list[list[str]
 def check_pixels(folder: Path, port: int, slide: str) -> None:
     """What is served is what the slide holds."""
     zoom = tiles.DeepZoom((EDGE, EDGE))
-    opened = tiles.open_source(tiles.Source(folder / "slide_00.svs", "auto", None))
+    opened = tiles.open_for_viewing(SlideRef("slide", folder / "slide_00.svs"))
     for level, column, row in ((zoom.max_level, 20, 21), (11, 3, 4), (9, 1, 1)):
         served = asyncio.run(Connection(port).get(f"/api/slides/{slide}/tiles/{level}/{column}_{row}.jpg"))
         scale = zoom.downsample(level)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.settings import StudySettings
-from selfvitmil.slides import Slide, open_slide
+from selfvitmil.slides import Slide, SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide
 
@@ -25,7 +25,7 @@ def main() -> None:
         folder = Path(name)
         truth = make_slide(folder / "s.svs", seed=7, lesions=2, lesion_um=(200.0, 300.0))
         write_annotations(folder / "s.xml", [Annotation("lesion", "Tumor", ring) for ring in truth.lesions])
-        tile_slide(TileJob("s", folder / "s.svs", folder, StudySettings(), annotation=folder / "s.xml"))
+        tile_slide(TileJob(SlideRef("s", folder / "s.svs"), folder, StudySettings(), annotation=folder / "s.xml"))
         table = read_tiles(folder / "0.5mpp_224px_0px" / "s.h5")
         with open_slide(folder / "s.svs") as slide, Image.open(folder / "0.5mpp_224px_0px" / "s.jpg") as kept:
             whole = Image.fromarray(slide.thumbnail(slide.mpp * slide.size_l0[0] / EDGE)).resize((EDGE // 2, EDGE // 2))

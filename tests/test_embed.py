@@ -21,7 +21,7 @@ from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import EncoderError, SelfVitMilError
 from selfvitmil.settings import EmbedSettings, parse
-from selfvitmil.slides import open_slide
+from selfvitmil.slides import SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.provenance import BUILT, FRESH, UP_TO_DATE, Change, ChangeKind, rebuilt
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
@@ -45,15 +45,14 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small slide with its tile table, and an encoder."""
     folder = tmp_path_factory.mktemp("tiled")
     make_slide(folder / "s.svs", seed=5, size=(1024, 1024))
-    tile_slide(TileJob("s", folder / "s.svs", folder / "tiles", parse({"tile": {"size_px": 32}}, "test")))
+    tile_slide(TileJob(SlideRef("s", folder / "s.svs"), folder / "tiles", parse({"tile": {"size_px": 32}}, "test")))
     tiny_encoder(folder / "vit")
     return folder
 
 
 def job_for(folder: Path, out: Path, encoder: Path | None = None, method: str = "slide", batch: int = 16) -> EmbedJob:
     return EmbedJob(
-        slide="s",
-        path=folder / "s.svs",
+        slide=SlideRef("s", folder / "s.svs"),
         table=folder / "tiles" / TILING / "s.h5",
         bag=out / "bags" / TILING / "features_vit" / "s.h5",
         encoder=str(encoder or folder / "vit"),
@@ -123,13 +122,13 @@ def paint(folder: Path, seed: int) -> TileJob:
         "stain": {"method": "none"},
         "tissue": {"method": "own", "folder": folder / "own"},
     }
-    return TileJob("s", folder / "s.tif", folder / "tiles", parse(flags, "test"))
+    return TileJob(SlideRef("s", folder / "s.tif"), folder / "tiles", parse(flags, "test"))
 
 
 def test_another_slide_under_the_same_tiles_is_embedded_again(tmp_path: Path):
     encoder = tiny_encoder(tmp_path / "vit", stain="none")
     tile_slide(paint(tmp_path, seed=0))
-    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), slide=SlideRef("s", tmp_path / "s.tif"))
     assert embed_slide(job).outcome == BUILT
     first, table = read_bag(job.bag).features_ND.copy(), read_tiles(job.table)
     again = paint(tmp_path, seed=1)
@@ -148,9 +147,9 @@ def test_another_slide_under_the_same_tiles_is_embedded_again(tmp_path: Path):
 def test_a_slide_that_is_not_the_tiled_one_is_not_embedded(tmp_path: Path):
     encoder = tiny_encoder(tmp_path / "vit", stain="none")
     tile_slide(paint(tmp_path, seed=0))
-    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), slide=SlideRef("s", tmp_path / "s.tif"))
     with pytest.raises(SelfVitMilError, match=r"tiled with 0\.5 microns per pixel, but now 0\.25"):
-        embed_slide(replace(job, mpp=0.25))
+        embed_slide(replace(job, slide=job.slide.at_mpp(0.25)))
     paint(tmp_path, seed=1)
     with pytest.raises(SelfVitMilError, match=r"s\.tif: not the file that was tiled"):
         embed_slide(job)
@@ -160,8 +159,8 @@ def test_a_slide_that_is_not_the_tiled_one_is_not_embedded(tmp_path: Path):
 def test_tiles_are_read_at_the_resolution_of_their_table(tmp_path: Path):
     """The table was made with microns per pixel that nobody gives any more; the file itself says others."""
     encoder, tiling = tiny_encoder(tmp_path / "vit", stain="none"), paint(tmp_path, seed=0)
-    tile_slide(replace(tiling, mpp=0.25))
-    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), path=tmp_path / "s.tif")
+    tile_slide(replace(tiling, slide=tiling.slide.at_mpp(0.25)))
+    job = replace(job_for(tmp_path, tmp_path, encoder, "none"), slide=SlideRef("s", tmp_path / "s.tif"))
     embed_slide(job)
     table, model = read_tiles(job.table), load_encoder(encoder)
     with open_slide(tmp_path / "s.tif", mpp=0.25) as slide, torch.inference_mode():
@@ -179,7 +178,7 @@ def test_what_changes_the_numbers_makes_a_file_stale(tiled: Path, tmp_path: Path
     assert changed(embed_slide(half).outcome) == ["precision"]
     assert embed_slide(half).outcome == UP_TO_DATE
     assert embed_slide(job).outcome == UP_TO_DATE  # `auto` asks for none
-    assert embed_slide(replace(job, reader="openslide")).outcome == rebuilt(
+    assert embed_slide(replace(job, slide=replace(job.slide, reader="openslide"))).outcome == rebuilt(
         Change(ChangeKind.SETTING, "reader", "auto", "openslide")
     )
 
@@ -215,7 +214,7 @@ def test_what_does_not_fit_is_refused(tiled: Path, tmp_path: Path):
         embed_slide(job_for(tiled, tmp_path, coarse))
     with pytest.raises(SelfVitMilError):
         embed_slide(job_for(tiled, tmp_path, method="none"))  # the encoder was made for normalized stains
-    gone = replace(job_for(tiled, tmp_path), path=tiled / "gone.svs")
+    gone = replace(job_for(tiled, tmp_path), slide=SlideRef("s", tiled / "gone.svs"))
     with pytest.raises(SelfVitMilError, match=r"gone\.svs"):
         embed_slide(gone)
     assert not list(tmp_path.rglob("features_vit/*.h5"))

@@ -19,7 +19,7 @@ from selfvitmil import annotations, stain, tiles
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.settings import EngineSettings, StudySettings, parse
-from selfvitmil.slides import open_slide, synthetic
+from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.stages import tile as tile_stage
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
 from selfvitmil.study.folder import CohortSource
@@ -171,7 +171,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 
 def job(made_folder: Path, out: Path, annotation: bool = False, **flags: dict[str, object]) -> TileJob:
     path = made_folder / "s.xml" if annotation else None
-    return TileJob("s", made_folder / "s.svs", out, parse(flags, "test"), annotation=path)
+    return TileJob(SlideRef("s", made_folder / "s.svs"), out, parse(flags, "test"), annotation=path)
 
 
 def test_a_slide_is_cut_where_its_tissue_is(made, tmp_path: Path):
@@ -285,7 +285,7 @@ def test_two_scales_and_their_files(made, tmp_path: Path):
 def test_troubles_are_named(made, tmp_path: Path):
     folder, _ = made
     with pytest.raises(SlideError, match=r"gone\.svs: no such file"):
-        tile_slide(TileJob("gone", folder / "gone.svs", tmp_path, StudySettings()))
+        tile_slide(TileJob(SlideRef("gone", folder / "gone.svs"), tmp_path, StudySettings()))
     with pytest.raises(TissueError, check=has_code("no-tiles")):
         tile_slide(job(folder, tmp_path, tile={"size_px": 1000, "min_tissue": 1.0}))
     assert list(tmp_path.rglob("*.h5")) == []
@@ -376,7 +376,7 @@ def test_an_edited_mask_is_noticed_whatever_the_slide_is_called(made, tmp_path: 
     own = tmp_path / "own"
     own.mkdir()
     flags = {"tissue": {"method": "own", "folder": str(own)}}
-    asked = TileJob(name, folder / "s.svs", tmp_path / "tiles", parse(flags, "test"))
+    asked = TileJob(SlideRef(name, folder / "s.svs"), tmp_path / "tiles", parse(flags, "test"))
     Image.fromarray(mask).save(own / f"{name}.png")
     tile_slide(asked)
     Image.fromarray(mask).save(own / f"{name}.2.png")  # of another slide
@@ -393,7 +393,7 @@ def test_notes_on_repaired_outlines_are_true(made, tmp_path: Path):
     annotations.write_annotations(
         tmp_path / "a.xml", [annotations.Annotation(name, "Tumor", np.array(ring, float)) for name, ring in outlines]
     )
-    asked = TileJob("s", folder / "s.svs", tmp_path / "tiles", StudySettings(), annotation=tmp_path / "a.xml")
+    asked = TileJob(SlideRef("s", folder / "s.svs"), tmp_path / "tiles", StudySettings(), annotation=tmp_path / "a.xml")
     notes = [note for note in tile_slide(asked).attributes["warnings"] if "a.xml" in note]
     assert set(notes) == {
         "bow in a.xml crosses itself and was repaired",
@@ -403,7 +403,7 @@ def test_notes_on_repaired_outlines_are_true(made, tmp_path: Path):
 
 def test_real_slides(shared: Path, tmp_path: Path):
     path = shared / "data" / "slides" / "CMU-1-Small-Region.svs"
-    result = tile_slide(TileJob("cmu", path, tmp_path, StudySettings()))
+    result = tile_slide(TileJob(SlideRef("cmu", path), tmp_path, StudySettings()))
     with open_slide(path) as slide:
         possible = len(tiles.grid(slide.size_l0, slide.mpp, 224, 0.5))
     assert 0.3 * possible < result.num_tiles <= possible
@@ -411,5 +411,5 @@ def test_real_slides(shared: Path, tmp_path: Path):
     assert attributes["stain_fitted"] is True
     no_mpp = shared / "data" / "slides" / "tcga-cr-7395-01a-01-ts1.svs"
     with pytest.raises(SlideError, check=has_code("no-mpp")):
-        tile_slide(TileJob("tcga", no_mpp, tmp_path, StudySettings()))
-    assert tile_slide(TileJob("tcga", no_mpp, tmp_path, StudySettings(), mpp=0.25)).num_tiles > 0
+        tile_slide(TileJob(SlideRef("tcga", no_mpp), tmp_path, StudySettings()))
+    assert tile_slide(TileJob(SlideRef("tcga", no_mpp, 0.25), tmp_path, StudySettings())).num_tiles > 0

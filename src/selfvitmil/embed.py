@@ -30,6 +30,7 @@ from selfvitmil.engine import num_cores
 from selfvitmil.errors import BagError, EncoderError
 from selfvitmil.runtime.device import PRECISIONS, choose_device, choose_precision
 from selfvitmil.settings import EmbedSettings, EngineSettings
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Freshness, Provenance, damaged, outcome_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
@@ -44,8 +45,7 @@ OPTIONAL_PROVENANCE = ("slide", "slide_mpp", "reader", "precision", "layout")
 class EmbedJob:
     """Input of one worker call: the slide to embed."""
 
-    slide: str
-    path: Path
+    slide: SlideRef
     table: Path
     """Tile table."""
     bag: Path
@@ -57,9 +57,6 @@ class EmbedJob:
     stain_method: str
     """`slide`, `tile` or `none`."""
     settings: EmbedSettings
-    reader: str = "auto"
-    mpp: float | None = None
-    """Microns per level-0 pixel from the cohort, as the table was built with; None if not given."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def embed_slide(job: EmbedJob) -> EmbeddedSlide:
     freshness = _freshness(job.bag, now)
     if freshness.is_up_to_date:
         return EmbeddedSlide(len(table), UP_TO_DATE, 0.0)
-    check_tiled(table, job.path, job.mpp)
+    check_tiled(table, job.slide)
     features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
     write_bag(job.bag, features_ND, table, job.name, {**now.settings, **now.inputs, "precision": str(model.dtype)})
     warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
@@ -107,7 +104,7 @@ def _provenance(job: EmbedJob, identity: str, table: TileTable, **settings: Any)
         "tiles": table.digest,
         "stain": job.stain_method if fit is None else fit.to_attributes(),
     }
-    settings = {"reader": job.reader, **settings}
+    settings = {"reader": job.slide.reader, **settings}
     if job.settings.precision != "auto":
         settings["precision"] = str(PRECISIONS[job.settings.precision])
     return Provenance("embed", FORMAT_VERSION, settings, inputs)
@@ -212,7 +209,7 @@ def use_patch_product(encoder: Encoder) -> None:
 
 def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
     """Yield batches in the table's order, read by processes if the encoder is on a GPU, else by threads."""
-    request = TileRequest(job.path, table.mpp, job.reader, table.slide_mpp, job.stain_method == "tile")
+    request = TileRequest(job.slide.at_mpp(table.slide_mpp), table.mpp, job.stain_method == "tile")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     num_readers = job.settings.readers or max(1, num_cores() // gpus)
     if device.type == "cuda" and TileReaders.available and num_readers > 1:
@@ -257,7 +254,7 @@ def _encode(
             embeddings = model(tiles_B3HW)
         except torch.OutOfMemoryError:
             raise EncoderError(
-                f"{job.slide}: out of GPU memory",
+                f"{job.slide.name}: out of GPU memory",
                 f"a batch of {len(tiles_BHW3)} tiles is too large for this encoder",
                 f"Lower --embed.batch, for instance to {max(1, len(tiles_BHW3) // 4)}",
                 code="out-of-gpu-memory",
@@ -270,7 +267,7 @@ def _encode(
         features_ND[pending[0] :] = pending[1].cpu().numpy()
     if not finite:
         raise EncoderError(
-            f"{job.slide}: the encoder returned NaN or infinite embeddings",
+            f"{job.slide.name}: the encoder returned NaN or infinite embeddings",
             "values beyond 65504 do not fit into float16, or the encoder is damaged",
             "Try --embed.precision fp32; if that does not help, the encoder cannot be used",
             code="non-finite-embeddings",

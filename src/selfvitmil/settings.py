@@ -86,10 +86,6 @@ class SlideSettings(Settings):
             raise ValueError(f"{value:g} is no value of a slide: {problem}")
         return value
 
-    @property
-    def forced_mpp(self) -> float | None:
-        return self.mpp if self.force_mpp else None
-
 
 class TissueSettings(Settings):
     """How tissue is told from glass, on a thumbnail of the slide."""

@@ -34,7 +34,7 @@ from selfvitmil.engine import is_transient
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
-from selfvitmil.slides import Slide, fingerprint, open_slide
+from selfvitmil.slides import Slide, SlideRef, fingerprint
 from selfvitmil.store.files import file_fingerprint, hash_of, write_bytes
 from selfvitmil.store.layout import thumbnail_of
 from selfvitmil.store.provenance import (
@@ -195,13 +195,10 @@ def parent_rows(fine: TileTable, size_l0: tuple[int, int], parent_mpp: float) ->
 class TileJob:
     """Input of one worker call: the slide to tile."""
 
-    slide: str
-    path: Path
+    slide: SlideRef
     folder: Path
     """The study's `tiles` folder."""
     settings: StudySettings
-    mpp: float | None = None
-    """Microns per pixel from the cohort; overrides the value in the file."""
     annotation: Path | None = None
 
 
@@ -223,16 +220,13 @@ def tile_slide(job: TileJob) -> TiledSlide:
     """
     provenance = _provenance(job)
     freshness = _freshness(job, provenance)
-    target = job.folder / tiling_name(job.settings.tile) / f"{job.slide}.h5"
+    target = job.folder / tiling_name(job.settings.tile) / f"{job.slide.name}.h5"
     if freshness.is_up_to_date:
         table = read_tiles(target)
         return TiledSlide(len(table), UP_TO_DATE, table.attributes)
     try:
-        given = job.settings.slide
-        with open_slide(
-            job.path, reader=given.reader, mpp=job.mpp or given.forced_mpp, otherwise_mpp=given.mpp
-        ) as slide:
-            tissue = find_tissue(slide, job.settings.tissue, job.slide)
+        with job.slide.open() as slide:
+            tissue = find_tissue(slide, job.settings.tissue, job.slide.name)
             tables = _cut(slide, tissue, job)
             picture = draw_qc_picture(tables[0], tissue, qc_thumbnail(slide, tissue))
     except (TissueError, AnnotationError, MissingMppError) as error:
@@ -270,7 +264,7 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
         )
     coverage, counts, notes = _annotated(job.annotation, boxes, kept)
     fine = TileTable(
-        slide=job.slide,
+        slide=job.slide.name,
         coords_l0=candidates[kept],
         tissue=fractions[kept].astype(np.float32),
         size_px=tile.size_px,
@@ -372,7 +366,7 @@ def _tables(job: TileJob) -> list[Path]:
     """Return the table of every scale, the fine one first."""
     tile = job.settings.tile
     names = [tiling_name(tile), *(tiling_name(tile, mpp) for mpp in tile.parent_mpp)]
-    return [job.folder / name / f"{job.slide}.h5" for name in names]
+    return [job.folder / name / f"{job.slide.name}.h5" for name in names]
 
 
 def _companion_files(job: TileJob) -> list[Path]:
@@ -400,10 +394,10 @@ def _inputs(job: TileJob) -> dict[str, str | float | None]:
             "Correct tissue.folder, and check that the drive is mounted",
             code="no-mask-folder",
         )
-    mask = own_mask_path(own, job.slide) if own is not None else None
+    mask = own_mask_path(own, job.slide.name) if own is not None else None
     return {
-        "slide": _fingerprint(job.path),
-        "mpp": job.mpp,
+        "slide": _fingerprint(job.slide.path),
+        "mpp": job.slide.mpp,
         "annotation": file_fingerprint(job.annotation) if job.annotation is not None else None,
         "mask": hash_of(file_fingerprint(mask)) if mask is not None else None,
     }
@@ -533,15 +527,15 @@ def _table_from(file: Any) -> TileTable:
     )
 
 
-def check_tiled(table: TileTable, path: Path, mpp: float | None = None) -> None:
-    """Raise SlideError unless the file at `path` is the one that was tiled, at the same microns per pixel.
+def check_tiled(table: TileTable, slide: SlideRef) -> None:
+    """Raise SlideError unless the slide's file is the one that was tiled, at the same microns per pixel.
 
-    Tiles are read at `table.slide_mpp`; `mpp` is the current value in the cohort, None if it has none.
+    Tiles are read at `table.slide_mpp`; `slide.mpp` is the current value in the cohort, None if it has none.
     """
-    check_mpp(table, mpp)
-    if table.fingerprint is not None and _fingerprint(path) != table.fingerprint:
+    check_mpp(table, slide.mpp)
+    if table.fingerprint is not None and _fingerprint(slide.path) != table.fingerprint:
         raise SlideError(
-            f"{path.name}: not the file that was tiled",
+            f"{slide.path.name}: not the file that was tiled",
             "its content has changed since its tile table was built",
             "Run `selfvitmil tile` again",
             code="slide-changed",

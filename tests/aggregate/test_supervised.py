@@ -42,7 +42,7 @@ from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError,
 from selfvitmil.evaluate import Run, find_cases, hold_out_test_labels, make_splits
 from selfvitmil.metrics import auc
 from selfvitmil.settings import StudySettings, SupervisedSettings
-from selfvitmil.slides import open_slide
+from selfvitmil.slides import SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.stages.supervised import SupervisedRow
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
@@ -411,7 +411,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[AnnotatedSlide]:
         outline = folder / f"{name}.xml" if truth.lesions else None
         if outline is not None:
             write_annotations(outline, [Annotation("lesion", "Tumor", ring.round(2)) for ring in truth.lesions])
-        tile_slide(TileJob(name, path, folder / "tiles", settings))
+        tile_slide(TileJob(SlideRef(name, path), folder / "tiles", settings))
         table = folder / "tiles" / "1mpp_32px_0px" / f"{name}.h5"
         slides.append(AnnotatedSlide(name, k % 2, f"patient{k}", path, table, outline))
     return slides
@@ -419,7 +419,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[AnnotatedSlide]:
 
 def tiles_of(slide: AnnotatedSlide) -> TrainSlide:
     assert slide.table is not None
-    return TrainSlide(slide.slide, slide.path, slide.table, slide.mpp)
+    return TrainSlide(SlideRef(slide.slide, slide.path, slide.mpp), slide.table)
 
 
 @pytest.mark.slow

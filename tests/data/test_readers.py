@@ -21,7 +21,7 @@ from selfvitmil import stain
 from selfvitmil.data.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SlideError
-from selfvitmil.slides import jpegtiff, open_slide, synthetic
+from selfvitmil.slides import SlideRef, jpegtiff, open_slide, synthetic
 
 SIZE, MPP, BATCH = 32, 1.0, 24
 
@@ -67,7 +67,7 @@ def one_by_one(path: Path, coords_l0: NDArray[np.int64]) -> NDArray[np.uint8]:
 def test_same_tiles_as_reading_one_by_one(read: Read, slide: Path, number: int):
     sizes = []
     tiles = []
-    for batch in read(TileRequest(slide, MPP), corners(number)):
+    for batch in read(TileRequest(SlideRef("s", slide), MPP), corners(number)):
         sizes.append(len(batch.tiles_BHW3))
         tiles.append(batch.tiles_BHW3.copy())
         assert batch.waited_s >= 0
@@ -79,24 +79,27 @@ def test_a_batch_stays_while_the_next_is_looked_at(readers: TileReaders, slide: 
     """A GPU may still copy from a batch when the next one is asked for."""
     wanted = one_by_one(slide, corners(8 * BATCH))
     before: TileBatch | None = None
-    for number, batch in enumerate(readers.read(TileRequest(slide, MPP), corners(8 * BATCH))):
+    for number, batch in enumerate(readers.read(TileRequest(SlideRef("s", slide), MPP), corners(8 * BATCH))):
         if before is not None:
             np.testing.assert_array_equal(before.tiles_BHW3, wanted[(number - 1) * BATCH : number * BATCH])
         before = batch
 
 
 def test_giving_up_leaves_nothing_behind(read: Read, slide: Path):
-    for _ in read(TileRequest(slide, MPP), corners(8 * BATCH, seed=1)):
+    for _ in read(TileRequest(SlideRef("s", slide), MPP), corners(8 * BATCH, seed=1)):
         break
     np.testing.assert_array_equal(
-        joined(read(TileRequest(slide, MPP), corners(50, seed=2))), one_by_one(slide, corners(50, seed=2))
+        joined(read(TileRequest(SlideRef("s", slide), MPP), corners(50, seed=2))),
+        one_by_one(slide, corners(50, seed=2)),
     )
 
 
 def test_a_slide_that_is_gone_is_named_and_the_next_one_works(read: Read, slide: Path):
     with pytest.raises(SlideError, match=r"gone\.svs"):
-        joined(read(TileRequest(slide.with_name("gone.svs"), MPP), corners(50)))
-    np.testing.assert_array_equal(joined(read(TileRequest(slide, MPP), corners(30))), one_by_one(slide, corners(30)))
+        joined(read(TileRequest(SlideRef("gone", slide.with_name("gone.svs")), MPP), corners(50)))
+    np.testing.assert_array_equal(
+        joined(read(TileRequest(SlideRef("s", slide), MPP), corners(30))), one_by_one(slide, corners(30))
+    )
 
 
 @pytest.mark.parametrize(("number", "passing"), [(errno.EIO, True), (errno.EACCES, False)])
@@ -113,7 +116,7 @@ def test_whether_an_error_may_pass_survives_the_way_from_the_reader(
     reader = threading.Thread(target=serve, args=(memory, theirs.detach(), 1, 1, SIZE, SIZE, 3))
     reader.start()
     with Connection(ours.detach()) as connection:
-        connection.send((0, TileRequest(slide, MPP), corners(1), (0, 0)))
+        connection.send((0, TileRequest(SlideRef("s", slide), MPP), corners(1), (0, 0)))
         _, error = connection.recv()
     reader.join()
     assert isinstance(error, SlideError)
@@ -130,14 +133,17 @@ def test_tiles_normalized_one_by_one_and_those_that_cannot_be_are_counted(read: 
         except stain.StainError:
             wanted.append(tile)
             unfitted += 1
-    batches = [(b.tiles_BHW3.copy(), b.unfitted) for b in read(TileRequest(slide, MPP, normalize_tiles=True), coords)]
+    batches = [
+        (b.tiles_BHW3.copy(), b.unfitted)
+        for b in read(TileRequest(SlideRef("s", slide), MPP, normalize_tiles=True), coords)
+    ]
     np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in batches]), np.stack(wanted))
     assert sum(count for _, count in batches) == unfitted > 0
 
 
 def test_a_reader_that_dies_is_told_and_the_others_end(slide: Path):
     readers = TileReaders(2, BATCH, SIZE)
-    batches = readers.read(TileRequest(slide, MPP), corners(20 * BATCH))
+    batches = readers.read(TileRequest(SlideRef("s", slide), MPP), corners(20 * BATCH))
     next(batches)
     processes = [process for _, process in readers._readers]
     os.kill(processes[0].pid, signal.SIGKILL)

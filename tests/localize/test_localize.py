@@ -36,7 +36,7 @@ from selfvitmil.localize.export import ExportJob, export_heatmap
 from selfvitmil.localize.heatmap import Frame, Heatmap, read_heatmap, write_heatmap
 from selfvitmil.localize.scores import source_by_annotations
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.stages import evaluate as evaluate_stage
 from selfvitmil.stages import localize as localize_stage
 from selfvitmil.stages import train as train_stage
@@ -396,11 +396,11 @@ def test_microns_become_pixels_by_the_slide(tmp_path: Path):
         "vit",
         {"tile_size_px": 224},
     )
-    look = lambda: heatmap.read_slide_geometry(tmp_path / "a.tif", "auto", 0.4)  # noqa: E731
+    look = lambda: heatmap.read_slide_geometry(SlideRef("a", tmp_path / "a.tif", 0.4))  # noqa: E731
     told = heatmap.place_tiles(bag, None, look)
     assert told.coords_l0.tolist() == [[0, 0], [640, 1280]]
     assert told.frame == Frame(0.4, (1536, 1536), 640.0, 640.0, 256 / 224, 224)
-    nowhere = lambda: heatmap.read_slide_geometry(tmp_path / "b.tif", "auto", 0.4)  # noqa: E731
+    nowhere = lambda: heatmap.read_slide_geometry(SlideRef("b", tmp_path / "b.tif", 0.4))  # noqa: E731
     with pytest.raises(BagError, match=r"tells its size in pixels.*Put the slide's file"):
         heatmap.place_tiles(bag, None, nowhere)
     with pytest.raises(BagError, match=r"tells its microns per pixel.*column mpp"):
@@ -853,7 +853,10 @@ def drawn(tmp_path: Path) -> ExportJob:
     write_annotations(tmp_path / "made_01.xml", [square(400, 400, 300)])
     chosen = LocalizeSettings(picture_px=300, colors=("red",))
     return ExportJob(
-        tmp_path / "maps" / "made_01.h5", tmp_path / "made_01.tif", tmp_path / "made_01.xml", "auto", chosen
+        tmp_path / "maps" / "made_01.h5",
+        SlideRef("made_01", tmp_path / "made_01.tif"),
+        tmp_path / "made_01.xml",
+        chosen,
     )
 
 
@@ -901,8 +904,8 @@ def test_a_wrong_picture_is_not_drawn(drawn: ExportJob, tmp_path: Path):
     assert wrong.failure is not None
     assert "of another slide" in wrong.failure.reason
     synthetic.make_slide(tmp_path / "other.tif", seed=2, size=(1024, 1024), mpp=0.5)
-    assert export_heatmap(replace(drawn, slide_file=tmp_path / "other.tif")).failure is not None
-    missing = export_heatmap(replace(drawn, slide_file=None))
+    assert export_heatmap(replace(drawn, slide=SlideRef("other", tmp_path / "other.tif"))).failure is not None
+    missing = export_heatmap(replace(drawn, slide=None))
     assert missing.failure is None
     assert not list(folder.glob("*.png"))
     assert "no picture is drawn" in missing.warnings[-1]

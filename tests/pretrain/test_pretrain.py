@@ -35,7 +35,7 @@ from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.distributed import Worker
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
-from selfvitmil.slides import open_slide
+from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.provenance import Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
@@ -84,8 +84,8 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> list[TrainSlide]:
     for seed in range(3):
         path = folder / f"s{seed}.svs"
         make_slide(path, seed=seed, size=(1024, 1024))
-        tile_slide(TileJob(f"s{seed}", path, folder / "tiles", settings))
-        found.append(TrainSlide(f"s{seed}", path, folder / "tiles" / "0.5mpp_64px_0px" / f"s{seed}.h5"))
+        tile_slide(TileJob(SlideRef(f"s{seed}", path), folder / "tiles", settings))
+        found.append(TrainSlide(SlideRef(f"s{seed}", path), folder / "tiles" / "0.5mpp_64px_0px" / f"s{seed}.h5"))
     return found
 
 
@@ -219,7 +219,7 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
         for number, tile in enumerate(tiles):
             group = int(np.searchsorted(firsts, tile, side="right") - 1)
             x, y = tables[group].coords_l0[tile - firsts[group]]
-            with open_slide(slides[group].path) as slide:
+            with slides[group].slide.open() as slide:
                 wanted = slide.read_tile(int(x), int(y), 64, 0.5)
             np.testing.assert_array_equal(batch.tiles_B3HW[number].permute(1, 2, 0).numpy(), wanted)
             assert batch.ids_B[number] == tile_ids(f"s{group}", np.array([[x, y]]))[0]
@@ -304,7 +304,7 @@ def test_colours_are_those_of_all_pixels(slides: list[TrainSlide]):
     for slide in slides:
         table = read_tiles(slide.table)
         assert table.stain is not None
-        with open_slide(slide.path) as opened:
+        with slide.slide.open() as opened:
             tiles = np.stack([opened.read_tile(int(x), int(y), 64, 0.5) for x, y in table.coords_l0])
         pixels.append(stain.apply(tiles, table.stain).reshape(-1, 3))
     values = np.concatenate(pixels) / 255
@@ -313,7 +313,7 @@ def test_colours_are_those_of_all_pixels(slides: list[TrainSlide]):
 
 
 def test_a_slide_that_vanished_is_named(slides: list[TrainSlide], tmp_path: Path):
-    gone = TrainSlide("s1", tmp_path / "s1.svs", slides[1].table)
+    gone = TrainSlide(SlideRef("s1", tmp_path / "s1.svs"), slides[1].table)
     source = SlideTiles([slides[0], gone], stain_method="none")
     with (
         pytest.raises(SlideError, match=r"s1\.svs: the file is gone, slide s1 was there when it was tiled"),
@@ -799,11 +799,11 @@ def test_a_slide_of_other_content_is_another_training(tmp_path: Path):
     found = []
     for number, slide in enumerate(("first scan", "first scan", "second scan")):
         write_tiles(tmp_path / f"{number}.h5", table, Provenance("tile", FORMAT_VERSION, {}, {"slide": slide}))
-        source = TrainSlide("s", tmp_path / "s.svs", tmp_path / f"{number}.h5")
+        source = TrainSlide(SlideRef("s", tmp_path / "s.svs"), tmp_path / f"{number}.h5")
         found.append(SlideTiles([source], stain_method="none").identity())
     assert found[0] == found[1] != found[2]
     with pytest.raises(SlideError, match=r"s: tiled with 0\.25 microns per pixel, but now 0\.5"):
-        SlideTiles([TrainSlide("s", tmp_path / "s.svs", tmp_path / "0.h5", mpp=0.5)], stain_method="none")
+        SlideTiles([TrainSlide(SlideRef("s", tmp_path / "s.svs", 0.5), tmp_path / "0.h5")], stain_method="none")
 
 
 def test_collapse_raises_an_alarm(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ from selfvitmil.report import encoders, figures, neighbors, write_report
 from selfvitmil.report.data import StudyFiles
 from selfvitmil.report.encoders import Course, Measurement, assess, measurements
 from selfvitmil.settings import StudySettings, to_toml
-from selfvitmil.slides import SlideCache, open_slide
+from selfvitmil.slides import SlideCache, SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
 
@@ -80,11 +80,11 @@ class Trained:
             path = study / "files" / f"{slide}.svs"
             path.parent.mkdir(parents=True, exist_ok=True)
             make_slide(path, seed=seed, size=(1024, 1024))
-            tile_slide(TileJob(slide, path, study / "tiles", SETTINGS))
+            tile_slide(TileJob(SlideRef(slide, path), study / "tiles", SETTINGS))
             tables[slide] = study / "tiles" / TILING / f"{slide}.h5"
             rows.append(SlideRow(slide, path, None, patient, "test" if slide == "case-20" else "train"))
         write_cohort(study / "cohort.csv", make_cohort(rows))
-        seen = [TrainSlide(row.slide, row.path, tables[row.slide]) for row in rows if row.split == "train"]
+        seen = [TrainSlide(SlideRef(row.slide, row.path), tables[row.slide]) for row in rows if row.split == "train"]
         self._train(SlideTiles(seen, stain_method="slide"))
         rng = np.random.default_rng(0)
         for row in rows:

@@ -14,6 +14,7 @@ import pickle
 import struct
 import threading
 import tracemalloc
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -29,10 +30,11 @@ from PIL import Image
 
 from helpers.error_codes import has_code
 from selfvitmil import geometry
+from selfvitmil.cohort import SlideRow
 from selfvitmil.engine import Engine, is_transient, work
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
-from selfvitmil.settings import EngineSettings
-from selfvitmil.slides import SlideCache, base, fingerprint, jpegtiff, open_slide
+from selfvitmil.settings import EngineSettings, SlideSettings
+from selfvitmil.slides import SlideCache, SlideRef, base, fingerprint, jpegtiff, open_slide
 from selfvitmil.slides.check import CheckJob, check_slide
 from selfvitmil.slides.mpp import find_mpp
 from selfvitmil.slides.resample import Grid, _weighted, resample
@@ -910,15 +912,28 @@ def test_closing_lets_go_of_the_file_and_reading_opens_it_again(reader: str, pla
     assert num_open() == 0
 
 
+def test_a_slide_reference_opens_with_the_mpp_that_has_priority(plain: Path) -> None:
+    row, file_mpp = SlideRow("a", plain), open_slide(plain).mpp
+    assert SlideRef.of(row, SlideSettings()).open().mpp == file_mpp
+    assert SlideRef.of(row, SlideSettings(mpp=0.4)).open().mpp == file_mpp
+    forced = SlideRef.of(row, SlideSettings(mpp=0.4, force_mpp=True))
+    assert (forced.open().mpp, forced.mpp) == (0.4, None)
+    assert forced.at_mpp(0.3).open().mpp == 0.3
+    ref = SlideRef.of(replace(row, mpp=0.3), SlideSettings(mpp=0.4, force_mpp=True, reader="openslide"))
+    with ref.open() as slide:
+        assert (ref.name, slide.mpp, slide.reader) == ("a", 0.3, "openslide")
+
+
 def test_the_cache_closes_what_was_used_longest_ago(tmp_path: Path) -> None:
     paths = [write_tiff(tmp_path / f"{k}.tif", plain_pages()[:1]) for k in range(3)]
     cache = SlideCache(max_open=2)
-    first, second = cache.get(paths[0]), cache.get(str(paths[1]))
-    assert cache.get(paths[0]) is first
-    assert cache.get(paths[0], mpp=0.5) is not first  # other options, another slide: pushes the second out
+    refs = [SlideRef(path.stem, path) for path in paths]
+    first, second = cache.get(refs[0]), cache.get(refs[1])
+    assert cache.get(refs[0]) is first
+    assert cache.get(refs[0].at_mpp(0.5)) is not first  # other options, another slide: pushes the second out
     assert (len(cache), second._handle) == (2, None)
     assert second.read_tile(0, 0, 8, 0.5).shape == (8, 8, 3)
-    assert cache.get(paths[1]) is not second
+    assert cache.get(refs[1]) is not second
     cache.close()
     assert len(cache) == 0
     with pytest.raises(ConfigError):
@@ -1022,7 +1037,7 @@ def test_check_tells_of_outlines_that_enclose_nothing(plain: Path) -> None:
     ]
     outlines = plain.with_name("a.geojson")
     outlines.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
-    told = check_slide(CheckJob("a", plain, "auto", None, outlines)).warnings
+    told = check_slide(CheckJob(SlideRef("a", plain), outlines)).warnings
     words = "outlines in a.geojson that cross themselves or enclose nothing are repaired when read"
     assert told == (f"{words}: 3 regions",)  # both halves of the bow tie, and the line
 

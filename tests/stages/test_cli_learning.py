@@ -19,7 +19,7 @@ from selfvitmil.embed import EmbedJob, embed_slide
 from selfvitmil.encoder import EncoderConfig, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import EmbedSettings, StudySettings, resolve_settings
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.stages.compare import _make_baseline
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, BuildOutcome, Change, ChangeKind, rebuilt
@@ -246,7 +246,7 @@ def test_embeddings_of_two_layouts_in_one_folder_are_refused(embedded: Path, tmp
     shutil.copytree(embedded / "bags" / "1mpp_64px_0px" / "features_tiny", bags)
     file = min(bags.glob("*.h5"))
     job = EmbedJob(
-        file.stem, embedded.parent / "slides" / "slides" / file.with_suffix(".svs").name,
+        SlideRef(file.stem, embedded.parent / "slides" / "slides" / file.with_suffix(".svs").name),
         embedded / "tiles" / "1mpp_64px_0px" / file.name, file, str(embedded / "encoders" / "tiny"), "tiny", "slide",
         EmbedSettings(layout="cls4+clsmean"),
     )  # fmt: skip

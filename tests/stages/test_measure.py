@@ -12,7 +12,7 @@ from selfvitmil.commands.plan import PlanResult, StagePlan
 from selfvitmil.encoder import build_encoder
 from selfvitmil.rendering import render
 from selfvitmil.settings import StudySettings
-from selfvitmil.slides import synthetic
+from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.stages.base import Basis, Estimate, Pending, unknown
 from selfvitmil.stages.measure import (
     MAX_INSTANCES,
@@ -35,7 +35,7 @@ def test_tiles_are_estimated_from_area_and_broken_slides_count_as_empty(tmp_path
     cohort = read_cohort(tmp_path / "slides")
     found = measure_slides(tmp_path / "study", cohort, SETTINGS)
     true = {
-        row.slide: tile_slide(TileJob(row.slide, row.path, tmp_path / "tiles", SETTINGS)).num_tiles
+        row.slide: tile_slide(TileJob(SlideRef(row.slide, row.path), tmp_path / "tiles", SETTINGS)).num_tiles
         for row in cohort.rows
         if row.slide != "broken"
     }

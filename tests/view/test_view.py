@@ -35,10 +35,11 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
 from selfvitmil.report.slides import ends
+from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_hostile
 from selfvitmil.view import export, server, tiles
 from selfvitmil.view import study as viewed_study
-from selfvitmil.view.tiles import DeepZoom, OpenSlides, Source
+from selfvitmil.view.tiles import DeepZoom, OpenSlides
 
 STATIC_FOLDER = Path(export.__file__).parent / "static"
 
@@ -428,9 +429,9 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
 def test_few_slides_are_open_at_a_time(tmp_path: Path, slide_file: Path) -> None:
     paths = [Path(shutil.copy(slide_file, tmp_path / f"{k}.svs")) for k in range(5)]
     slides = OpenSlides(max_open=2)
-    opened = [slides.get(Source(path, "auto", None)) for path in paths]
+    opened = [slides.get(SlideRef(path.stem, path)) for path in paths]
     assert len(slides) == 2
-    assert slides.get(Source(paths[4], "auto", None)) is opened[4]
+    assert slides.get(SlideRef(paths[4].stem, paths[4])) is opened[4]
     # one that was closed for others still reads
     np.testing.assert_array_equal(tiles.read_tile(opened[0], 8, 0, 0), tiles.read_tile(opened[4], 8, 0, 0))
     slides.close()

@@ -26,6 +26,7 @@ from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.localize.export import ExportJob, ExportRecord, export_heatmap
 from selfvitmil.settings import StudySettings, parse, tiling_name, with_user_engine
+from selfvitmil.slides import SlideRef
 from selfvitmil.stages.localize import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import file_fingerprint
@@ -178,7 +179,10 @@ def _tile(
 ) -> list[SlideRow]:
     from selfvitmil.tiles import TileJob, tile_slide
 
-    jobs = {row.slide: TileJob(row.slide, row.path, StudyLayout(out).work.tiles_folder, settings) for row in rows}
+    jobs = {
+        row.slide: TileJob(SlideRef.of(row, settings.slide), StudyLayout(out).work.tiles_folder, settings)
+        for row in rows
+    }
     done, failed = map_slides(engine, out, _stage("tile", package), tile_slide, jobs, unit="tiles", count=num_tiles)
     failures += failed
     return [row for row in rows if row.slide in done]
@@ -199,12 +203,16 @@ def _embed(
         tiling = tiling_name(settings.tile, scale.mpp)
         jobs = {
             row.slide: EmbedJob(
-                row.slide, row.path, _table(out, tiling, row.slide), _bag(out, tiling, scale.name, row.slide),
-                str(package.folder / scale.folder), scale.name, settings.stain.method, settings.embed,
-                settings.slide.reader,
+                SlideRef.of(row, settings.slide),
+                _table(out, tiling, row.slide),
+                _bag(out, tiling, scale.name, row.slide),
+                str(package.folder / scale.folder),
+                scale.name,
+                settings.stain.method,
+                settings.embed,
             )
             for row in rows
-        }  # fmt: skip
+        }
         done, failed = map_slides(
             engine, out, _stage("embed", package), embed_slide, jobs, unit="tiles", count=num_tiles
         )
@@ -266,12 +274,13 @@ def _localize(
     """Maps, pictures and exports as files; the answers with the names of these."""
     from selfvitmil.localize.heatmap import write_heatmap
 
-    paths, folder = {row.slide: row.path for row in rows}, StudyLayout(out).heatmaps(package.tag)
+    slides = {row.slide: SlideRef.of(row, settings.slide) for row in rows}
+    folder = StudyLayout(out).heatmaps(package.tag)
     jobs: dict[str, ExportJob] = {}
     for each in answers:
         file = folder / f"{each.slide}.h5"
         write_heatmap(file, each.heatmap, _map_made_from(out, each.slide, package, settings))
-        jobs[each.slide] = ExportJob(file, paths[each.slide], None, settings.slide.reader, settings.localize)
+        jobs[each.slide] = ExportJob(file, slides[each.slide], None, settings.localize)
     stage = _stage("localize", package)
     made, failed = map_slides(engine, out, stage, export_heatmap, jobs)
     unmade = [replace(each.failure, stage=stage) for each in made.values() if each.failure is not None]

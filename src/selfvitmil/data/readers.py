@@ -5,8 +5,9 @@ contend for Python's global interpreter lock, which also delays the GPU. So for 
 that decodes directly into shared memory; only tile corners are pickled.
 
     readers = TileReaders(num_readers=15, batch=512, size_px=224)
-    for part in readers.read(TileRequest(path, mpp=0.5), coords_l0):    # batches, in the order of the corners
-        part.tiles_BHW3                                                 # uint8, valid until the next but one
+    request = TileRequest(SlideRef("a", path), mpp=0.5)
+    for part in readers.read(request, coords_l0):    # batches, in the order of the corners
+        part.tiles_BHW3                              # uint8, valid until the next but one
 
 The memory is an anonymous file (memfd), which a small /dev/shm in containers does not limit; it exists on Linux only
 (`TileReaders.available`). Readers are started as separate commands, because dask worker processes must not have
@@ -28,7 +29,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from selfvitmil import stain
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SelfVitMilError
-from selfvitmil.slides import SlideCache
+from selfvitmil.slides import SlideCache, SlideRef
 
 RUN = 16
 """Neighbouring tiles read together by one reader: they share compressed blocks of the slide."""
@@ -53,12 +53,9 @@ AT_ONCE = 4
 class TileRequest:
     """The slide to read tiles from, and how."""
 
-    path: Path
+    slide: SlideRef
     mpp: float
     """Microns per pixel of the tiles."""
-    reader: str = "auto"
-    slide_mpp: float | None = None
-    """Microns per level-0 pixel; overrides the value in the file."""
     normalize_tiles: bool = False
     """Normalize each tile by its own stains."""
 
@@ -77,7 +74,7 @@ def read_run(
     cache: SlideCache, request: TileRequest, corners_l0: NDArray[np.int64], out_BHW3: NDArray[np.uint8]
 ) -> int:
     """Read tiles into `out_BHW3`; return how many were left unnormalized (see `TileBatch.unfitted`)."""
-    slide = cache.get(request.path, reader=request.reader, mpp=request.slide_mpp)
+    slide = cache.get(request.slide)
     unfitted = 0
     for (x_l0, y_l0), out in zip(corners_l0, out_BHW3, strict=True):
         tile = slide.read_tile(int(x_l0), int(y_l0), out.shape[0], request.mpp)
@@ -93,7 +90,7 @@ def read_with_threads(
 ) -> Iterator[TileBatch]:
     """Yield the tiles with these corners batch by batch, read ahead by threads of this process."""
     with ThreadPoolExecutor(num_threads) as pool, closing(SlideCache()) as cache:
-        cache.get(request.path, reader=request.reader, mpp=request.slide_mpp)  # opened once, by one thread
+        cache.get(request.slide)  # opened once, by one thread
         waiting: deque[tuple[NDArray[np.uint8], list[Future[int]]]] = deque()
 
         def submit(start: int) -> None:
@@ -197,7 +194,7 @@ class TileReaders:
         status = self._readers[reader][1].wait()
         self.close()
         return EngineError(
-            f"{request.path.name}: a reader process died",
+            f"{request.slide.path.name}: a reader process died",
             f"it exited with status {status}" + (", possibly out of memory" if status == -9 else ""),
             "Run `selfvitmil check` to test whether the slide crashes its reader, or use fewer --embed.readers",
             code="reader-died",

@@ -22,7 +22,7 @@ from PIL import Image
 from selfvitmil import stain
 from selfvitmil.data.readers import RUN
 from selfvitmil.errors import ConfigError, SlideError
-from selfvitmil.slides import SlideCache
+from selfvitmil.slides import SlideCache, SlideRef
 from selfvitmil.store.failures import without_folders
 from selfvitmil.tiles import check_mpp, read_tiles
 
@@ -35,11 +35,9 @@ Indices = NDArray[np.int64]
 class TrainSlide:
     """A slide to train on, and the table that says where its tiles are."""
 
-    slide: str
-    path: Path
+    slide: SlideRef
+    """Its `mpp`, where the cohort gives one, is that of the table."""
     table: Path
-    mpp: float | None = None
-    """Microns per level-0 pixel where the cohort gives them: those that the table was made with."""
 
 
 class TileReader(Protocol):
@@ -84,15 +82,12 @@ class TileSource(Protocol):
 
 @dataclass
 class SlideReader:
-    """Reads tiles from slides; knows only their paths, so that starting a worker is cheap."""
+    """Reads tiles from slides; opens them when it reads, so that starting a worker is cheap."""
 
-    paths: Sequence[Path]
-    mpps: Sequence[float]
-    """Microns per level-0 pixel."""
-    names: Sequence[str]
+    slides: Sequence[SlideRef]
+    """With the microns per level-0 pixel of their tile tables."""
     size_px: int
     tile_mpp: float
-    reader: str = "auto"
     normalize_tiles: bool = False
     cache: SlideCache | None = field(default=None, repr=False)
 
@@ -102,14 +97,14 @@ class SlideReader:
     def read(self, group: int, what: Any) -> Pixels:
         """The tiles with these level-0 corners, (B, 2)."""
         self.cache = self.cache or SlideCache()
-        path = self.paths[group]
-        if not path.exists():
+        ref = self.slides[group]
+        if not ref.path.exists():
             raise SlideError(
-                f"{path.name}: the file is gone",
-                f"slide {self.names[group]} was there when it was tiled, and training reads its tiles from it",
+                f"{ref.path.name}: the file is gone",
+                f"slide {ref.name} was there when it was tiled, and training reads its tiles from it",
                 "Bring it back (is the drive connected?), or train without it",
             )
-        slide = self.cache.get(path, reader=self.reader, mpp=self.mpps[group])
+        slide = self.cache.get(ref)
         tiles = (slide.read_tile(int(x_l0), int(y_l0), self.size_px, self.tile_mpp) for x_l0, y_l0 in what)
         return _pixels(tiles, self.normalize_tiles)
 
@@ -124,7 +119,6 @@ class SlideTiles:
         slides: Sequence[TrainSlide],
         *,
         stain_method: Literal["slide", "tile", "none"],
-        reader: str = "auto",
     ):
         if not slides:
             raise ConfigError(
@@ -132,7 +126,7 @@ class SlideTiles:
             )
         tables = [read_tiles(slide.table) for slide in slides]
         for slide, table in zip(slides, tables, strict=True):
-            check_mpp(table, slide.mpp)
+            check_mpp(table, slide.slide.mpp)
         shapes = {(table.size_px, table.mpp) for table in tables}
         if len(shapes) > 1:
             raise ConfigError(
@@ -145,24 +139,21 @@ class SlideTiles:
         self.size_px, tile_mpp = shapes.pop()
         self.mpp = tile_mpp
         self.shape_px = (self.size_px, self.size_px)
-        self.names = tuple(slide.slide for slide in slides)
+        self.names = tuple(slide.slide.name for slide in slides)
         self.counts = tuple(len(table) for table in tables)
         self._places = [table.coords_l0 for table in tables]
         """Where the reader finds the tiles of each slide."""
         self.ids = np.concatenate([tile_ids(table.slide, table.coords_l0) for table in tables])
         self._identities = [
-            f"{slide.slide} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
+            f"{slide.slide.name} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
             for slide, table in zip(slides, tables, strict=True)
         ]
         maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
         self._maps = np.stack(maps) if stain_method == "slide" else None
         self.reader: TileReader = SlideReader(
-            paths=[slide.path for slide in slides],
-            mpps=[table.slide_mpp for table in tables],
-            names=self.names,
+            slides=[each.slide.at_mpp(table.slide_mpp) for each, table in zip(slides, tables, strict=True)],
             size_px=self.size_px,
             tile_mpp=tile_mpp,
-            reader=reader,
             normalize_tiles=stain_method == "tile",
         )
         self.stain_method: Literal["slide", "tile", "none"] = stain_method

@@ -40,7 +40,7 @@ from selfvitmil.localize.detection import Lesion, find_lesions, find_points, hig
 from selfvitmil.localize.heatmap import COLUMNS, Heatmap, check_annotations, heatmap_made_from, read_heatmap
 from selfvitmil.localize.overlay import Colors, Pixels, Raster, color_table, shown_words, write_overlays
 from selfvitmil.settings import LocalizeSettings
-from selfvitmil.slides import fingerprint, open_slide
+from selfvitmil.slides import SlideRef, fingerprint
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, write_text
 from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, compare_digests, stale
@@ -195,10 +195,9 @@ class ExportJob:
     """All that a worker needs to know."""
 
     map_file: Path
-    slide_file: Path | None
-    """None where there is none at hand; then no picture is drawn."""
+    slide: SlideRef | None
+    """None where its file is not at hand; then no picture is drawn."""
     annotation: Path | None
-    reader: str
     settings: LocalizeSettings
 
 
@@ -305,12 +304,12 @@ def _wanted(job: ExportJob, heatmap: Heatmap, lesions: Sequence[Lesion]) -> tupl
         add("asap", partial(_asap, folder / f"{slide}.xml", heatmap, lesions), on_lesions)
     if settings.tiff:
         add("tiff", partial(_tiff, folder / f"{slide}.tiff", heatmap))
-    if settings.pictures and job.slide_file is None:
+    if settings.pictures and job.slide is None:
         warnings.append("no picture is drawn, for the slide's file is not there; map, lesions and exports are made")
-    elif settings.pictures and job.slide_file is not None:
+    elif settings.pictures and job.slide is not None:
         annotation = None if job.annotation is None else file_fingerprint(job.annotation)
-        inputs = annotation, fingerprint(job.slide_file)
-        draw = partial(_pictures, job, job.slide_file, heatmap, lesions)
+        inputs = annotation, fingerprint(job.slide.path)
+        draw = partial(_pictures, job, job.slide, heatmap, lesions)
         add("pictures", draw, on_lesions, settings.colors, settings.picture_px, inputs)
     return products, warnings
 
@@ -364,13 +363,13 @@ def _tiff(path: Path, heatmap: Heatmap) -> list[Path]:
     return [path]
 
 
-def _pictures(job: ExportJob, slide_file: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
+def _pictures(job: ExportJob, slide: SlideRef, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
     outlines = () if job.annotation is None else read_annotations(job.annotation, repair=True)
     if job.annotation is not None:
         check_annotations(outlines, heatmap.frame.size_l0, job.annotation.name)
-    with open_slide(slide_file, reader=job.reader, mpp=heatmap.frame.slide_mpp) as slide:
+    with slide.at_mpp(heatmap.frame.slide_mpp).open() as opened:
         found = () if heatmap.only_ranks else lesions
-        return write_overlays(job.map_file.parent, heatmap, slide, job.settings, outlines, found)
+        return write_overlays(job.map_file.parent, heatmap, opened, job.settings, outlines, found)
 
 
 # ---------------------------------------------------------------------------------------------------- rows

@@ -33,7 +33,7 @@ from selfvitmil.annotations import Annotation
 from selfvitmil.bags import Bag
 from selfvitmil.cohort.table import check_slide_name, is_negative_name
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, MissingMppError, SlideError
-from selfvitmil.slides import open_slide
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.failures import without_folders
 from selfvitmil.store.files import atomic_path
 from selfvitmil.tiles import TileTable, boxes_l0
@@ -368,21 +368,16 @@ def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[fl
     return extent, int(size_px or round(extent)), (warning,)
 
 
-def read_slide_geometry(
-    path: Path, reader: str, mpp: float | None, otherwise_mpp: float | None = None
-) -> SlideGeometry:
-    """What the slide's file tells, `mpp` over what it says, `otherwise_mpp` where it says none.
-
-    Of a slide that cannot be opened no more than what was given.
-    """
+def read_slide_geometry(ref: SlideRef) -> SlideGeometry:
+    """Return size and microns per pixel of a slide; where it cannot be opened, only the value that was given."""
     try:
-        with open_slide(path, reader=reader, mpp=mpp, otherwise_mpp=otherwise_mpp) as slide:
+        with ref.open() as slide:
             try:
                 return SlideGeometry(slide.mpp, slide.size_l0)
             except MissingMppError:
                 return SlideGeometry(None, slide.size_l0)
     except SlideError:
-        return SlideGeometry(mpp or otherwise_mpp, None)
+        return SlideGeometry(ref.mpp or ref.default_mpp, None)
 
 
 # ---------------------------------------------------------------------------------------------------- annotations

@@ -42,6 +42,7 @@ from selfvitmil.report.figures import (
     quality_figure,
 )
 from selfvitmil.settings import StudySettings, tiling_name, without_removed
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.layout import StudyLayout
 
 LAST_VALUES = {
@@ -372,15 +373,15 @@ def _training_tiles(
     """Return the tiles that the encoder was trained on, and of which slides they can still be read."""
     tiling, trained_on = tiling_name(settings.tile), set(encoder.slides)
     rows = [row for row in cohort.rows if row.slide in trained_on] if cohort else []
-    slides = [TrainSlide(row.slide, row.path, layout.tile_table(tiling, row.slide), row.mpp) for row in rows]
+    slides = [TrainSlide(SlideRef.of(row, settings.slide), layout.tile_table(tiling, row.slide)) for row in rows]
     slides = [slide for slide in slides if slide.table.exists()]
     if not slides:
         raise ConfigError("tiles of the slides that it was trained on are not in this study")
-    source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
+    source = SlideTiles(slides, stain_method=settings.stain.method)
     told = encoder.provenance
     if (told.get("slides"), told.get("tiles")) != (len(source.counts), sum(source.counts)):
         raise ConfigError("the study's tiles are no longer those that it was trained on")
-    readable = [slide.path.exists() for slide in slides]
+    readable = [slide.slide.path.exists() for slide in slides]
     if not any(readable):
         raise ConfigError("no file of the slides that it was trained on is there")
     return source, np.array(readable)

@@ -24,7 +24,7 @@ from selfvitmil.errors import BagError, SelfVitMilError, SlideError
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.encoders import evenly_spaced
 from selfvitmil.report.figures import Shown, picture
-from selfvitmil.slides import SlideCache
+from selfvitmil.slides import SlideCache, SlideRef
 from selfvitmil.store.layout import StudyLayout
 
 NUM_QUERIES, NUM_NEIGHBORS = 6, 5
@@ -303,7 +303,7 @@ def read_tile(pool: Pool, tile: int, cache: SlideCache, reader: str) -> NDArray[
     assert bag.coords is not None
     assert bag.tile_extent is not None
     told = bag.attributes
-    slide = cache.get(row.path, reader=reader, mpp=told.get("level0_mpp", row.mpp))
+    slide = cache.get(SlideRef(row.slide, row.path, told.get("level0_mpp", row.mpp), reader))
     size_l0 = (told.get("level0_width", slide.size_l0[0]), told.get("level0_height", slide.size_l0[1]))
     if slide.size_l0 != size_l0:
         raise SlideError(f"{row.path.name}: has another size than the slide that was embedded")

@@ -24,7 +24,7 @@ from selfvitmil.localize.heatmap import Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.figures import Shown, picture, picture_file
 from selfvitmil.settings import LocalizeSettings, StudySettings
-from selfvitmil.slides import Slide, open_slide
+from selfvitmil.slides import Slide, SlideRef
 
 NUM_TILES = 10
 """Highest- and lowest-ranked tiles shown of a slide."""
@@ -210,7 +210,7 @@ def _open(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tu
     if row is None:
         return None, "the cohort does not name it"
     try:
-        opened = open_slide(row.path, reader=settings.slide.reader, mpp=heatmap.frame.slide_mpp)
+        opened = SlideRef.of(row, settings.slide).at_mpp(heatmap.frame.slide_mpp).open()
     except SelfVitMilError as error:
         return None, error.reason
     if opened.size_l0 != heatmap.frame.size_l0:

@@ -14,16 +14,51 @@ import os
 import re
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selfvitmil.errors import ConfigError, SlideError
-from selfvitmil.settings import slide_mpp_problem
+from selfvitmil.settings import SlideSettings, slide_mpp_problem
 from selfvitmil.slides.base import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
 from selfvitmil.store.files import file_fingerprint, hash_of
 
-__all__ = ["Level", "Slide", "SlideCache", "fingerprint", "open_slide"]
+if TYPE_CHECKING:
+    from selfvitmil.cohort import SlideRow
+
+__all__ = ["Level", "Slide", "SlideCache", "SlideRef", "fingerprint", "open_slide"]
 
 READERS = ("auto", "openslide", "jpegtiff")
+
+
+@dataclass(frozen=True)
+class SlideRef:
+    """Names a slide and how to open it; small, hashable, and sent to workers."""
+
+    name: str
+    """Its name in the study (the column `slide` of the cohort)."""
+    path: Path
+    mpp: float | None = None
+    """Microns per level-0 pixel from the cohort or a tile table; overrides the value in the file."""
+    reader: str = "auto"
+    default_mpp: float | None = None
+    """Used where the file has no value (`slide.mpp`)."""
+    force_default: bool = False
+    """Use `default_mpp` also where the file has a value (`slide.force_mpp`)."""
+
+    @classmethod
+    def of(cls, row: SlideRow, settings: SlideSettings) -> SlideRef:
+        """Return the slide of a row of the cohort, opened as the settings say."""
+        return cls(row.slide, row.path, row.mpp, settings.reader, settings.mpp, settings.force_mpp)
+
+    def at_mpp(self, mpp: float) -> SlideRef:
+        """Return the same slide with these microns per level-0 pixel, mostly those of its tile table."""
+        return replace(self, mpp=mpp)
+
+    def open(self) -> Slide:
+        """Open the slide; see `open_slide`."""
+        mpp = self.mpp or (self.default_mpp if self.force_default else None)
+        return open_slide(self.path, reader=self.reader, mpp=mpp, otherwise_mpp=self.default_mpp)
 
 
 def open_slide(
@@ -151,20 +186,19 @@ class SlideCache:
                 f"cache of {max_open} slides", "max_open must be at least 1", "Use 1 or more", code="invalid-cache-size"
             )
         self.max_open = max_open
-        self._slides: OrderedDict[tuple[str, str, float | None], Slide] = OrderedDict()
+        self._slides: OrderedDict[SlideRef, Slide] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: str | Path, *, reader: str = "auto", mpp: float | None = None) -> Slide:
+    def get(self, ref: SlideRef) -> Slide:
         """Return the slide, opened if necessary."""
-        key = (os.path.abspath(path), reader, mpp)
         with self._lock:
-            slide = self._slides.get(key)
+            slide = self._slides.get(ref)
             if slide is not None:
-                self._slides.move_to_end(key)
+                self._slides.move_to_end(ref)
                 return slide
-        slide = open_slide(path, reader=reader, mpp=mpp)
+        slide = ref.open()
         with self._lock:
-            slide = self._slides.setdefault(key, slide)
+            slide = self._slides.setdefault(ref, slide)
             while len(self._slides) > self.max_open:
                 self._slides.popitem(last=False)[1].close()
         return slide

@@ -9,7 +9,7 @@ import numpy as np
 
 from selfvitmil import annotations
 from selfvitmil.settings import upsampling_warning
-from selfvitmil.slides import fingerprint, open_slide
+from selfvitmil.slides import SlideRef, fingerprint
 
 NUM_REGIONS = 16
 REGION_PX = 224
@@ -21,14 +21,8 @@ LARGE_L0 = 20_000
 class CheckJob:
     """Input of one worker call: the slide to check."""
 
-    slide: str
-    path: Path
-    reader: str
-    mpp: float | None
-    """Overrides the value in the file."""
+    slide: SlideRef
     annotation: Path | None = None
-    otherwise_mpp: float | None = None
-    """Used if the file has no value."""
     tile_mpp: float | None = None
     """Microns per pixel of the tiles to be cut."""
 
@@ -52,7 +46,7 @@ class SlideCheck:
 
 def check_slide(job: CheckJob) -> SlideCheck:
     """Open the slide, read regions spread over it, and read its annotation. Raises SelfVitMilError on failure."""
-    with open_slide(job.path, reader=job.reader, mpp=job.mpp, otherwise_mpp=job.otherwise_mpp) as slide:
+    with job.slide.open() as slide:
         mpp = slide.mpp
         width, height = slide.size_l0
         generator = np.random.default_rng([width, height])
@@ -75,7 +69,7 @@ def check_slide(job: CheckJob) -> SlideCheck:
                     f"read: {len(repaired)} regions"
                 )
         return SlideCheck(
-            slide=job.slide,
+            slide=job.slide.name,
             format=slide.vendor,
             reader=slide.reader,
             width=width,
@@ -84,6 +78,6 @@ def check_slide(job: CheckJob) -> SlideCheck:
             mpp_source=slide.mpp_source,
             levels=" ".join(f"{level.downsample:g}" for level in slide.levels),
             compression=slide.compression,
-            fingerprint=fingerprint(job.path),
+            fingerprint=fingerprint(job.slide.path),
             warnings=tuple(warnings),
         )

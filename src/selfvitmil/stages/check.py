@@ -35,20 +35,13 @@ from selfvitmil.study.folder import CohortSource, Summary, cell, few, map_slides
 
 def check(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
     """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`."""
+    from selfvitmil.slides import SlideRef
     from selfvitmil.slides.check import CheckJob, SlideCheck, check_slide
 
     with open_study(study, "check"):
         cohort, lines = study_cohort(study, source)
         jobs = {
-            row.slide: CheckJob(
-                row.slide,
-                row.path,
-                settings.slide.reader,
-                row.mpp or settings.slide.forced_mpp,
-                row.annotation,
-                settings.slide.mpp,
-                settings.tile.mpp,
-            )
+            row.slide: CheckJob(SlideRef.of(row, settings.slide), row.annotation, settings.tile.mpp)
             for row in cohort.rows
         }
         done, failures = map_slides(engine, study, "check", check_slide, jobs)

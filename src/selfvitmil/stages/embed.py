@@ -119,6 +119,7 @@ def embed_jobs(
 ) -> tuple[dict[str, Any], list[Failure]]:
     """Jobs for the slides that have tiles, and a failure for each that has none."""
     from selfvitmil.embed import EmbedJob
+    from selfvitmil.slides import SlideRef
 
     jobs: dict[str, Any] = {}
     missing: list[Failure] = []
@@ -127,9 +128,8 @@ def embed_jobs(
         bag = StudyLayout(study).feature_file(tiling, name, row.slide)
         if table.exists():
             jobs[row.slide] = EmbedJob(
-                row.slide, row.path, table, bag, source, name, settings.stain.method, settings.embed,
-                settings.slide.reader, row.mpp,
-            )  # fmt: skip
+                SlideRef.of(row, settings.slide), table, bag, source, name, settings.stain.method, settings.embed
+            )
         else:
             reason = f"{row.slide}: no tile table in tiles/{tiling}"
             missing.append(Failure(row.slide, stage, reason, "Run `selfvitmil tile` and see what it says"))

@@ -23,6 +23,7 @@ from selfvitmil.engine import Engine
 from selfvitmil.engine.progress import show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
+from selfvitmil.slides import SlideRef
 from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
 from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
@@ -242,9 +243,8 @@ class Mapper:
         row = self.cohort[slide]
         # In a cohort of another tool's feature files these stand where slides would be named.
         at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt")
-        file = row.path if at_hand else None
-        reader, settings = self.settings.slide.reader, self.settings.localize
-        return ExportJob(self.folder / f"{slide}.h5", file, row.annotation, reader, settings)
+        ref = SlideRef.of(row, self.settings.slide) if at_hand else None
+        return ExportJob(self.folder / f"{slide}.h5", ref, row.annotation, self.settings.localize)
 
     # ------------------------------------------------------------------------------------------------ before scoring
 
@@ -288,10 +288,10 @@ class Mapper:
         from selfvitmil.localize.heatmap import place_tiles, read_slide_geometry
         from selfvitmil.tiles import read_tiles
 
-        row, slide, file = self.cohort[case.slide], self.settings.slide, self._table_file(case.slide)
+        row, file = self.cohort[case.slide], self._table_file(case.slide)
         bag = self.trial.bag(case)
         table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
-        look = partial(read_slide_geometry, row.path, slide.reader, row.mpp or slide.forced_mpp, slide.mpp)
+        look = partial(read_slide_geometry, SlideRef.of(row, self.settings.slide))
         return bag, table, place_tiles(bag, table, look)
 
     # ------------------------------------------------------------------------------------------------ scoring

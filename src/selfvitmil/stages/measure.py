@@ -19,12 +19,12 @@ import numpy as np
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import SelfVitMilError, StainError
 from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.slides import Slide, SlideRef
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.tiles import TileJob, count_tiles, read_tiles, tile_slide
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
-    from selfvitmil.slides import Slide
     from selfvitmil.study.methods import Compared
 
 SAMPLED_SLIDES = 5
@@ -162,7 +162,7 @@ def _sample(rows: Sequence[SlideRow], settings: StudySettings) -> list[tuple[int
                 break
             begin = time.perf_counter()
             with suppress(SelfVitMilError):  # its stage reports the error
-                tile_slide(TileJob(row.slide, row.path, Path(folder), settings, row.mpp))
+                tile_slide(TileJob(SlideRef.of(row, settings.slide), Path(folder), settings))
                 tile_s = time.perf_counter() - begin
                 table = read_tiles(Path(folder, tiling_name(settings.tile), f"{row.slide}.h5"))
                 area_um2 = table.size_l0[0] * table.size_l0[1] * table.slide_mpp**2
@@ -188,10 +188,7 @@ def _read_rate(row: SlideRow, coords_l0: Any, settings: StudySettings) -> float:
 
 
 def _open(row: SlideRow, settings: StudySettings) -> Slide:
-    from selfvitmil.slides import open_slide
-
-    own = settings.slide
-    return open_slide(row.path, reader=own.reader, mpp=row.mpp or own.forced_mpp, otherwise_mpp=own.mpp)
+    return SlideRef.of(row, settings.slide).open()
 
 
 # ---------------------------------------------------------------------------------------------------- networks

@@ -102,13 +102,14 @@ def _train(source: Any, study: Path, name: str, trained_on: str, settings: Study
 def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tuple[Any, list[str], str]:
     """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
     from selfvitmil.data.sources import SlideTiles, TrainSlide
+    from selfvitmil.slides import SlideRef
 
     tables = {row.slide: StudyLayout(study).tile_table(tiling_name(settings.tile), row.slide) for row in run.rows}
     found = [row for row in run.rows if tables[row.slide].exists()]
-    slides = [TrainSlide(row.slide, row.path, tables[row.slide], row.mpp) for row in found]
+    slides = [TrainSlide(SlideRef.of(row, settings.slide), tables[row.slide]) for row in found]
     missing = [row.slide for row in run.rows if row not in found]
     lines = [f"note: {len(missing)} slides have no tiles and are left out: {', '.join(missing)}"] if missing else []
-    source = SlideTiles(slides, stain_method=settings.stain.method, reader=settings.slide.reader)
+    source = SlideTiles(slides, stain_method=settings.stain.method)
     return source, lines, f"{run.words}, {len(slides)} slides"
 
 

@@ -16,6 +16,7 @@ from selfvitmil.evaluate import Cases, Run, Trial
 from selfvitmil.evaluate.dataset import BagFile, Case, TrialSplit
 from selfvitmil.evaluate.protocol import model_name
 from selfvitmil.settings import StudySettings, tiling_name
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.layout import StudyLayout, model_folder
 from selfvitmil.store.provenance import BUILT, BuildOutcome
 
@@ -99,7 +100,7 @@ class SupervisedRow:
             report=lambda line: self.report({**where, **line}),
         )  # fmt: skip
         wanted = [self._slide(case) for case in self._evaluated(split)]
-        scored = score_slides(trained.network, wanted, settings.supervised, stain_method=stain, reader=slide.reader)
+        scored = score_slides(trained.network, wanted, settings.supervised, stain_method=stain)
         seconds = sum(float(line["seconds"]) for line in trained.history)
         return _Learned(scored, trained.epoch, trained.outcome, seconds, trained.warnings)
 
@@ -121,4 +122,4 @@ class SupervisedRow:
 
     def _slide(self, case: BagFile) -> TrainSlide:
         row = self.cases.cohort[case.slide]
-        return TrainSlide(row.slide, row.path, self._table(case.slide), row.mpp)
+        return TrainSlide(SlideRef.of(row, self.settings.slide), self._table(case.slide))

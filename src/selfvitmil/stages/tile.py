@@ -54,10 +54,13 @@ def tile(study: Path, source: CohortSource, settings: StudySettings, engine: Eng
 
 def tile_jobs(study: Path, cohort: Cohort, settings: StudySettings) -> dict[str, Any]:
     """What there is to cut, slide by slide."""
+    from selfvitmil.slides import SlideRef
     from selfvitmil.tiles import TileJob
 
     folder = StudyLayout(study).tiles_folder
-    return {row.slide: TileJob(row.slide, row.path, folder, settings, row.mpp, row.annotation) for row in cohort.rows}
+    return {
+        row.slide: TileJob(SlideRef.of(row, settings.slide), folder, settings, row.annotation) for row in cohort.rows
+    }
 
 
 TILES_HEADER = (

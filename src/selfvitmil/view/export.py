@@ -161,7 +161,7 @@ def _plans(chosen: Sequence[ViewedSlide], top_mpp: float) -> tuple[list[_Plan], 
     failures: list[Failure] = []
     for slide in chosen:
         try:
-            opened = tiles.open_source(slide.source)
+            opened = tiles.open_for_viewing(slide.ref)
         except (SelfVitMilError, OSError) as error:
             failures.append(Failure.of(slide.row.slide, "view", error))
             continue

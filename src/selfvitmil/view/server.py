@@ -144,7 +144,7 @@ class Viewer:
         slide, _ = await self._slide(request)
 
         def build() -> bytes:
-            return to_json(self.study.slide_data(slide, self.open_slides.get(slide.source))).encode()
+            return to_json(self.study.slide_data(slide, self.open_slides.get(slide.ref))).encode()
 
         return _answer(request, await self._checked(slide, _in_thread(self.pool, build)), "application/json")
 
@@ -179,7 +179,7 @@ class Viewer:
         slide, state = await self._slide(request)
 
         def build() -> bytes:
-            return tiles.to_jpeg(tiles.read_thumbnail(self.open_slides.get(slide.source)))
+            return tiles.to_jpeg(tiles.read_thumbnail(self.open_slides.get(slide.ref)))
 
         return await self._picture(request, slide, self.thumbnails, (slide.id, state), build)
 
@@ -188,7 +188,7 @@ class Viewer:
         level, column, row = (_number(request.path_params[name]) for name in ("level", "column", "row"))
 
         def build() -> bytes:
-            opened = self.open_slides.get(slide.source)
+            opened = self.open_slides.get(slide.ref)
             if not opened.zoom.has_tile(level, column, row):
                 raise NoSuchTile
             return tiles.to_jpeg(tiles.read_tile(opened, level, column, row))
@@ -222,7 +222,7 @@ class Viewer:
         looked, state = self._states.get(slide.id, (-math.inf, None))
         if state is None or time.monotonic() - looked >= LOOK_AGAIN_S:
             try:
-                state = await _in_thread(self.looking, slide.source.state)
+                state = await _in_thread(self.looking, lambda: tiles.state_of(os.stat(slide.ref.path)))
             except OSError:
                 raise HTTPException(410, f"{slide.name}: {GONE}") from None
             self._states[slide.id] = time.monotonic(), state

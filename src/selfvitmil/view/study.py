@@ -31,10 +31,11 @@ from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, prediction_from_json, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.untrusted import open_hdf5
-from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, FileState, OpenedSlide, Source, state_of
+from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, FileState, OpenedSlide, state_of
 
 NOTICE = "For research only. Not a medical device: do not use it for diagnosis."
 REFRESH_S = 2.0
@@ -196,7 +197,7 @@ class ViewedSlide:
     name: str
     """As the viewer shows it."""
     row: SlideRow
-    source: Source
+    ref: SlideRef
 
 
 class ViewedStudy:
@@ -210,11 +211,10 @@ class ViewedStudy:
         self.slides: dict[str, ViewedSlide] = {}
         # Accession numbers follow dates, and so does the cohort's order: pseudonyms must hide it too.
         rows = sorted(cohort.rows, key=lambda row: self.names.slide(row.slide)) if self.names.hidden else cohort.rows
-        given = settings.slide
         for row in rows:
-            source = Source(row.path, given.reader, row.mpp or given.forced_mpp, given.mpp)
+            ref = SlideRef.of(row, settings.slide)
             name = self.names.slide(row.slide)
-            slide = ViewedSlide(opaque_id("s", name), name, row, source)
+            slide = ViewedSlide(opaque_id("s", name), name, row, ref)
             self.slides[slide.id] = slide
         assert len(self.slides) == len(cohort.rows)
         self._ids = {slide.row.slide: slide.id for slide in self.slides.values()}

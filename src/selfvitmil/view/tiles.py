@@ -17,7 +17,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from selfvitmil.slides import Slide, open_slide
+from selfvitmil.slides import Slide, SlideRef
 
 TILE_PX = 254
 OVERLAP_PX = 1
@@ -78,22 +78,6 @@ class DeepZoom:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A slide's file, as the cohort names it; never built from a request."""
-
-    path: Path
-    reader: str
-    mpp: float | None
-    """Overrides the file's value."""
-    otherwise_mpp: float | None = None
-    """For files without a value."""
-
-    def state(self) -> FileState:
-        """Return what changes when the file does; FileNotFoundError when it is gone."""
-        return state_of(os.stat(self.path))
-
-
-@dataclass(frozen=True)
 class OpenedSlide:
     """A slide and its levels."""
 
@@ -132,15 +116,15 @@ class OpenSlides:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, source: Source) -> OpenedSlide:
+    def get(self, ref: SlideRef) -> OpenedSlide:
         """Return the slide; FileNotFoundError when its file is gone, SlideError when it does not open."""
-        state = source.state()
+        state = state_of(os.stat(ref.path))
         with self._lock:
-            entry = self._entries.setdefault(source.path, _Entry())
+            entry = self._entries.setdefault(ref.path, _Entry())
         with entry.opening:
             if entry.opened is None or entry.state != state:
                 entry.close()
-                entry.opened, entry.state = open_source(source), state
+                entry.opened, entry.state = open_for_viewing(ref), state
             return entry.opened
 
     def close(self) -> None:
@@ -150,12 +134,12 @@ class OpenSlides:
                 self._entries.popitem()
 
 
-def open_source(source: Source) -> OpenedSlide:
+def open_for_viewing(ref: SlideRef) -> OpenedSlide:
     """Open a slide; raises SlideError when it does not open."""
-    slide = open_slide(source.path, reader=source.reader, mpp=source.mpp, otherwise_mpp=source.otherwise_mpp)
+    slide = ref.open()
     mpp = slide.info.mpp.value
     if mpp is None:
-        slide = open_slide(source.path, reader=source.reader, mpp=1.0)  # any value serves: levels are ratios
+        slide = ref.at_mpp(1.0).open()  # any value serves: levels are ratios
     return OpenedSlide(slide, DeepZoom(slide.size_l0), mpp)
 
 

@@ -57,6 +57,7 @@ from selfvitmil.runtime.training import (
     write_checkpoint,
 )
 from selfvitmil.settings import SupervisedSettings
+from selfvitmil.slides import SlideRef
 from selfvitmil.store.files import hash_of
 from selfvitmil.store.provenance import (
     MISSING,
@@ -110,11 +111,10 @@ def tile_probabilities(
     settings: SupervisedSettings | None = None,
     *,
     stain_method: StainMethod,
-    reader: str = "auto",
 ) -> list[NDArray[np.float64]]:
     """Return the tumour probability of each tile of every slide's table, for equal class priors."""
     settings = settings or SupervisedSettings()
-    source = SlideTiles(slides, stain_method=stain_method, reader=reader)
+    source = SlideTiles(slides, stain_method=stain_method)
     check_fits(network.encoder.config, source.mpp or 0.0, source.size_px, stain_method)
     device = choose_device(settings.device)
     dtype = choose_precision(settings.precision, device)
@@ -130,13 +130,12 @@ def score_slides(
     settings: SupervisedSettings | None = None,
     *,
     stain_method: StainMethod,
-    reader: str = "auto",
 ) -> list[BagScore]:
     """Return one score per slide, pooled over all tiles of its table by `settings.pool`."""
     settings = settings or SupervisedSettings()
-    found = tile_probabilities(network, slides, settings, stain_method=stain_method, reader=reader)
+    found = tile_probabilities(network, slides, settings, stain_method=stain_method)
     pairs = zip(slides, found, strict=True)
-    return [bag_score(slide.slide, each, settings.pool, settings.k) for slide, each in pairs]
+    return [bag_score(slide.slide.name, each, settings.pool, settings.k) for slide, each in pairs]
 
 
 @torch.inference_mode()
@@ -292,7 +291,7 @@ def train_tile_network(
     """Train on the labelled tiles of the training slides and write the model folder, unless it is up to date.
 
     After every epoch the checkpoint `state.pt` is written there, from which the same call resumes. `report` is called
-    with every epoch's history line. `stain_method` and `reader` are those of `SlideTiles`.
+    with every epoch's history line. `reader` opens the slides.
     """
     settings = settings or SupervisedSettings()
     labelled = [label_slides(side, settings) for side in (training, validation)]
@@ -348,8 +347,9 @@ class _Side:
     @classmethod
     def of(cls, slides: list[LabelledTiles], stain_method: StainMethod, reader: str) -> _Side:
         chosen = [each.slide for each in slides]
-        tiles = [TrainSlide(one.slide, one.path, one.table, one.mpp) for one in chosen if one.table is not None]
-        source = SlideTiles(tiles, stain_method=stain_method, reader=reader)
+        refs = [SlideRef(one.slide, one.path, one.mpp, reader) for one in chosen]
+        tiles = [TrainSlide(ref, one.table) for ref, one in zip(refs, chosen, strict=True) if one.table is not None]
+        source = SlideTiles(tiles, stain_method=stain_method)
         return cls(source, slides, np.concatenate([each.labels_N for each in slides]))
 
     def counts(self) -> dict[str, int]:
