@@ -45,7 +45,7 @@ from selfvitmil.data.sources import TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.learner import start_encoder
-from selfvitmil.pretrain.probe import embed_tiles
+from selfvitmil.pretrain.quality import embed_tiles
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import choose_precision
 from selfvitmil.runtime.training import read_metrics

@@ -47,7 +47,8 @@ from selfvitmil.data.sources import IMAGE_SUFFIXES, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.learner import start_encoder
-from selfvitmil.pretrain.probe import embed_tiles, knn_accuracy, linear_accuracy
+from selfvitmil.pretrain.probe import knn_accuracy, linear_accuracy
+from selfvitmil.pretrain.quality import embed_tiles
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import choose_precision
 from selfvitmil.runtime.training import read_checkpoint

@@ -29,8 +29,8 @@ from selfvitmil.data.views import (
     make_views,
     philox,
     random_uniforms,
+    view_recipes,
 )
-from selfvitmil.pretrain.recipes import recipes_of
 from selfvitmil.settings import PretrainSettings
 
 LEVEL = 1 / 255
@@ -385,7 +385,7 @@ def slow_view(tile: torch.Tensor, draws: Draws, i: int, recipe: ViewRecipe) -> t
 
 
 def test_views_equal_a_chain_of_torchvisions_steps(tiles):
-    recipes = recipes_of(PretrainSettings(global_px=80, local_px=40, num_local=2, stain_jitter=0.7), 224, None)
+    recipes = view_recipes(PretrainSettings(global_px=80, local_px=40, num_local=2, stain_jitter=0.7), 224, None)
     batch, ids = tiles[[0, 1, 2, 0, 1, 2]], torch.arange(100, 106)
     made = make_views(batch, ids, 17, recipes, MEAN, STD, seed=5)
     assert [tuple(view.shape) for view in made] == [(2, 6, 3, 80, 80), (2, 6, 3, 40, 40)]
@@ -402,7 +402,7 @@ def test_views_equal_a_chain_of_torchvisions_steps(tiles):
 
 
 def test_a_tiles_views_depend_neither_on_batch_nor_on_order(small, monkeypatch):
-    recipes = recipes_of(PretrainSettings(local_px=48, num_local=4), 64, None)  # four small ones, made together
+    recipes = view_recipes(PretrainSettings(local_px=48, num_local=4), 64, None)  # four small ones, made together
     ids = torch.tensor([11, -5, 2**50, 7])
     together = make_views(small, ids, 3, recipes, MEAN, STD)
     order = [2, 0, 3, 1]
@@ -463,7 +463,7 @@ def test_rendering_is_one_graph_without_branches(small):
 
 
 def test_views_stay_between_black_and_white(small):
-    recipes = recipes_of(PretrainSettings(local_px=32, num_local=1), 64, None)
+    recipes = view_recipes(PretrainSettings(local_px=32, num_local=1), 64, None)
     made = make_views(small, torch.arange(4), 0, recipes, MEAN, STD)
     for group in made:
         picture = group * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]

@@ -22,9 +22,10 @@ from selfvitmil.data.loader import fit_tiles, read_plain_sample
 from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
 from selfvitmil.errors import EncoderError
-from selfvitmil.pretrain import batch_norm, train
+from selfvitmil.pretrain import joint_batch, train
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.batch_norm import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
+from selfvitmil.pretrain.joint_batch import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
+from selfvitmil.pretrain.schedule import resolve_hyperparameters
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings
@@ -147,13 +148,13 @@ def test_networks_without_batch_norms_ask_for_no_tile():
 
 
 def test_passes_are_of_nearly_equal_size():
-    assert [len(part) for part in batch_norm.passes_of(torch.zeros(130, 3, 224, 224, dtype=torch.uint8))] == [
+    assert [len(part) for part in joint_batch.passes_of(torch.zeros(130, 3, 224, 224, dtype=torch.uint8))] == [
         44,
         43,
         43,
     ]
-    assert len(batch_norm.passes_of(torch.zeros(130, 3, 32, 32))) == 1
-    assert [len(part) for part in batch_norm.passes_of(torch.zeros(17, 3, 600, 600))] == [9, 8]
+    assert len(joint_batch.passes_of(torch.zeros(130, 3, 32, 32))) == 1
+    assert [len(part) for part in joint_batch.passes_of(torch.zeros(17, 3, 600, 600))] == [9, 8]
 
 
 def test_sample_is_the_same_every_time_and_mixes_the_slides(images: Path):
@@ -269,8 +270,8 @@ def test_quality_is_measured_with_the_statistics_of_plain_tiles(
         seen.append(step)
         return {}
 
-    monkeypatch.setattr(train.Watch, "is_due", lambda self, step: step == 1)
-    monkeypatch.setattr(train.Watch, "look", look)
+    monkeypatch.setattr(train.QualityMonitor, "is_due", lambda self, step: step == 1)
+    monkeypatch.setattr(train.QualityMonitor, "evaluate", look)
     pretrain(ImageTiles(images), tmp_path / "run", settings_of("resnet18", "dino"), Origin("x"), device="cpu")
     assert seen == [1]
 
@@ -294,7 +295,7 @@ def test_statistics_are_those_of_the_size_that_the_encoder_is_made_for(tmp_path:
 def test_the_teacher_normalizes_by_its_own_batch():
     settings = settings_of("resnet18", "dino")
     encoder = learning.start_encoder(settings, 32, 0)
-    learner = learning.Learner(encoder, settings, learning.settle_numbers(settings, 24, 3), 0)
+    learner = learning.Learner(encoder, settings, resolve_hyperparameters(settings, 24, 3), 0)
     views = [torch.randn(2, 4, 3, 32, 32)]
     before = learner.teach(views)[1]
     for norm in batch_norms_of(encoder.backbone):
@@ -312,17 +313,17 @@ def test_shapes_of_a_vit_are_refused_for_a_resnet():
 
 HALF = """
     import sys, torch, torch.distributed as dist
-    from selfvitmil.pretrain import batch_norm
+    from selfvitmil.pretrain import joint_batch
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     network, batch = torch.load(sys.argv[1], weights_only=False)
-    batch_norm.join_processes(network)
+    joint_batch.join_processes(network)
     own = batch.chunk(2)[dist.get_rank()]
     (network(own) ** 3).mean().backward()
     for weight in network.parameters():
         dist.all_reduce(weight.grad)
         weight.grad /= 2
-    with batch_norm.alone(network):
+    with joint_batch.alone(network):
         if dist.get_rank() == 0:
             network(own)  # the other process does not come
             torch.save([[weight.grad for weight in network.parameters()], list(network.buffers())], sys.argv[2])
@@ -361,7 +362,7 @@ def test_joint_batch_norm_of_one_process_is_that_of_torch(tmp_path: Path):
             norm = nn.BatchNorm2d(3)
             nn.init.normal_(norm.weight)
             if joint:
-                batch_norm.join_processes(norm)
+                joint_batch.join_processes(norm)
                 assert type(norm) is JointBatchNorm2d
             batch.grad = None
             out = norm(batch)

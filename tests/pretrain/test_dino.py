@@ -16,28 +16,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from selfvitmil.errors import ConfigError
-from selfvitmil.pretrain.head import DinoHead, WeightNormLinear
-from selfvitmil.pretrain.learner import settle_numbers
 from selfvitmil.pretrain.loss import (
-    balanced_probabilities,
     collapse_reason,
     dino_loss,
     effective_rank,
     feature_std,
     koleo_loss,
     nearest_neighbours,
+    sinkhorn_knopp,
     teacher_entropy,
     teacher_probabilities,
     teacher_student_kl,
     update_center,
 )
-from selfvitmil.pretrain.objectives.choose import make_objective
-from selfvitmil.pretrain.objectives.contract import Objective
-from selfvitmil.pretrain.objectives.simclr import SimclrHead, nt_xent_loss
+from selfvitmil.pretrain.objectives import Objective, make_objective
+from selfvitmil.pretrain.objectives.dino import DINOHead, WeightNormLinear
+from selfvitmil.pretrain.objectives.simclr import SimCLRHead, nt_xent_loss
 from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, update_teacher
 from selfvitmil.pretrain.schedule import (
     ConstantSchedule,
     TeacherTemperature,
+    resolve_hyperparameters,
     scaled_learning_rate,
     suggested_freeze_steps,
     suggested_momentum,
@@ -177,7 +176,7 @@ def test_balanced_probabilities_equal_the_slow_iteration():
     # The first scaling of rows, which only guards against overflow, changes nothing after the columns were scaled by
     # the same number of rows: it is one more half round.
     shares = torch.softmax(logits / 0.5, dim=1)
-    torch.testing.assert_close(balanced_probabilities(logits, 0.5), slow_balanced(shares.log(), 1.0, 3))
+    torch.testing.assert_close(sinkhorn_knopp(logits, 0.5), slow_balanced(shares.log(), 1.0, 3))
 
 
 def test_balancing_ends_neither_in_one_output_nor_in_none():
@@ -185,7 +184,7 @@ def test_balancing_ends_neither_in_one_output_nor_in_none():
     rng = torch.Generator().manual_seed(4)
     logits = 0.3 * torch.randn(1, 16, generator=rng) + 0.02 * torch.randn(64, 16, generator=rng)
     plain = teacher_probabilities(logits, torch.zeros(16), 0.04)
-    balanced = balanced_probabilities(logits, 0.04, rounds=20)
+    balanced = sinkhorn_knopp(logits, 0.04, rounds=20)
     torch.testing.assert_close(balanced.sum(1), torch.ones(64))
     torch.testing.assert_close(balanced.mean(0), torch.full((16,), 1 / 16), atol=2e-3, rtol=0)
     assert plain.mean(0).max() > 0.5
@@ -283,7 +282,7 @@ def test_a_sound_run_raises_no_alarm(entropies: np.ndarray, ranks: np.ndarray, s
 
 PROCESS = """
 import sys, torch, torch.distributed as dist
-from selfvitmil.pretrain.joint import JointBatch
+from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.loss import update_center
 from selfvitmil.pretrain.objectives.simclr import nt_xent_loss
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -347,7 +346,7 @@ def test_nt_xent_needs_something_to_contrast():
 
 
 def test_simclr_head_is_two_linear_layers():
-    head = SimclrHead(8, 3).double()
+    head = SimCLRHead(8, 3).double()
     x = torch.randn(4, 8, dtype=torch.float64)
     first, _, second = head
     expected = (x @ first.weight.T + first.bias).clamp_min(0) @ second.weight.T + second.bias
@@ -357,9 +356,9 @@ def test_simclr_head_is_two_linear_layers():
 # ---- head ----------------------------------------------------------------------------------------------------------
 
 
-def golden_head() -> tuple[DinoHead, dict[str, np.ndarray]]:
+def golden_head() -> tuple[DINOHead, dict[str, np.ndarray]]:
     ref = golden("dino_head")
-    head = DinoHead(16, 40, hidden_dim=24, bottleneck_dim=12).double()
+    head = DINOHead(16, 40, hidden_dim=24, bottleneck_dim=12).double()
     head.load_state_dict({name[2:]: torch.from_numpy(value) for name, value in ref.items() if name.startswith("w:")})
     return head, ref
 
@@ -389,7 +388,7 @@ def test_weight_norm_and_its_gradients_equal_torch():
 
 def test_head_starts_as_dino_does():
     torch.manual_seed(0)
-    head = DinoHead(64, 512, hidden_dim=256, bottleneck_dim=32)
+    head = DINOHead(64, 512, hidden_dim=256, bottleneck_dim=32)
     for index in (0, 2, 4):
         layer = head.mlp[index]
         assert isinstance(layer, nn.Linear)
@@ -399,12 +398,12 @@ def test_head_starts_as_dino_does():
     assert (head.last_layer.weight_g == 1).all()
     assert head.last_layer.weight_v.abs().max().item() == pytest.approx(32**-0.5, rel=0.01)
     assert head(torch.randn(50, 64)).abs().max() <= 1 + 1e-6
-    assert DinoHead(8, 16, 8, 4, norm_last_layer=False).last_layer.weight_g.requires_grad
+    assert DINOHead(8, 16, 8, 4, norm_last_layer=False).last_layer.weight_g.requires_grad
 
 
 def test_head_in_half_precision_does_not_overflow():
     torch.manual_seed(0)
-    head = DinoHead(16, 32, 24, 8)
+    head = DINOHead(16, 32, 24, 8)
     with torch.no_grad():
         head.mlp[4].weight.mul_(1e6)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     x = torch.randn(5, 16)
@@ -419,7 +418,7 @@ def test_head_in_half_precision_does_not_overflow():
 
 
 def test_head_of_one_layer():
-    single = DinoHead(8, 16, 12, 4, num_layers=1)
+    single = DINOHead(8, 16, 12, 4, num_layers=1)
     assert [tuple(p.shape) for p in single.mlp.parameters()] == [(4, 8), (4,)]
 
 
@@ -473,7 +472,7 @@ def test_constant_schedule_equals_the_slow_formula(total, warmup, share, base, e
 @given(steps=st.integers(300, 5000), factor=st.integers(1, 8), batch=st.sampled_from([48, 256, 1024]))
 def test_no_number_of_a_constant_run_depends_on_its_length(steps, factor, batch):
     numbers = [
-        settle_numbers(PretrainSettings(schedule="constant", batch=batch, steps=length), 10_000, 39)
+        resolve_hyperparameters(PretrainSettings(schedule="constant", batch=batch, steps=length), 10_000, 39)
         for length in (steps, factor * steps)
     ]
     short, long = (asdict(each) | {"total_steps": 0} for each in numbers)
@@ -520,7 +519,7 @@ def small_net() -> nn.Sequential:
 
 
 def test_biases_and_vectors_do_not_decay():
-    head = DinoHead(6, 8, 5, 4)
+    head = DINOHead(6, 8, 5, 4)
     decayed, others = parameter_groups(small_net(), head)
     assert sorted(p.ndim for p in decayed["params"]) == [2] * 6
     assert sorted(p.ndim for p in others["params"]) == [1] * 7
@@ -548,7 +547,7 @@ def test_clipping_equals_a_loop_over_tensors():
 
 
 def test_frozen_last_layer_does_not_move():
-    head = DinoHead(6, 8, 5, 4)
+    head = DINOHead(6, 8, 5, 4)
     optimizer = torch.optim.AdamW(parameter_groups(head), lr=0.1, weight_decay=0.4)
     before = {name: value.clone() for name, value in head.state_dict().items()}
     head(torch.randn(3, 6)).square().sum().backward()

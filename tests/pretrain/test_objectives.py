@@ -16,13 +16,11 @@ from helpers.waves import wave_tiles
 from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.head import DirectionHead
-from selfvitmil.pretrain.joint import JointBatch
+from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.loss import kde_loss
-from selfvitmil.pretrain.objectives.choose import make_objective
-from selfvitmil.pretrain.objectives.contract import Part, Seen
+from selfvitmil.pretrain.objectives import NetworkOutputs, Part, make_objective
 from selfvitmil.pretrain.objectives.lejepa import invariance_loss, random_directions, sigreg_loss
-from selfvitmil.pretrain.objectives.simdino import coding_rate, crossed_cosine
+from selfvitmil.pretrain.objectives.simdino import SimDINOHead, coding_rate, crossed_cosine
 from selfvitmil.pretrain.optim import update_teacher
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.training import read_metrics
@@ -63,8 +61,8 @@ def random_rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def seen_of(student_VBK: torch.Tensor, teacher_2BK: torch.Tensor | None = None, step: int = 0) -> Seen:
-    return Seen(student_VBK, student_VBK, teacher_2BK, Part(JointBatch()), step, teacher_temp=0.04)
+def seen_of(student_VBK: torch.Tensor, teacher_2BK: torch.Tensor | None = None, step: int = 0) -> NetworkOutputs:
+    return NetworkOutputs(student_VBK, student_VBK, teacher_2BK, Part(JointBatch()), step, teacher_temp=0.04)
 
 
 # ---------------------------------------------------------------------------------------------------- LeJEPA
@@ -174,7 +172,7 @@ def test_simdino_equals_a_slow_loop():
 
 
 def test_outputs_of_simdino_have_length_one():
-    head = DirectionHead(8, 6, 16)
+    head = SimDINOHead(8, 6, 16)
     torch.testing.assert_close(head(torch.randn(5, 8)).norm(dim=1), torch.ones(5))
 
 

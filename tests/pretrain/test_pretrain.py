@@ -19,25 +19,27 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.error_codes import has_code
 from helpers.waves import wave_tiles
 from selfvitmil import stain
 from selfvitmil.data.loader import TileLoader, TileOrder, channel_statistics, count_repeats, requests_of
 from selfvitmil.data.sources import ImageTiles, SlideTiles, TrainSlide, tile_ids
-from selfvitmil.data.views import ViewRecipe, make_views
+from selfvitmil.data.views import ViewRecipe, encoder_tile_px, make_views, view_recipes
 from selfvitmil.encoder import build_backbone, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
-from selfvitmil.pretrain.joint import JointBatch
-from selfvitmil.pretrain.recipes import made_for_px, recipes_of
-from selfvitmil.pretrain.tokens import class_token, has_shortcut
+from selfvitmil.pretrain.joint_batch import JointBatch
+from selfvitmil.pretrain.learner import class_token, has_shortcut
+from selfvitmil.pretrain.schedule import resolve_hyperparameters
+from selfvitmil.pretrain.step import TrainingStep
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.distributed import Worker
-from selfvitmil.runtime.training import read_metrics
+from selfvitmil.runtime.training import read_checkpoint, read_metrics, write_checkpoint
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.store.provenance import Provenance
+from selfvitmil.store.provenance import ChangeKind, Provenance
 from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,8 +177,8 @@ def test_tiles_drawn_twice_in_a_step_get_views_of_their_own(slides: list[TrainSl
     source = SlideTiles(slides, stain_method="none")
     order = TileOrder(source.counts, batch=128, seed=3, sampler="one-slide", tiles_per_slide=256)
     assert max(source.counts) < 128
-    with TileLoader(source, order, 1, 3) as feed:
-        whole = list(feed)
+    with TileLoader(source, order, 1, 3) as loader:
+        whole = list(loader)
     for batch in whole:
         ids, view_ids = batch.ids_B.numpy(), batch.view_ids_B.numpy()
         assert len(np.unique(view_ids)) == 128 > len(np.unique(ids))
@@ -186,8 +188,8 @@ def test_tiles_drawn_twice_in_a_step_get_views_of_their_own(slides: list[TrainSl
         assert len(views[0].flatten(1).unique(dim=0)) == 128
     parts = []
     for rank in range(2):
-        with TileLoader(source, order, 1, 3, rank=rank, world=2) as feed:
-            parts.append(list(feed))
+        with TileLoader(source, order, 1, 3, rank=rank, world_size=2) as loader:
+            parts.append(list(loader))
     for batch, *shares in zip(whole, *parts, strict=True):
         assert torch.equal(batch.view_ids_B, torch.cat([share.view_ids_B for share in shares]))
 
@@ -203,7 +205,7 @@ def test_tile_numbers_tell_all_tiles_apart():
     assert abs(np.unpackbits(ids.view(np.uint8)).mean() - 0.5) < 0.01
 
 
-# ---------------------------------------------------------------------------------------------------- feed
+# ---------------------------------------------------------------------------------------------------- loader
 
 
 def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
@@ -211,8 +213,8 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
     order = TileOrder(source.counts, batch=8, seed=3, pool=16)
     tables = [read_tiles(slide.table) for slide in slides]
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
-    with TileLoader(source, order, 2, 6) as feed:
-        batches = list(feed)
+    with TileLoader(source, order, 2, 6) as loader:
+        batches = list(loader)
     assert [batch.step for batch in batches] == [2, 3, 4, 5]
     for batch, tiles in zip(batches, batches_of(order, 2, 6), strict=True):
         assert batch.maps_B33 is not None
@@ -232,10 +234,10 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
 def test_worker_processes_change_nothing(slides: list[TrainSlide]):
     source = SlideTiles(slides, stain_method="none")
     order = TileOrder(source.counts, batch=8, seed=3, pool=16)
-    with TileLoader(source, order, 0, 4) as feed:
-        alone = list(feed)
-    with TileLoader(source, order, 0, 4, workers=2) as feed:
-        helped = list(feed)
+    with TileLoader(source, order, 0, 4) as loader:
+        alone = list(loader)
+    with TileLoader(source, order, 0, 4, workers=2) as loader:
+        helped = list(loader)
     for a, b in zip(alone, helped, strict=True):
         assert torch.equal(a.tiles_B3HW, b.tiles_B3HW)
         assert torch.equal(a.ids_B, b.ids_B)
@@ -251,19 +253,19 @@ def test_tiles_that_are_kept_are_read_once(slides: list[TrainSlide], workers: in
     monkeypatch.setattr(
         SlideTiles, "request", lambda self, group, rows: asked.append(len(rows)) or request(self, group, rows)
     )
-    with TileLoader(source, order, 1, steps) as feed:
-        again = list(feed)
+    with TileLoader(source, order, 1, steps) as loader:
+        again = list(loader)
     assert sum(asked) == (steps - 1) * 8
     asked.clear()
     size = 3 * 64 * 64 * sum(source.counts)
-    with TileLoader(source, order, 1, steps, workers=workers, most_kept_bytes=size) as feed:
-        once = list(feed)
+    with TileLoader(source, order, 1, steps, workers=workers, most_kept_bytes=size) as loader:
+        once = list(loader)
     assert sum(asked) <= sum(source.counts)
     assert len(once) == len(again) == steps - 1
     assert all(torch.equal(a.tiles_B3HW, b.tiles_B3HW) for a, b in zip(once, again, strict=True))
     asked.clear()
-    with TileLoader(source, order, 1, steps, most_kept_bytes=size - 1) as feed:  # too little for all of them
-        list(feed)
+    with TileLoader(source, order, 1, steps, most_kept_bytes=size - 1) as loader:  # too little for all of them
+        list(loader)
     assert sum(asked) == (steps - 1) * 8
 
 
@@ -280,9 +282,9 @@ def test_a_reading_process_that_dies_is_an_error(slides: list[TrainSlide], monke
     monkeypatch.setattr(source, "reader", Crash())
     with (
         pytest.raises(EngineError, match="a process that reads tiles died"),
-        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4, workers=1) as feed,
+        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4, workers=1) as loader,
     ):
-        list(feed)
+        list(loader)
 
 
 def test_stains_tile_by_tile(slides: list[TrainSlide]):
@@ -317,16 +319,16 @@ def test_a_slide_that_vanished_is_named(slides: list[TrainSlide], tmp_path: Path
     source = SlideTiles([slides[0], gone], stain_method="none")
     with (
         pytest.raises(SlideError, match=r"s1\.svs: the file is gone, slide s1 was there when it was tiled"),
-        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4) as feed,
+        TileLoader(source, TileOrder(source.counts, batch=8), 0, 4) as loader,
     ):
-        list(feed)
+        list(loader)
 
 
 def test_images_of_a_folder(images: Path, tmp_path: Path):
     source = ImageTiles(images)
     assert (source.counts, source.shape_px) == ((12,) * 4, (32, 32))
-    with TileLoader(source, TileOrder(source.counts, batch=48, run=1), 0, 1) as feed:
-        (batch,) = feed
+    with TileLoader(source, TileOrder(source.counts, batch=48, run=1), 0, 1) as loader:
+        (batch,) = loader
     wanted = {Image.open(path).tobytes() for path in images.rglob("*.png")}
     assert {tile.permute(1, 2, 0).numpy().tobytes() for tile in batch.tiles_B3HW} == wanted
     with pytest.raises(ConfigError, match="holds no tiles"):
@@ -359,14 +361,14 @@ def test_training_writes_an_encoder(slides: list[TrainSlide], tmp_path: Path):
     source = SlideTiles(slides, stain_method="slide")
     result = pretrain(source, tmp_path / "tiny", settings, ORIGIN, device="cpu", report=lines.append)
     assert result.finished
-    assert result.note == "made"
+    assert result.note == "built"
     encoder = load_encoder(tmp_path / "tiny")
     assert (encoder.config.mpp, encoder.config.size_px, encoder.config.stain) == (0.5, 64, "slide")
     assert encoder.config.trained_on == ORIGIN.trained_on
     np.testing.assert_allclose(encoder.config.mean, channel_statistics(source, 2048, 0, 0)[0])
     assert encoder.config.provenance["total_steps"] == 4
     again = pretrain(source, tmp_path / "tiny", settings, ORIGIN, device="cpu")
-    assert (again.note, again.step) == ("current", 4)
+    assert (again.note, again.step) == ("up to date", 4)
     assert again.metrics == lines[-1]
 
 
@@ -406,7 +408,7 @@ def resume_after_death(images: Path, folder: Path, settings: PretrainSettings, a
     assert len(timeless(folder / "cut")) == at + 1
     torch.manual_seed(at)  # whatever the new process does before
     result = pretrain(ImageTiles(images), folder / "cut", settings, ORIGIN, device=device)
-    assert result.note == ("made" if at == 0 else f"continued from step {at}")
+    assert result.note == ("built" if at == 0 else f"resumed from step {at}")
     assert timeless(folder / "cut") == timeless(folder / "whole")
     for name in ("model.safetensors", "config.json"):
         assert (folder / "cut" / name).read_bytes() == (folder / "whole" / name).read_bytes()
@@ -523,9 +525,9 @@ def test_a_part_that_fails_in_a_thread_is_the_error(images: Path, tmp_path: Path
 def test_parts_side_by_side_give_what_they_give_one_by_one(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    beside, steps = train._Run._side_by_side, []
+    beside, steps = TrainingStep._side_by_side, []
     monkeypatch.setattr(
-        train._Run, "_side_by_side", lambda self, *given: steps.append(self.step) or beside(self, *given)
+        TrainingStep, "_side_by_side", lambda self, *given: steps.append(self.step) or beside(self, *given)
     )
     settings = tiny(drop_path=0.0, accumulate=2, checkpoint_minutes=1e-9)
     pretrain(ImageTiles(images), tmp_path / "alone", settings, ORIGIN, device="cpu")
@@ -560,7 +562,7 @@ PROCESS = """
     dist.init_process_group("gloo")
     for name, values in json.loads(sys.argv[3]).items():
         if name == "no compiler in one process":
-            train._Run._compile = compile_in_vain
+            train.PretrainRun._compile = compile_in_vain
         settings, out = PretrainSettings.model_validate(values), Path(sys.argv[2]) / name
         result = train.pretrain(ImageTiles(Path(sys.argv[1])), out, settings, train.Origin("made"), device="cpu")
         assert result.finished and (out / "model.safetensors").exists()
@@ -675,7 +677,8 @@ def compile_until(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A "compiled" student that fails from a step on."""
     original = learning.embedding_of
 
-    def compiled(self: Any) -> None:
+    def compiled(self: Any, steps_left: int) -> None:
+        del steps_left
         self.compiled = True
         embed = original(self.learner.student.backbone)
 
@@ -686,7 +689,7 @@ def compile_until(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
         self.learner.student.embed = fail
 
-    monkeypatch.setattr(train._Run, "_compile", compiled)
+    monkeypatch.setattr(TrainingStep, "compile", compiled)
 
 
 def test_a_compiler_that_fails_at_once_is_done_without(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -731,17 +734,64 @@ def test_too_few_tiles_and_few_slides(images: Path, slides: list[TrainSlide], tm
     assert any("one slide, s0" in warning for warning in result.warnings)
 
 
-def test_another_run_in_the_same_folder_is_refused(images: Path, tmp_path: Path):
-    def stop(line: dict[str, Any]) -> None:
-        del line
-        os.kill(os.getpid(), signal.SIGTERM)
+def stop_at_once(line: dict[str, Any]) -> None:
+    del line
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=stop)
-    with pytest.raises(ConfigError, match="was begun with other settings"):
+
+def test_another_run_in_the_same_folder_is_refused_and_names_the_change(images: Path, tmp_path: Path):
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=stop_at_once)
+    changed = r"pretrain\.lr \S+ -> 0\.001"
+    with pytest.raises(ConfigError, match=changed, check=has_code("checkpoint-of-other-run")):
         pretrain(ImageTiles(images), tmp_path / "run", tiny(lr=1e-3), ORIGIN, device="cpu")
     pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
-    with pytest.raises(ConfigError, match="was made with other settings"):
+    with pytest.raises(ConfigError, match=changed, check=has_code("encoder-of-other-run")):
         pretrain(ImageTiles(images), tmp_path / "run", tiny(lr=1e-3), ORIGIN, device="cpu")
+
+
+def test_checkpoint_names_changed_settings_inputs_and_version(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=stop_at_once)
+    state = read_checkpoint(tmp_path / "run")
+    assert state is not None
+
+    def changes(settings: PretrainSettings, origin: Origin = ORIGIN) -> list[tuple[ChangeKind, str]]:
+        found = train.run_freshness(ImageTiles(images), settings, origin, state).changes
+        return [(change.kind, change.name) for change in found]
+
+    assert changes(tiny()) == []
+    assert changes(tiny(workers=2, log_steps=3)) == []
+    found = changes(tiny(lr=1e-3, seed=7), Origin(ORIGIN.trained_on, "paper"))
+    # Random starting weights come from the seed.
+    names = [
+        ("setting", "pretrain.lr"),
+        ("setting", "pretrain.seed"),
+        ("input", "preset"),
+        ("input", "starting weights"),
+    ]
+    assert [(kind.value, name) for kind, name in found] == names
+    source = ImageTiles(images)
+    source._digest = "other images"
+    (other,) = train.run_freshness(source, tiny(), ORIGIN, state).changes
+    assert (other.kind, other.name) == (ChangeKind.INPUT, "images")
+    monkeypatch.setattr(train, "STAGE_VERSION", train.STAGE_VERSION + 1)
+    assert changes(tiny()) == [(ChangeKind.VERSION, "pretrain")]
+
+
+def test_checkpoint_with_a_hash_only_is_resumed_or_refused(images: Path, tmp_path: Path):
+    """The form of version 0.1."""
+    pretrain(ImageTiles(images), tmp_path / "whole", tiny(), ORIGIN, device="cpu")
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=stop_at_once)
+    state = read_checkpoint(tmp_path / "run")
+    assert state is not None
+    write_checkpoint(tmp_path / "run", {key: value for key, value in state.items() if key != "provenance"})
+    with pytest.raises(ConfigError, match="recorded as a hash only", check=has_code("checkpoint-of-other-run")):
+        pretrain(ImageTiles(images), tmp_path / "run", tiny(lr=1e-3), ORIGIN, device="cpu")
+    result = pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+    assert result.note.startswith("resumed from step")
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    assert resumed == whole
 
 
 class Trap:
@@ -800,8 +850,9 @@ def test_a_slide_of_other_content_is_another_training(tmp_path: Path):
     for number, slide in enumerate(("first scan", "first scan", "second scan")):
         write_tiles(tmp_path / f"{number}.h5", table, Provenance("tile", FORMAT_VERSION, {}, {"slide": slide}))
         source = TrainSlide(SlideRef("s", tmp_path / "s.svs"), tmp_path / f"{number}.h5")
-        found.append(SlideTiles([source], stain_method="none").identity())
+        found.append(SlideTiles([source], stain_method="none").inputs())
     assert found[0] == found[1] != found[2]
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["tiles of s"]
     with pytest.raises(SlideError, match=r"s: tiled with 0\.25 microns per pixel, but now 0\.5"):
         SlideTiles([TrainSlide(SlideRef("s", tmp_path / "s.svs", 0.5), tmp_path / "0.h5")], stain_method="none")
 
@@ -823,7 +874,7 @@ def test_presets_hold_the_published_training(preset: str):
     settings = resolve_settings(flags={"preset": preset}).pretrain
     # Camelyon16's 270 training slides with 1,024 tiles each: 1,080 steps an epoch, 108,000 in all.
     order = TileOrder((4576,) * 270, settings.batch, 0, settings.sampler, settings.tiles_per_slide, settings.resample)
-    numbers = learning.settle_numbers(settings, sum(order.counts), order.steps_per_epoch)
+    numbers = resolve_hyperparameters(settings, sum(order.counts), order.steps_per_epoch)
     assert (numbers.steps_per_epoch, numbers.total_steps, numbers.warmup_steps) == (1080, 108_000, 10_800)
     assert (numbers.freeze_steps, numbers.lr, numbers.momentum, numbers.out_dim) == (1080, 5e-4, 0.9995, 65536)
     schedules = numbers.schedules(settings)
@@ -831,7 +882,7 @@ def test_presets_hold_the_published_training(preset: str):
     halfway = schedules.at(5 * 1080)["teacher_temp"]
     assert halfway == pytest.approx(0.01 if preset == "paper" else 0.01 + 0.03 * 5 / 9)
     assert schedules.at(10_800)["teacher_temp"] == 0.04
-    recipes = recipes_of(settings, 224, 16)
+    recipes = view_recipes(settings, 224, 16)
     assert [recipe.size_px for recipe in recipes] == [224] * 2 + [96] * 8
     assert [recipe.blur for recipe in recipes] == [1.0, 0.1] + [0.5] * 8
     assert [recipe.solarize for recipe in recipes] == [0.0, 0.2] + [0.0] * 8
@@ -843,14 +894,14 @@ def test_the_simclr_preset_holds_the_published_training():
     settings = resolve_settings(flags={"preset": "dsmil-simclr"})
     own = settings.pretrain
     assert (settings.stain.method, settings.tile.size_px, own.batch, own.epochs) == ("none", 224, 512, 100)
-    numbers = learning.settle_numbers(own, 5_120_000, 10_000)
+    numbers = resolve_hyperparameters(own, 5_120_000, 10_000)
     assert (numbers.optimizer, numbers.lr, numbers.clip_grad) == ("adam", 1e-5, 0.0)
     assert (numbers.weight_decay, numbers.weight_decay_end) == (1e-5, 1e-5)
     assert (numbers.total_steps, numbers.warmup_steps) == (1_000_000, 100_000)
     rates = [numbers.schedules(own).at(step)["lr"] for step in (0, 50_000, 100_000, 999_999)]
     # Held for 10 epochs. Its cosine over 100 epochs has run for 90 at the end.
     assert rates == pytest.approx([1e-5, 1e-5, 1e-5, 1e-5 * (1 + np.cos(0.9 * np.pi)) / 2], rel=0.02)
-    views = recipes_of(own, 224, None)
+    views = view_recipes(own, 224, None)
     wanted = ViewRecipe(
         size_px=224, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation="bilinear", hflip=0.5, vflip=0.0,
         right_angles=False, stain=0.0, jitter=0.8, brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, grey=0.2,
@@ -872,14 +923,14 @@ def test_the_simclr_preset_holds_the_published_training():
 
 def test_simclr_without_a_preset_has_its_own_optimizer():
     numbers = {
-        method: learning.settle_numbers(PretrainSettings(method=method, batch=512), 10_000, 10)
+        method: resolve_hyperparameters(PretrainSettings(method=method, batch=512), 10_000, 10)
         for method in ("dino", "simclr")
     }
     names = ("optimizer", "lr", "weight_decay", "weight_decay_end", "clip_grad")
     assert [getattr(numbers["dino"], name) for name in names] == ["adamw", 1e-3, 0.04, 0.4, 3.0]
     assert [getattr(numbers["simclr"], name) for name in names] == ["adam", 1e-5, 1e-5, 1e-5, 0.0]
     given = PretrainSettings(method="simclr", optimizer="adamw", lr=1e-3, scale_lr=True, weight_decay=0.1, batch=512)
-    assert [getattr(learning.settle_numbers(given, 10_000, 10), name) for name in names] == [
+    assert [getattr(resolve_hyperparameters(given, 10_000, 10), name) for name in names] == [
         "adamw",
         2e-3,
         0.1,
@@ -890,7 +941,7 @@ def test_simclr_without_a_preset_has_its_own_optimizer():
 
 def test_adam_decays_weights_through_the_gradient(images: Path, tmp_path: Path):
     """Two steps of the run's own optimizer equal Adam written out, with the decay in the gradient."""
-    run = train._Run(
+    run = train.PretrainRun(
         ImageTiles(images), tmp_path / "run", tiny(method="simclr", weight_decay=0.1, weight_decay_end=0.1, lr=1e-2),
         ORIGIN, Worker(torch.device("cpu")), threading.Event(),
     )  # fmt: skip
@@ -899,7 +950,7 @@ def test_adam_decays_weights_through_the_gradient(images: Path, tmp_path: Path):
     value, mean, square = weight.detach().double().clone(), 0.0, 0.0
     for step in (1, 2):
         weight.grad = torch.full_like(weight, 0.01 * step)
-        run._move({"lr": 1e-2, "weight_decay": 0.1, "momentum": 1.0}, [])
+        run.do_step.update({"lr": 1e-2, "weight_decay": 0.1, "momentum": 1.0}, [])
         gradient = 0.01 * step + 0.1 * value
         mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
         value = value - 1e-2 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
@@ -914,7 +965,7 @@ def test_a_published_preset_is_for_its_own_method():
 
 
 def test_views_are_those_of_dino_and_alike_for_simclr():
-    first, second, *local = recipes_of(PretrainSettings(method="dino"), 224, 16)
+    first, second, *local = view_recipes(PretrainSettings(method="dino"), 224, 16)
     assert (first.blur, first.solarize, second.blur, second.solarize) == (1.0, 0.0, 0.1, 0.2)
     assert (first.size_px, first.scale) == (second.size_px, second.scale) == (224, (0.4, 1.0))
     assert {(v.size_px, v.scale, v.blur, v.solarize) for v in local} == {(96, (0.05, 0.4), 0.5, 0.0)}
@@ -922,20 +973,20 @@ def test_views_are_those_of_dino_and_alike_for_simclr():
     for view in (first, second, *local):
         assert (view.jitter, view.brightness, view.contrast, view.saturation, view.hue) == (0.8, 0.4, 0.4, 0.2, 0.1)
         assert (view.grey, view.hflip, view.blur_sigma) == (0.2, 0.5, (0.1, 2.0))
-    one, other = recipes_of(PretrainSettings(method="simclr", blur=(1.0, 0.1, 0.3)), 224, None)
+    one, other = view_recipes(PretrainSettings(method="simclr", blur=(1.0, 0.1, 0.3)), 224, None)
     assert one == other
     assert (one.blur, one.solarize) == (0.3, 0.0)
     assert (one.scale, one.brightness, one.contrast, one.saturation, one.hue) == ((0.08, 1.0), 0.8, 0.8, 0.8, 0.2)
-    chosen = recipes_of(PretrainSettings(method="simclr", hue=0.0, global_scale=(0.5, 1.0)), 224, None)[0]
+    chosen = view_recipes(PretrainSettings(method="simclr", hue=0.0, global_scale=(0.5, 1.0)), 224, None)[0]
     assert (chosen.scale, chosen.hue, chosen.contrast) == ((0.5, 1.0), 0.0, 0.8)
 
 
 def test_the_quick_preset_leaves_tiles_at_their_scale():
     """So that its encoder is for the tiles of the study, and not for smaller ones."""
     settings = resolve_settings(flags={"preset": "quick"}).pretrain
-    recipes = recipes_of(settings, 224, 16)
+    recipes = view_recipes(settings, 224, 16)
     assert [recipe.size_px for recipe in recipes] == [112] * 2 + [48] * 4
-    assert made_for_px(recipes[0], 224) == 224
+    assert encoder_tile_px(recipes[0], 224) == 224
     for recipe in recipes:
         shown_px = 224 * sum(edge**0.5 for edge in recipe.scale) / 2
         assert shown_px == pytest.approx(recipe.size_px, rel=0.1)
@@ -998,13 +1049,13 @@ def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]):
 
 def test_views_must_divide_into_patches():
     with pytest.raises(ConfigError, match=r"pretrain\.local_px 90 is no multiple of 16.*Use 96"):
-        recipes_of(PretrainSettings(local_px=90), 224, 16)
+        view_recipes(PretrainSettings(local_px=90), 224, 16)
 
 
 def test_cost_of_a_tile_is_the_published_one():
     settings = PretrainSettings(method="dino", architecture="vit_base_patch16_224")
     encoder = learning.start_encoder(settings, 224, 0)
-    gflop = learning.gflop_per_tile(encoder, settings, recipes_of(settings, 224, 16), 65536)
+    gflop = learning.gflop_per_tile(encoder, settings, view_recipes(settings, 224, 16), 65536)
     assert gflop == pytest.approx(434, rel=0.01)
 
 
@@ -1029,4 +1080,4 @@ def test_metrics_are_json_lines(images: Path, tmp_path: Path):
 def test_views_at_the_tiles_own_scale_leave_the_encoder_its_resolution(
     tile_px: int, view_px: int, scale: tuple[float, float], made_for: int
 ):
-    assert made_for_px(ViewRecipe(size_px=view_px, scale=scale), tile_px) == made_for
+    assert encoder_tile_px(ViewRecipe(size_px=view_px, scale=scale), tile_px) == made_for

@@ -385,7 +385,7 @@ def test_probes_change_nothing_in_training(images: Path, tmp_path: Path):
     # An epoch has six steps, so the last one alone is the end of one.
     assert [line["step"] for line in read_metrics(tmp_path / "shuffled") if "linear" in line] == [5]
     again = pretrain(source, tmp_path / "plain", settings, ORIGIN, device="cpu")
-    assert again.note == "current", "asking for probes makes no other encoder"
+    assert again.note == "up to date", "asking for probes makes no other encoder"
 
 
 def test_what_is_reported_is_what_the_encoder_gives(images: Path, tmp_path: Path):
@@ -424,12 +424,12 @@ def test_probes_leave_the_batch_statistics_of_simclr_alone(images: Path, tmp_pat
 def test_time_of_probes_is_no_training_time(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
-    pace = train._Pace(0)
+    pace = train._Throughput(0)
     now[0] += 12.0
     pace.leave_out(10.0)
-    assert pace.lap(4, 0.5, batch=8) == train.Pace(16.0, 0.25)
+    assert pace.lap(4, 0.5, batch=8) == (16.0, 0.25)
     now[0] += 1.0
-    assert pace.lap(5, 0.5, batch=8).tiles_per_s == 8.0
+    assert pace.lap(5, 0.5, batch=8)[0] == 8.0
 
 
 def test_probe_tiles_must_fit_the_encoder(images: Path, tmp_path: Path):
@@ -443,7 +443,7 @@ def test_other_colours_than_in_training_are_told(images: Path, tmp_path: Path):
     source = ImageTiles(images)
     source.stain_method = "tile"
     result = pretrain(source, tmp_path / "run", tiny(steps=1, probe_table=images / "probe.csv"), ORIGIN, device="cpu")
-    assert any("taken with the colours they have" in warning for warning in result.warnings)
+    assert any("training tiles are stain-normalized" in warning for warning in result.warnings)
 
 
 PROCESSES = """
@@ -538,7 +538,7 @@ def test_tiles_in_memory_come_as_they_are():
         assert torch.equal(batch.tiles_B3HW, tiles[numbers])
         np.testing.assert_array_equal(batch.ids_B, source.ids[numbers])
     assert len(np.unique(source.ids)) == 40
-    assert source.identity() == TensorTiles(tiles.clone()).identity() != TensorTiles(tiles + 1).identity()
+    assert source.inputs() == TensorTiles(tiles.clone()).inputs() != TensorTiles(tiles + 1).inputs()
     with pytest.raises(ConfigError, match=r"--pretrain.workers 0"):
         pickle.dumps(source.reader)
 

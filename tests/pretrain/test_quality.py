@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,16 @@ from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain import quality, train
 from selfvitmil.pretrain.quality import (
-    Measured,
-    Plan,
+    Ending,
+    EvaluationPlan,
+    QualityHistory,
+    QualityMetrics,
     Sample,
     alignment,
     choose_tiles,
     measure,
     neighbour_agreement,
+    patience_of,
     plan_evaluations,
     read_sample,
     standard_error,
@@ -38,8 +42,8 @@ from selfvitmil.pretrain.quality import (
     view_recipe,
 )
 from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
-from selfvitmil.pretrain.watch import Course, Ending, patience_of
 from selfvitmil.report.encoders import describe_steps
+from selfvitmil.runtime.distributed import Worker
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage
@@ -145,7 +149,7 @@ def test_quality_ranks_encoders_by_what_they_know_of_the_tissue():
     qualities = [each.quality for each in found]
     assert int(np.argmax(qualities)) == 4
     np.testing.assert_array_equal(np.argsort(np.argsort(qualities[:5])), range(5))
-    course = Course(patience=2, first_step=0)
+    course = QualityHistory(patience=2, first_step=0)
     kept = [course.add(step, each, groups) for step, each in enumerate(found)]
     assert kept == [True] * 5 + [False] * 4
     assert (course.kept_step, course.kept_quality) == (4, qualities[4])
@@ -200,10 +204,10 @@ def test_the_cost_stays_a_small_share_of_the_training():
         assert plan.evaluations * plan.tiles * 2 <= quality.SHARE * steps * batch * 11.0
         assert 8 <= plan.evaluations <= 20
         assert 64 <= plan.tiles <= 1024
-    assert plan_evaluations(100_000, 1e9, 1.0, 50_000) == Plan(1024, 5000, 100_000)
+    assert plan_evaluations(100_000, 1e9, 1.0, 50_000) == EvaluationPlan(1024, 5000, 100_000)
     assert plan_evaluations(40, 40 * 8 * 11.0, 1.0, 50_000) is None, "too short to be measured"
     assert plan_evaluations(100_000, 1e9, 1.0, 30) is None, "too few tiles"
-    assert [step for step in range(1, 11) if Plan(64, 4, 10).is_due(step)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if EvaluationPlan(64, 4, 10).is_due(step)] == [4, 8, 10]
 
 
 # ---------------------------------------------------------------------------------------------------- decisions
@@ -211,14 +215,14 @@ def test_the_cost_stays_a_small_share_of_the_training():
 GROUPS = torch.arange(200) % 20
 
 
-def planted(level: float, noise: float = 0.0, seed: int = 0) -> Measured:
+def planted(level: float, noise: float = 0.0, seed: int = 0) -> QualityMetrics:
     """An evaluation with this quality; single tiles scatter, by `noise` from one evaluation to the next."""
     tiles = 0.2 * random_rows(200) + noise * random_rows(200, seed=seed + 1)
-    return Measured(tiles - tiles.mean() + level, 0.0, 0.0, 0.0, 0.0)
+    return QualityMetrics(tiles - tiles.mean() + level, 0.0, 0.0, 0.0, 0.0)
 
 
-def follow(levels: list[float], noise: float = 0.1, first_step: int = 0) -> Course:
-    course = Course(patience=4, first_step=first_step)
+def follow(levels: list[float], noise: float = 0.1, first_step: int = 0) -> QualityHistory:
+    course = QualityHistory(patience=4, first_step=first_step)
     for step, level in enumerate(levels):
         course.add(step, planted(level, noise, seed=step), GROUPS)
     return course
@@ -242,8 +246,8 @@ def test_two_low_evaluations_raise_an_alarm_and_a_fifth_of_the_run_ends_it():
     assert told[:3] == [None] * 3
     assert told[3] == "the quality of the embeddings fell from 0.61 to 0.45"
     assert [follow(levels[:count]).fell for count in range(1, 7)] == [False] * 5 + [True]
-    assert patience_of(Plan(64, 5, 100)) == 4
-    assert patience_of(Plan(64, 10, 100)) == 3
+    assert patience_of(EvaluationPlan(64, 5, 100)) == 4
+    assert patience_of(EvaluationPlan(64, 10, 100)) == 3
 
 
 def test_a_run_that_recovers_or_falls_by_little_goes_on():
@@ -310,12 +314,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, levels: list[float]) -> list[Any]:
     seen: list[Any] = []
     groups = torch.arange(48) % 4
 
-    def measured(self: Sample, encoder: Any) -> Measured:
+    def measured(self: Sample, encoder: Any) -> QualityMetrics:
         assert torch.equal(self.groups_N.sort().values, groups.sort().values)
         weights = {name: value.clone() for name, value in encoder.backbone.state_dict().items()}
         seen.append(weights)
         scatter = 0.05 * random_rows(48, seed=len(seen))
-        return Measured(scatter - scatter.mean() + levels[min(len(seen), len(levels)) - 1], 0.01, 0.0, 0.0, 0.0)
+        return QualityMetrics(scatter - scatter.mean() + levels[min(len(seen), len(levels)) - 1], 0.01, 0.0, 0.0, 0.0)
 
     monkeypatch.setattr(Sample, "measure", measured)
     return seen
@@ -392,7 +396,7 @@ def test_a_run_that_gets_worse_says_so_and_ends_early(images: Path, tmp_path: Pa
     assert config["kept_quality"] == pytest.approx(0.61)
 
     again = pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
-    assert (again.note, again.step, again.ending) == ("current", 6, result.ending)
+    assert (again.note, again.step, again.ending) == ("up to date", 6, result.ending)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     for name in ("config.json", "model.safetensors"):  # as if killed between the last checkpoint and the encoder
         (tmp_path / "run" / name).unlink()
@@ -456,7 +460,7 @@ PROCESS = """
 
     def measured(self, encoder):
         level = next(levels)
-        return quality.Measured(scatter * level + level, 0.01, 0.0, 0.0, 0.0)
+        return quality.QualityMetrics(scatter * level + level, 0.01, 0.0, 0.0, 0.0)
 
     quality.Sample.measure = measured
     dist.init_process_group("gloo")
@@ -490,22 +494,22 @@ def test_two_processes_end_early_at_the_same_step(images: Path, tmp_path: Path):
     [
         (
             Ending(3400, 1400, 900, 0.61, 0.61, 0.4),
-            "encoders/dino: made, stopped early at step 1,400 of 3,400: quality fell from 0.61 to 0.40; "
+            "encoders/dino: built, stopped early at step 1,400 of 3,400: quality fell from 0.61 to 0.40; "
             "kept the weights of step 900",
         ),
         (
             Ending(3400, 3400, 2900, 0.6, 0.61, 0.55),
-            "encoders/dino: made, step 3400 of 3400, loss 1.250; "
+            "encoders/dino: built, step 3400 of 3400, loss 1.250; "
             "kept the weights of step 2,900, whose quality is 0.60 (0.55 at the end)",
         ),
-        (Ending(3400, 3400, 3400, 0.6, 0.61, 0.6), "encoders/dino: made, step 3400 of 3400, loss 1.250"),
+        (Ending(3400, 3400, 3400, 0.6, 0.61, 0.6), "encoders/dino: built, step 3400 of 3400, loss 1.250"),
     ],
 )
 def test_the_summary_of_pretrain_says_which_weights_were_kept(
     ending: Ending, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "encoders" / "dino").mkdir(parents=True)
-    result = TrainedEncoder(tmp_path, ending.ended_step, 3400, True, "made", {"loss": 1.25}, (), ending)
+    result = TrainedEncoder(tmp_path, ending.ended_step, 3400, True, "built", {"loss": 1.25}, (), ending)
     monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
     source = SimpleNamespace(names=("s1",))
     lines, interrupted = stage._train(source, tmp_path, "dino", "train split", resolve_settings())
@@ -547,8 +551,9 @@ def test_published_presets_choose_no_weights(preset: str):
 
 def test_what_is_kept_is_part_of_the_identity(images: Path, tmp_path: Path):
     source = ImageTiles(images)
+    worker = Worker(torch.device("cpu"))
     found = {
-        train.identity_of(source, tmp_path, settings, ORIGIN)
+        train.PretrainRun(source, tmp_path, settings, ORIGIN, worker, threading.Event()).made_from
         for settings in (tiny(), tiny(keep="last"), tiny(stop_early=False))
     }
     assert len(found) == 3

@@ -19,7 +19,7 @@ from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain import lora, train
+from selfvitmil.pretrain import optim, train
 from selfvitmil.pretrain.optim import layer_scales, layered_groups, update_teacher
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.distributed import Worker
@@ -73,8 +73,8 @@ def short(**changes: Any) -> PretrainSettings:
     return PretrainSettings(**(SHORT | changes))
 
 
-def run_of(tiles: Path, out: Path, **settings: Any) -> train._Run:
-    run = train._Run(
+def run_of(tiles: Path, out: Path, **settings: Any) -> train.PretrainRun:
+    run = train.PretrainRun(
         ImageTiles(tiles), out, short(**settings), ORIGIN,
         Worker(torch.device("cpu")), threading.Event(),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_step_moves_each_layer_by_its_own_rate(tiles: Path, tmp_path: Path):
     before = {name: each.detach().clone() for name, each in student.named_parameters()}
     for each in student.parameters():
         each.grad = torch.ones_like(each) if each.requires_grad else None
-    run._move({"lr": 1e-2, "weight_decay": 0.0, "momentum": 1.0}, [])
+    run.do_step.update({"lr": 1e-2, "weight_decay": 0.0, "momentum": 1.0}, [])
     moved = {name: (before[name] - each.detach()).abs().max() for name, each in student.named_parameters()}
     expected = {
         "backbone.pos_embed": 1e-2 / 16,
@@ -157,9 +157,9 @@ def test_a_step_moves_each_layer_by_its_own_rate(tiles: Path, tmp_path: Path):
     }
     for name, value in expected.items():
         assert moved[name] == pytest.approx(value, rel=1e-3), name
-    assert {group["weight_decay"] for group in run.optimizer.param_groups} == {0.0}
-    run._move({"lr": 1e-2, "weight_decay": 0.3, "momentum": 1.0}, [])
-    for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
+    assert {group["weight_decay"] for group in run.do_step.optimizer.param_groups} == {0.0}
+    run.do_step.update({"lr": 1e-2, "weight_decay": 0.3, "momentum": 1.0}, [])
+    for group, rate in zip(run.do_step.optimizer.param_groups, run.do_step.rates, strict=True):
         assert group["weight_decay"] == (0.3 if rate.decayed else 0.0)
 
 
@@ -185,7 +185,7 @@ def test_a_run_from_weights_warms_up(tiles: Path, tmp_path: Path):
     rates = [run.schedules.at(step)["lr"] for step in range(100)]
     highest = 1e-4 * 16 / 256
     assert max(rates) == pytest.approx(highest)
-    assert rates.index(max(rates)) == run.numbers.warmup_steps - 1 == 9
+    assert rates.index(max(rates)) == run.hyperparameters.warmup_steps - 1 == 9
     assert rates[0] < highest / 2
 
 
@@ -252,7 +252,7 @@ def test_a_first_step_sees_the_network_that_was_loaded(tiles: Path, tmp_path: Pa
         timms: Any = timm.create_model(architecture, num_classes=0, **any_size).eval()
         timms.load_state_dict(weights)
         assert run.learner.teacher is not None
-        for size in {recipe.size_px for recipe in run.recipes}:
+        for size in {recipe.size_px for recipe in run.views.recipes}:
             images = torch.randn(2, 3, size, size)
             with torch.no_grad():
                 theirs = timms.forward_features(images)[:, 0]
@@ -290,7 +290,7 @@ def test_adapters_start_as_nothing_and_merge_to_the_sum():
     vit: Any = build_backbone("vit_tiny_patch16_224", SMALL_VIT | {"img_size": 32}).eval()
     images, weight = torch.randn(2, 3, 32, 32), vit.blocks[1].attn.qkv.weight.detach().clone()
     plain = vit(images)
-    lora.add_adapters(vit, 2)
+    optim.add_adapters(vit, 2)
     torch.testing.assert_close(vit(images), plain, rtol=0, atol=0)
     trained = [name for name, each in vit.named_parameters() if each.requires_grad]
     assert len(trained) == 4 * 2 * 2  # blocks; qkv and proj; up and down
@@ -300,14 +300,14 @@ def test_adapters_start_as_nothing_and_merge_to_the_sum():
             if name.endswith(".up"):
                 each.normal_(std=0.1)
     adapter = vit.blocks[1].attn.qkv.parametrizations.weight[0]
-    whole: Any = lora.merged(vit)
+    whole: Any = optim.merged(vit)
     torch.testing.assert_close(whole.blocks[1].attn.qkv.weight, weight + adapter.up @ adapter.down)
     assert torch.linalg.matrix_rank(whole.blocks[1].attn.qkv.weight - weight, atol=1e-4) == 2
     torch.testing.assert_close(whole(images), vit(images))
     assert not torch.allclose(whole(images), plain, atol=1e-3)
     fresh = build_backbone("vit_tiny_patch16_224", SMALL_VIT | {"img_size": 32})
     assert whole.state_dict().keys() == fresh.state_dict().keys()
-    assert lora.merged(fresh) is fresh
+    assert optim.merged(fresh) is fresh
 
 
 def test_the_average_covers_adapters_and_shares_what_is_frozen():
@@ -315,9 +315,9 @@ def test_the_average_covers_adapters_and_shares_what_is_frozen():
     student, teacher = (build_backbone("vit_tiny_patch16_224", SMALL_VIT) for _ in range(2))
     teacher.load_state_dict(student.state_dict())
     for network in (student, teacher):
-        lora.add_adapters(network, 2)
+        optim.add_adapters(network, 2)
     teacher.load_state_dict(student.state_dict())
-    lora.share_frozen(teacher.requires_grad_(False), student)
+    optim.share_frozen(teacher.requires_grad_(False), student)
     frozen = {name: each.detach().clone() for name, each in student.named_parameters() if not each.requires_grad}
     moving = {name: each for name, each in student.named_parameters() if each.requires_grad}
     before = {name: dict(teacher.named_parameters())[name].clone() for name in moving}
@@ -369,7 +369,7 @@ def test_a_killed_run_with_adapters_ends_with_the_same_weights(tiles: Path, tmp_
     with pytest.raises(Interrupted):
         pretrain(ImageTiles(tiles), tmp_path / "cut", settings, ORIGIN, device="cpu", report=die)
     result = pretrain(ImageTiles(tiles), tmp_path / "cut", settings, ORIGIN, device="cpu")
-    assert result.note == "continued from step 2"
+    assert result.note == "resumed from step 2"
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

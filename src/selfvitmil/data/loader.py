@@ -120,9 +120,9 @@ class Pool(NamedTuple):
     batches: list[Indices]
     """Places among `tiles`, in rising order."""
 
-    def share(self, rank: int, world: int) -> Pool:
+    def share(self, rank: int, world_size: int) -> Pool:
         """A process's part: an equal part of each batch, neighbours together. The batches as a whole stay the same."""
-        size = len(self.batches[0]) // world
+        size = len(self.batches[0]) // world_size
         parts = [batch[rank * size : (rank + 1) * size] for batch in self.batches]
         used = np.unique(np.concatenate(parts))
         return Pool(self.first_step, self.tiles[used], [np.searchsorted(used, part) for part in parts])
@@ -292,7 +292,7 @@ class TileLoader:
         last_step: int,
         *,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         workers: int = 0,
         pin: bool = False,
         most_kept_bytes: int = 0,
@@ -302,7 +302,7 @@ class TileLoader:
         self.waited_s = 0.0
         """Seconds that the training has waited for tiles."""
         self._span = (first_step, last_step)
-        self._part = (rank, world)
+        self._part = (rank, world_size)
         self._pin = pin
         self._workers = workers
         self._keeps = sum(source.counts) * 3 * math.prod(source.shape_px) <= most_kept_bytes

@@ -77,7 +77,7 @@ class TileSource(Protocol):
     def reader(self) -> TileReader: ...
     def request(self, group: int, rows: Indices) -> Any: ...
     def maps(self, groups: Indices) -> NDArray[np.float64] | None: ...
-    def identity(self) -> list[str]: ...
+    def inputs(self) -> dict[str, str]: ...
 
 
 @dataclass
@@ -144,10 +144,10 @@ class SlideTiles:
         self._places = [table.coords_l0 for table in tables]
         """Where the reader finds the tiles of each slide."""
         self.ids = np.concatenate([tile_ids(table.slide, table.coords_l0) for table in tables])
-        self._identities = [
-            f"{slide.slide.name} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
+        self._inputs = {
+            f"tiles of {slide.slide.name}": f"{slide.slide.name} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
             for slide, table in zip(slides, tables, strict=True)
-        ]
+        }
         maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
         self._maps = np.stack(maps) if stain_method == "slide" else None
         self.reader: TileReader = SlideReader(
@@ -165,10 +165,10 @@ class SlideTiles:
         """(B, 3, 3) maps of stain normalization of tiles of these slides; None when there is nothing to apply."""
         return None if self._maps is None else self._maps[groups]
 
-    def identity(self) -> list[str]:
-        """What the trained weights depend on: names and content of the slides, places of the tiles, stain maps."""
+    def inputs(self) -> dict[str, str]:
+        """Return what trained weights depend on, by name: slides and coordinates of their tiles, stain transforms."""
         maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
-        return [*self._identities, maps]
+        return self._inputs | {"stain transforms": maps}
 
 
 @dataclass
@@ -218,8 +218,8 @@ class ImageTiles:
     def maps(self, groups: Indices) -> None:
         del groups
 
-    def identity(self) -> list[str]:
-        return [self._digest]
+    def inputs(self) -> dict[str, str]:
+        return {"images": self._digest}
 
 
 @dataclass
@@ -265,8 +265,8 @@ class TensorTiles:
     def maps(self, groups: Indices) -> None:
         del groups
 
-    def identity(self) -> list[str]:
-        return [self._digest]
+    def inputs(self) -> dict[str, str]:
+        return {"images": self._digest}
 
 
 def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -32,6 +32,8 @@ import numpy as np
 import torch
 
 from selfvitmil import stain
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import PretrainSettings
 
 CROP_TRIES = 10
 """Boxes drawn before a crop falls back to the centre, as in torchvision."""
@@ -40,7 +42,7 @@ BLUR_REACH = 4.0
 SOLARIZE_FROM = 0.5
 """Brightness from which solarizing inverts: halfway between grey levels 127 and 128 of 255."""
 _BLOCK = {True: 2**20, False: 2**28}
-"""Numbers of an image block: on a CPU (True) what stays in its caches, elsewhere what bounds the memory."""
+"""Values of an image block: on a CPU (True) what stays in its caches, elsewhere what bounds the memory."""
 _PRODUCTS = {"cuda": torch.float16}
 """What products are computed in: on a GPU off by up to 0.7 grey levels of 255, float32 elsewhere."""
 _GREY = (0.299, 0.587, 0.114)
@@ -445,3 +447,58 @@ def _blur_weights(sigma_B: torch.Tensor, max_sigma: float, size: int) -> torch.T
     counts_TSS += (over_start == taps_T11) & (place > 0)
     counts_TSS += (over_end == taps_T11) & (place < size - 1)
     return (kernel_BT @ counts_TSS.view(reach + 1, -1)).view(-1, size, size)
+
+
+# ---- views of a pretraining run --------------------------------------------------------------------------------------
+
+OWN_SCALE = 0.15
+"""By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
+
+
+def view_recipes(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
+    """How the views of a tile are made: two large ones and, but for SimCLR, small ones besides."""
+    large = settings.global_px or tile_px
+    base = ViewRecipe(
+        size_px=large,
+        scale=settings.chosen("global_scale"),
+        hflip=settings.hflip,
+        vflip=settings.vflip,
+        right_angles=settings.right_angles,
+        stain=settings.stain_jitter,
+        stain_scale=settings.stain_scale,
+        stain_shift=settings.stain_shift,
+        jitter=settings.jitter,
+        grey=settings.grey,
+        **{name: settings.chosen(name) for name in ("brightness", "contrast", "saturation", "hue")},
+    )
+    unit = patch_px or 1
+    _check_size("global_px", large, unit)
+    if settings.method == "simclr":  # resampled as torchvision does where nothing is said, and DSMIL with it
+        return (replace(base, blur=settings.blur[2], interpolation="bilinear"),) * 2
+    small = settings.local_px or max(round(large * 3 / 7 / unit), 1) * unit
+    _check_size("local_px", small, unit)
+    first, second, third = settings.blur
+    return (
+        replace(base, blur=first),
+        replace(base, blur=second, solarize=settings.solarize),
+        *[replace(base, size_px=small, scale=settings.local_scale, blur=third)] * settings.num_local,
+    )
+
+
+def _check_size(name: str, size: int, unit: int) -> None:
+    if size % unit:
+        raise ConfigError(
+            f"pretrain.{name} {size} is no multiple of {unit}",
+            f"the ViT cuts its views into patches of {unit} px",
+            f"Use {max(round(size / unit), 1) * unit}",
+        )
+
+
+def encoder_tile_px(recipe: ViewRecipe, tile_px: int) -> int:
+    """Edge of the tiles that an encoder of these large views is for.
+
+    Views that show the whole tile smaller make an encoder for tiles of their own size, at a coarser resolution. Views
+    that are cut out of the tile at about its own scale (by the middle of their range) leave it as it is.
+    """
+    zoom = tile_px * math.sqrt(sum(recipe.scale) / 2) / recipe.size_px
+    return tile_px if abs(zoom - 1) < OWN_SCALE else recipe.size_px

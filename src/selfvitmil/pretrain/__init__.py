@@ -1,7 +1,8 @@
 """Self-supervised pretraining of an encoder on the tiles of a study.
 
-`sources` and `feed` bring tiles, `recipes` says which views the settings ask for, `views` makes them on the training
-device, `objectives` say what is learned from them (with `head` and `loss`, and `joint` across all parts of a batch),
-`schedule` which number holds at which step, `optim` moves the weights. `learner` puts these together, `train` runs it,
-`checkpoint` keeps what it needs to go on. Import from the files, not from here.
+`train` runs the loop and writes the encoder, `step` does one optimizer step, `learner` holds student and teacher,
+`objectives` the methods (DINO, SimDINO, LeJEPA, SimCLR) with their heads, `loss` their losses, `schedule` the
+hyperparameters of a run, `optim` parameter groups, the averaged teacher and LoRA, `joint_batch` what makes a batch the
+same over processes and parts, `quality` the label-free measure that chooses the weights, `probe` accuracies on labelled
+tiles. Tiles and augmented views come from `selfvitmil.data`. Import from the modules, not from here.
 """

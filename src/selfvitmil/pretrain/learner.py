@@ -1,132 +1,47 @@
-"""What learns: networks, their objective and their schedules, put together from the settings.
+"""Networks of pretraining: student, averaged teacher and objective, put together from the settings.
 
-A learner takes views and gives a loss; after the optimizer's step it moves what does not learn by gradients (average,
-centre). It knows nothing of tiles, files or processes. `Numbers` are the settings with every "none" filled in.
+A learner takes views and returns a loss; after the optimizer's step it updates what has no gradient (average, centre).
+It knows nothing of tiles, files or processes.
+
+Of a plain ViT only the class token after the last block is used. That block's other tokens serve it as keys and values,
+but their queries, projection and MLP are not needed: with twelve blocks, 7 % of all arithmetic. `class_token` leaves it
+out, which changes neither the function nor its gradients. Patches are embedded as one matrix product, which a
+convolution of that stride is; a convolutional stem stays what it is. Positions are resampled by sums of products, rows
+first and then columns: the gradient of torch's own resampling adds up in another order every time on a GPU, which
+bit-reproducible training cannot have.
+
+Axes in names: V views, B images, N tokens, D width, R rows (views times tiles, grouped by view), K outputs, H and W
+height and width, S edge of a view, 3 is RGB.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers.attention import Attention
+from timm.layers.patch_embed import PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfvitmil.data.views import ViewRecipe
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
-from selfvitmil.encoder.network import has_class_token
+from selfvitmil.encoder.network import ConvStem, has_class_token, patch_product
 from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import loss as losses
-from selfvitmil.pretrain import schedule
-from selfvitmil.pretrain.batch_norm import batch_norms_of
-from selfvitmil.pretrain.joint import JointBatch
-from selfvitmil.pretrain.lora import add_adapters, check_lora, share_frozen
-from selfvitmil.pretrain.objectives.choose import make_objective
-from selfvitmil.pretrain.objectives.contract import Outcome, Part, Seen
-from selfvitmil.pretrain.optim import update_teacher
-from selfvitmil.pretrain.schedule import ConstantSchedule, TeacherTemperature
-from selfvitmil.pretrain.tokens import class_token, first_token, has_shortcut
+from selfvitmil.pretrain.joint_batch import JointBatch, batch_norms_of
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Part, make_objective
+from selfvitmil.pretrain.optim import add_adapters, check_lora, share_frozen, update_teacher
+from selfvitmil.pretrain.schedule import Hyperparameters
 from selfvitmil.runtime.device import seeded
-from selfvitmil.runtime.training import CosineSchedule, suggested_warmup_steps
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_patch16_224") | {
     "simclr": "resnet18_instancenorm"
 }
-
-
-# ---------------------------------------------------------------------------------------------------- numbers
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What the settings come to for this many tiles and steps."""
-
-    total_steps: int
-    steps_per_epoch: int
-    warmup_steps: int
-    freeze_steps: int
-    optimizer: str
-    lr: float
-    """Scaled to the batch, where it is to be."""
-    min_lr: float
-    warmup_lr: float
-    weight_decay: float
-    weight_decay_end: float
-    clip_grad: float
-    momentum: float
-    out_dim: int
-
-    def schedules(self, settings: PretrainSettings) -> Schedules:
-        """The course of every number that changes during the run."""
-        total = self.total_steps
-        # Without a length in epochs, the temperature climbs from step to step.
-        in_epochs = settings.warmup_temp_epochs is not None
-        teacher_temp = TeacherTemperature(
-            settings.warmup_teacher_temp,
-            settings.teacher_temp,
-            settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
-            self.steps_per_epoch if in_epochs else 1,
-            settings.temp_ramp,
-        )
-        if settings.chosen("schedule") == "constant":
-            decay_steps = round(settings.decay_share * total)
-            return Schedules(
-                lr=ConstantSchedule(self.lr, total, self.warmup_steps, self.warmup_lr, decay_steps, self.min_lr),
-                weight_decay=ConstantSchedule(self.weight_decay, total),
-                momentum=ConstantSchedule(self.momentum, total),
-                teacher_temp=teacher_temp,
-            )
-        return Schedules(
-            lr=CosineSchedule(self.lr, self.min_lr, total, self.warmup_steps, self.warmup_lr),
-            weight_decay=CosineSchedule(self.weight_decay, self.weight_decay_end, total),
-            momentum=CosineSchedule(self.momentum, 1.0, total),
-            teacher_temp=teacher_temp,
-        )
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """The numbers that change from step to step."""
-
-    lr: CosineSchedule | ConstantSchedule
-    weight_decay: CosineSchedule | ConstantSchedule
-    momentum: CosineSchedule | ConstantSchedule
-    teacher_temp: TeacherTemperature
-
-    def at(self, step: int) -> dict[str, float]:
-        """All of them at one step."""
-        return {name: getattr(self, name).value_at(step) for name in ("lr", "weight_decay", "momentum", "teacher_temp")}
-
-
-def settle_numbers(settings: PretrainSettings, num_tiles: int, steps_per_epoch: int) -> Numbers:
-    """Fill in what the settings leave to the size of the run."""
-    total = settings.steps or settings.epochs * steps_per_epoch
-
-    def steps(epochs: int | None, suggested: int) -> int:
-        return suggested if epochs is None else min(epochs * steps_per_epoch, total)
-
-    if settings.chosen("schedule") == "constant":  # nothing of it may depend on the length of the run
-        warmup, momentum = schedule.suggested_constant_warmup_steps(total), schedule.CONSTANT_MOMENTUM
-        freeze = math.ceil(warmup / 10)
-    else:
-        warmup, momentum = suggested_warmup_steps(total), schedule.suggested_momentum(settings.batch, total)
-        freeze = schedule.suggested_freeze_steps(total)
-    lr = settings.chosen("lr")
-    as_they_are = ("optimizer", "min_lr", "warmup_lr", "weight_decay", "weight_decay_end", "clip_grad")
-    return Numbers(
-        total_steps=total,
-        steps_per_epoch=steps_per_epoch,
-        warmup_steps=settings.warmup_steps or steps(settings.warmup_epochs, warmup),
-        freeze_steps=steps(settings.freeze_last_layer_epochs, freeze),
-        lr=schedule.scaled_learning_rate(lr, settings.batch) if settings.chosen("scale_lr") else lr,
-        **{name: settings.chosen(name) for name in as_they_are},
-        momentum=momentum if settings.momentum is None else settings.momentum,
-        out_dim=settings.out_dim or schedule.suggested_out_dim(num_tiles),
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- networks
@@ -228,7 +143,7 @@ class Branch(nn.Module):
 class Learner(nn.Module):
     """Student, objective, and the student's moving average, which is a teacher where the objective wants one."""
 
-    def __init__(self, encoder: Encoder, settings: PretrainSettings, numbers: Numbers, seed: int):
+    def __init__(self, encoder: Encoder, settings: PretrainSettings, numbers: Hyperparameters, seed: int):
         super().__init__()
         self.objective = make_objective(settings, numbers.out_dim, numbers.freeze_steps)
         average, config, dim = self.objective.has_average, encoder.config, width_of(encoder.backbone)
@@ -313,7 +228,7 @@ def compute_loss(
     teacher_temp: float,
     mark: Callable[[str], None],
     part: Part | None = None,
-) -> Outcome:
+) -> LossOutput:
     """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes."""
     objective, part = learner.objective, part or Part(JointBatch())
     tiles = views[0].shape[1]
@@ -323,7 +238,7 @@ def compute_loss(
         mark("teacher")
     outputs_RK, embeddings_RD = student(views, part.join if objective.joins == "head" else None)
     num_views = sum(len(view_VB3SS) for view_VB3SS in views)
-    seen = Seen(
+    seen = NetworkOutputs(
         student_VBK=outputs_RK.unflatten(0, (num_views, -1)),
         embeddings_VBD=embeddings_RD.unflatten(0, (num_views, tiles)),
         teacher_2BK=None if taught is None else taught[0].unflatten(0, (losses.NUM_GLOBAL, tiles)),
@@ -337,8 +252,8 @@ def compute_loss(
     return outcome
 
 
-def diagnose(outcome: Outcome) -> dict[str, float]:
-    """Numbers that tell whether the run learns or collapses."""
+def diagnose(outcome: LossOutput) -> dict[str, float]:
+    """Return the metrics that show whether the run learns or collapses."""
     found = {
         "feature_rank": losses.effective_rank(outcome.embeddings_BD),
         "feature_std": losses.feature_std(outcome.embeddings_BD),
@@ -373,3 +288,97 @@ def forward_gflop(encoder: Encoder, size_px: int) -> float:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             backbone(torch.empty(1, 3, size_px, size_px))
     return counter.get_total_flops() / 1e9
+
+
+# ---------------------------------------------------------------------------------------------------- class token
+
+
+def has_shortcut(backbone: nn.Module) -> bool:
+    """Whether this is a plain ViT, for which `class_token` gives what the network itself gives."""
+    if type(backbone) is not VisionTransformer or not backbone.has_class_token:
+        return False
+    if backbone.global_pool not in ("token", ""):  # without pooling (Virchow) the network gives all tokens
+        return False
+    vit: Any = backbone
+    block = vit.blocks[-1]
+    attention: Any = getattr(block, "attn", None)
+    plain = type(block) is Block and type(attention) is Attention and type(vit.patch_embed) in (PatchEmbed, ConvStem)
+    nothing = (vit.fc_norm, vit.patch_drop, vit.head, vit.patch_embed.norm)
+    if not plain or not all(isinstance(module, nn.Identity) for module in nothing):
+        return False
+    gated = getattr(attention, "gate", None) is not None
+    return not gated and not attention.attn_drop.p and not vit.head_drop.p and vit.attn_pool is None
+
+
+def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
+    """(B, D): the class token after the last block and the final norm."""
+    tokens_BND = vit.norm_pre(_add_positions(vit, _embed_patches(vit, images_B3HW)))
+    for block in vit.blocks[:-1]:
+        tokens_BND = block(tokens_BND)
+    last = vit.blocks[-1]
+    class_B1D = tokens_BND[:, :1]
+    class_B1D = class_B1D + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(tokens_BND))))
+    class_B1D = class_B1D + last.drop_path2(last.ls2(last.mlp(last.norm2(class_B1D))))
+    return vit.norm(class_B1D[:, 0])
+
+
+def first_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
+    """(B, D): the class token after the final norm of any ViT of timm's, also of those that pool in another way."""
+    # Networks that average keep their final norm behind the pooling, under another name.
+    norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else nn.Identity()
+    return norm(vit.forward_features(images_B3HW)[:, 0])
+
+
+def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
+    if isinstance(vit.patch_embed, ConvStem):
+        return vit.patch_embed(images_B3HW)
+    tokens_BHWD = patch_product(images_B3HW, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias)
+    return tokens_BHWD if vit.dynamic_img_size else tokens_BHWD.flatten(1, 2)
+
+
+def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, N, D): class token and the like in front of the patches' tokens, each with its position."""
+    if not vit.dynamic_img_size or vit.pos_embed is None or vit.patch_embed.grid_size == tokens.shape[1:3]:
+        return vit._pos_embed(tokens)
+    first = [each for each in (vit.cls_token, vit.reg_token) if each is not None]
+    first_BND = torch.cat(first, dim=1).expand(len(tokens), -1, -1)
+    prefix = 0 if vit.no_embed_class else first_BND.shape[1]
+    height, width = tokens.shape[1:3]
+    positions_ND = _resample(vit.pos_embed[0, prefix:].unflatten(0, vit.patch_embed.grid_size), (height, width))
+    if not vit.no_embed_class:
+        first_BND = first_BND + vit.pos_embed[:, :prefix]
+    return vit.pos_drop(torch.cat([first_BND, tokens.flatten(1, 2) + positions_ND], dim=1))
+
+
+def _resample(grid_HWD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """(N, D): a grid of vectors at another size, bicubic and smoothed where it shrinks, as timm resamples positions."""
+    rows_HI, columns_WJ = (
+        _resample_weights(old, new, grid_HWD.device) for old, new in zip(grid_HWD.shape[:2], size, strict=True)
+    )
+    tall_IWD = (rows_HI[:, :, None, None] * grid_HWD.float()[:, None]).sum(0)
+    return (columns_WJ[:, :, None] * tall_IWD[:, :, None]).sum(1).flatten(0, 1).to(grid_HWD.dtype)
+
+
+def _resample_weights(old: int, new: int, device: torch.device) -> torch.Tensor:
+    """(old, new): what each old place gives to each new one."""
+    # As one image of old x old: images of a single column come out wrong on a CPU (torch 2.15).
+    places = torch.eye(old, device=device)[None, None]
+    return functional.interpolate(places, size=(old, new), mode="bicubic", antialias=True)[0, 0]
+
+
+def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor:
+    """What self-attention gives for the first token."""
+    batch, count, _ = tokens_BND.shape
+    width = attention.num_heads * attention.head_dim
+    weight, bias = attention.qkv.weight, attention.qkv.bias
+    q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    query = functional.linear(tokens_BND[:, :1], weight[:width], q_bias)
+    query = query.reshape(batch, 1, attention.num_heads, attention.head_dim).transpose(1, 2)
+    both = functional.linear(tokens_BND, weight[width:], kv_bias)
+    both = both.reshape(batch, count, 2, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
+    key, value = both.unbind(0)
+    seen = functional.scaled_dot_product_attention(attention.q_norm(query), attention.k_norm(key), value)
+    seen = seen.transpose(1, 2).reshape(batch, 1, width)
+    # Absent from older versions of timm.
+    seen = attention.norm(seen) if hasattr(attention, "norm") else seen
+    return attention.proj_drop(attention.proj(seen))

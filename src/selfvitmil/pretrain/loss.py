@@ -43,7 +43,7 @@ def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teache
 
 
 @torch.no_grad()
-def balanced_probabilities(
+def sinkhorn_knopp(
     teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3, *, alone: bool = False
 ) -> torch.Tensor:
     """The teacher's distributions, sharpened and then balanced: over all rows every output gets nearly an equal share.

@@ -13,7 +13,7 @@ Axes in names: N tiles to learn from, M test tiles, D length of a vector, C clas
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.data.sources import read_image
 from selfvitmil.encoder import Encoder
 from selfvitmil.errors import CohortError, EncoderError
-from selfvitmil.runtime.device import evaluation_mode, full_float32
+from selfvitmil.pretrain.quality import embed_tiles
+from selfvitmil.runtime.device import full_float32
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -421,21 +422,3 @@ def probe_vectors(
         "linear": linear.plain,
         "linear_balanced": linear.balanced,
     }
-
-
-@torch.no_grad()
-def embed_tiles(
-    encoder: Encoder,
-    batches: Iterable[Tensor],
-    dtype: torch.dtype = torch.float32,
-    stop: Callable[[], bool] = lambda: False,
-) -> Tensor | None:
-    """Vectors (N, D) in float32 of uint8 tiles, on the encoder's device; None when `stop` said so."""
-    device = encoder.scale_311.device
-    vectors: list[Tensor] = []
-    with evaluation_mode(encoder), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        for tiles_B3HW in batches:
-            if stop():
-                return None
-            vectors.append(encoder.encode(tiles_B3HW.to(device)).float())
-    return torch.cat(vectors)

@@ -12,6 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from selfvitmil.runtime.training import CosineSchedule, suggested_warmup_steps
+from selfvitmil.settings import PretrainSettings
+
 
 @dataclass(frozen=True)
 class ConstantSchedule:
@@ -107,3 +110,94 @@ def suggested_freeze_steps(total_steps: int) -> int:
     Until the embeddings mean something, moving the outputs towards them is how collapse begins.
     """
     return math.ceil(total_steps / 100)
+
+
+# ---------------------------------------------------------------------------------------------------- of a run
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What the settings come to for this many tiles and steps."""
+
+    total_steps: int
+    steps_per_epoch: int
+    warmup_steps: int
+    freeze_steps: int
+    optimizer: str
+    lr: float
+    """Scaled to the batch, where it is to be."""
+    min_lr: float
+    warmup_lr: float
+    weight_decay: float
+    weight_decay_end: float
+    clip_grad: float
+    momentum: float
+    out_dim: int
+
+    def schedules(self, settings: PretrainSettings) -> Schedules:
+        """The course of every number that changes during the run."""
+        total = self.total_steps
+        # Without a length in epochs, the temperature climbs from step to step.
+        in_epochs = settings.warmup_temp_epochs is not None
+        teacher_temp = TeacherTemperature(
+            settings.warmup_teacher_temp,
+            settings.teacher_temp,
+            settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
+            self.steps_per_epoch if in_epochs else 1,
+            settings.temp_ramp,
+        )
+        if settings.chosen("schedule") == "constant":
+            decay_steps = round(settings.decay_share * total)
+            return Schedules(
+                lr=ConstantSchedule(self.lr, total, self.warmup_steps, self.warmup_lr, decay_steps, self.min_lr),
+                weight_decay=ConstantSchedule(self.weight_decay, total),
+                momentum=ConstantSchedule(self.momentum, total),
+                teacher_temp=teacher_temp,
+            )
+        return Schedules(
+            lr=CosineSchedule(self.lr, self.min_lr, total, self.warmup_steps, self.warmup_lr),
+            weight_decay=CosineSchedule(self.weight_decay, self.weight_decay_end, total),
+            momentum=CosineSchedule(self.momentum, 1.0, total),
+            teacher_temp=teacher_temp,
+        )
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The numbers that change from step to step."""
+
+    lr: CosineSchedule | ConstantSchedule
+    weight_decay: CosineSchedule | ConstantSchedule
+    momentum: CosineSchedule | ConstantSchedule
+    teacher_temp: TeacherTemperature
+
+    def at(self, step: int) -> dict[str, float]:
+        """All of them at one step."""
+        return {name: getattr(self, name).value_at(step) for name in ("lr", "weight_decay", "momentum", "teacher_temp")}
+
+
+def resolve_hyperparameters(settings: PretrainSettings, num_tiles: int, steps_per_epoch: int) -> Hyperparameters:
+    """Fill in what the settings leave to the size of the run."""
+    total = settings.steps or settings.epochs * steps_per_epoch
+
+    def steps(epochs: int | None, suggested: int) -> int:
+        return suggested if epochs is None else min(epochs * steps_per_epoch, total)
+
+    if settings.chosen("schedule") == "constant":  # nothing of it may depend on the length of the run
+        warmup, momentum = suggested_constant_warmup_steps(total), CONSTANT_MOMENTUM
+        freeze = math.ceil(warmup / 10)
+    else:
+        warmup, momentum = suggested_warmup_steps(total), suggested_momentum(settings.batch, total)
+        freeze = suggested_freeze_steps(total)
+    lr = settings.chosen("lr")
+    as_they_are = ("optimizer", "min_lr", "warmup_lr", "weight_decay", "weight_decay_end", "clip_grad")
+    return Hyperparameters(
+        total_steps=total,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=settings.warmup_steps or steps(settings.warmup_epochs, warmup),
+        freeze_steps=steps(settings.freeze_last_layer_epochs, freeze),
+        lr=scaled_learning_rate(lr, settings.batch) if settings.chosen("scale_lr") else lr,
+        **{name: settings.chosen(name) for name in as_they_are},
+        momentum=momentum if settings.momentum is None else settings.momentum,
+        out_dim=settings.out_dim or suggested_out_dim(num_tiles),
+    )

@@ -27,9 +27,8 @@ from selfvitmil import stain
 from selfvitmil.cohort import Cohort
 from selfvitmil.data.loader import order_of
 from selfvitmil.data.sources import SlideTiles, TrainSlide
-from selfvitmil.data.views import make_views
+from selfvitmil.data.views import make_views, view_recipes
 from selfvitmil.errors import ConfigError, MetricError, SelfVitMilError
-from selfvitmil.pretrain.recipes import recipes_of
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.figures import (
     BAND_ERRORS,
@@ -349,7 +348,7 @@ def read_samples(layout: StudyLayout, cohort: Cohort | None, encoder: EncoderFol
         for group, tile in zip(groups, tiles, strict=True)
     ]
     tiles_B3HW, maps_B33 = torch.cat(parts), source.maps(groups)
-    recipes = recipes_of(own, source.size_px, _patch_px(encoder.config))
+    recipes = view_recipes(own, source.size_px, _patch_px(encoder.config))
     mean, std = (encoder.config["pretrained_cfg"][key] for key in ("mean", "std"))
     ids_B = torch.from_numpy(source.ids[tiles])
     views = make_views(tiles_B3HW, ids_B, 0, recipes, mean, std, seed=own.seed, maps_B33=maps_B33)

@@ -33,6 +33,7 @@ from selfvitmil.stages.measure import Measures
 from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
+from selfvitmil.store.provenance import Freshness
 from selfvitmil.study.encoders import EncoderRun, encoder_name, encoder_runs, settle_scope, slides_of
 from selfvitmil.study.folder import CohortSource, Summary, find_cohort, open_study, store_cohort, study_cohort
 from selfvitmil.study.splits import propose_split
@@ -224,8 +225,8 @@ class Pretrain(Stage):
             return self._pending_unfinished(plan, folder, run)
         check_encoder(folder, plan.seen.get(name, ()), plan.settings)
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        made_from = content.get("selfvitmil", {}).get("provenance", {}).get("made_from")
-        if not _training_tiles_change(plan, run) and made_from == _made_from(plan, run):
+        stored = content.get("selfvitmil", {}).get("provenance", {})
+        if not _training_tiles_change(plan, run) and _freshness(plan, run, stored).is_up_to_date:
             return Pending(words=f"up to date (encoders/{name})")
         kept = (
             f"encoders/{name} is kept, though its tiles have changed since it was trained or another version of "
@@ -234,6 +235,7 @@ class Pretrain(Stage):
         return Pending(words=kept)
 
     def _pending_unfinished(self, plan: RunPlan, folder: Path, run: EncoderRun) -> Pending:
+        from selfvitmil.pretrain.train import changes_in_words
         from selfvitmil.runtime.training import read_checkpoint, read_metrics
 
         pretrain, todo = plan.settings.pretrain, {folder.name: "new"}
@@ -241,9 +243,13 @@ class Pretrain(Stage):
         state = read_checkpoint(folder)
         if state is None:
             return Pending(todo, words=f"train encoders/{folder.name}, {length}")
-        if _training_tiles_change(plan, run) or state["made_from"] != _made_from(plan, run):
+        changes = "its tiles are rebuilt first"
+        if not _training_tiles_change(plan, run):
+            freshness = _freshness(plan, run, state)
+            changes = "" if freshness.is_up_to_date else changes_in_words(freshness)
+        if changes:
             raise ConfigError(
-                f"encoders/{folder.name} was begun with other settings, other tiles or by another version",
+                f"encoders/{folder.name} was begun with other settings, other tiles or by another version: {changes}",
                 f"its checkpoint of step {state['step']} does not belong to this run, and nothing was done",
                 "Give --name with a new name, take the change back, or remove its folder to start again",
             )
@@ -281,13 +287,12 @@ class Pretrain(Stage):
             yield snapshot.progress(self.name, folder, files, 1, done=int(finished), words=", ".join(words))
 
 
-def _made_from(plan: RunPlan, run: EncoderRun) -> str:
-    """Identity of the encoder that training would make."""
-    from selfvitmil.pretrain.train import Origin, identity_of
+def _freshness(plan: RunPlan, run: EncoderRun, stored: Mapping[str, Any]) -> Freshness:
+    """Return whether a stored encoder or checkpoint is the one that training would build now."""
+    from selfvitmil.pretrain.train import Origin, run_freshness
 
     source, _, trained_on = training_tiles(plan.study, run, plan.settings)
-    origin = Origin(trained_on, plan.settings.preset)
-    return identity_of(source, plan.layout.encoder(run.name), plan.settings.pretrain, origin)
+    return run_freshness(source, plan.settings.pretrain, Origin(trained_on, plan.settings.preset), stored)
 
 
 def _training_tiles_change(plan: RunPlan, run: EncoderRun) -> bool:
@@ -350,8 +355,9 @@ def _check_gpu(index: int) -> MachineCheck:
 
 def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Estimate:
     from selfvitmil.data.loader import TileOrder
-    from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of, settle_numbers
-    from selfvitmil.pretrain.recipes import recipes_of
+    from selfvitmil.data.views import view_recipes
+    from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of
+    from selfvitmil.pretrain.schedule import resolve_hyperparameters
     from selfvitmil.runtime.training import read_metrics
 
     settings, own, encoder, gpu = plan.settings, plan.settings.pretrain, measures.encoder, measures.gpu
@@ -359,10 +365,10 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     if encoder is None or not counts:
         return unknown(on_gpu=gpu)
     order = TileOrder(counts, own.batch, own.seed, own.sampler, own.tiles_per_slide, own.resample)
-    numbers = settle_numbers(own, sum(counts), max(order.steps_per_epoch, 1))
+    numbers = resolve_hyperparameters(own, sum(counts), max(order.steps_per_epoch, 1))
     done = read_metrics(Path(plan.sources[run.name]))
     steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
-    recipes = recipes_of(own, settings.tile.size_px, patch_px_of(encoder.network.backbone))
+    recipes = view_recipes(own, settings.tile.size_px, patch_px_of(encoder.network.backbone))
     if done:
         rate, basis = float(done[-1]["tiles_per_s"]), Basis.RECORDED
     else:

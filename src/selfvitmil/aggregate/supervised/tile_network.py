@@ -356,7 +356,7 @@ class _Side:
         return {"tumour": int((self.labels == TUMOUR).sum()), "normal": int((self.labels == NORMAL).sum())}
 
     def identity(self) -> list[Any]:
-        return [*self.source.identity(), hash_of(self.labels.tobytes().hex())]
+        return [*self.source.inputs().values(), hash_of(self.labels.tobytes().hex())]
 
     def sample(self, most: int, seed: int) -> Indices:
         """Return indices of labelled tiles, at most `most` per slide and class."""

@@ -1,5 +1,153 @@
-"""What an encoder learns by: one file per objective, all behind the contract of `contract`.
+"""What an objective is: the head it needs, the loss of a batch of views, what it logs, and its state.
 
-`dino` learns to predict a teacher's distributions, `simdino` a teacher's directions, `lejepa` the mean of its own
-views, `simclr` which views belong together. Import from the files, not from here.
+The training loop, the views, the networks and their average are the same for all objectives. An objective is a module:
+its buffers (DINO's centre) are saved in checkpoints with everything else. It never sees files, devices or settings
+other than its own numbers.
+
+Axes in names: V views, B tiles of a part, D dimensions, K outputs of the head, R rows (views times tiles, grouped by
+view).
 """
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from selfvitmil.pretrain.joint_batch import JointBatch
+from selfvitmil.settings import PretrainSettings
+
+RECENT_LINES = 10
+"""Lines of metrics over which the alarms average."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch, and what it knows of the others."""
+
+    joint: JointBatch
+    number: int = 0
+    taught: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the teacher says of this part (`Learner.teach`), where it was asked before."""
+
+    def join(self, own_VBD: torch.Tensor) -> torch.Tensor:
+        """These rows of all tiles of the batch; see `joint`."""
+        return self.joint.join(own_VBD, self.number)
+
+
+@dataclass(frozen=True)
+class NetworkOutputs:
+    """What the networks gave for one part of a batch."""
+
+    student_VBK: torch.Tensor
+    """Outputs of the student's head; of the tiles of the whole batch where the objective's `joins` is `head`."""
+    embeddings_VBD: torch.Tensor
+    """The student's embeddings of this part, large views first."""
+    teacher_2BK: torch.Tensor | None
+    """Outputs of the teacher's head for the two large views of this part, where the objective has a teacher."""
+    part: Part
+    step: int
+    teacher_temp: float
+
+
+@dataclass
+class LossOutput:
+    """Loss of one part of a batch, and what tells how training goes."""
+
+    loss: torch.Tensor
+    """The mean over the tiles of the part, or the loss of the whole batch: averaged over parts and processes both are
+    the loss of the whole batch."""
+    metrics: Callable[[], dict[str, torch.Tensor]] = dict
+    """Computes numbers for the log, by name; called for steps that are logged."""
+    state: torch.Tensor | None = None
+    """What the objective wants back after the step (`after_step`)."""
+    embeddings_BD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Of the first large view, by the network that is kept where it has seen it: for rank and spread."""
+
+
+class Objective(nn.Module, ABC):
+    """Base of all objectives. The flags say what the loop has to provide."""
+
+    has_average: bool = True
+    """Whether a moving average of the student is kept; it is the encoder that training makes."""
+    has_teacher: bool = False
+    """Whether that average sees the large views, and the student learns from what it says."""
+    has_small_views: bool = True
+    """Whether tiles have small views besides the two large ones."""
+    joins: Literal["nothing", "embeddings", "outputs", "head"] = "nothing"
+    """What is compared across the tiles of a batch: nothing, the embeddings of the large views, the head's outputs of
+    the large views, or everything (`head`: the head itself sees the embeddings of all views of the whole batch)."""
+    joins_teacher: bool = False
+    """Whether the teacher's outputs of all tiles of a batch are compared."""
+    remedy: str = "Use a lower --pretrain.lr or fewer steps"
+    """What to change where the embeddings get worse from some step on."""
+
+    @abstractmethod
+    def make_head(self, dim: int) -> nn.Module:
+        """A new head for embeddings of this width."""
+
+    @abstractmethod
+    def forward(self, seen: NetworkOutputs) -> LossOutput:
+        """The loss of a part of a batch."""
+
+    def after_step(self, states: Sequence[torch.Tensor]) -> None:
+        """Move what does not learn by gradients; `states` are those of the step's outcomes, one per part."""
+        del states
+
+    def before_update(self, head: nn.Module, step: int) -> None:
+        """Change gradients of the head, before the optimizer's step."""
+        del head, step
+
+    def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
+        """What went wrong and what to do, by the lines of metrics since the warm-up; None while all is well.
+
+        There are `RECENT_LINES` of them at least.
+        """
+        recent = lines[-RECENT_LINES:]
+        rank = sum(line["feature_rank"] for line in recent) / len(recent)
+        spread = sum(line["feature_std"] for line in recent) / len(recent)
+        if rank < 1.5 or spread < 0.01:
+            return f"collapse to one embedding: feature rank {rank:.2f}, spread {spread:.3f}. Lower the learning rate"
+        return None
+
+
+def make_mlp(widths: Sequence[int], between: Callable[[int], list[nn.Module]]) -> nn.Sequential:
+    """Linear layers of these widths, with what `between` gives for a width after each but the last."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths[:-1]):
+        layers += [nn.Linear(width_in, width_out), *between(width_out)]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+
+
+def make_objective(settings: PretrainSettings, out_dim: int, freeze_steps: int) -> Objective:
+    """Return the objective of `settings.method`.
+
+    `out_dim` and `freeze_steps` are what DINO's settings of these names resolve to for the run.
+    """
+    # Only the objective in use is imported.
+    width: int = settings.chosen("bottleneck")
+    head: dict[str, Any] = {"head_width": settings.head_width, "head_layers": settings.head_layers}
+    match settings.method:
+        case "dino":
+            from selfvitmil.pretrain.objectives.dino import DINO
+
+            names = ("norm_last_layer", "student_temp", "centering", "center_momentum", "koleo", "kde")
+            own = {name: getattr(settings, name) for name in (*names, "kde_concentration")}
+            return DINO(out_dim, bottleneck=width, freeze_steps=freeze_steps, **head, **own)
+        case "simdino":
+            from selfvitmil.pretrain.objectives.simdino import SimDINO
+
+            return SimDINO(width, eps=settings.coding_eps, **head)
+        case "lejepa":
+            from selfvitmil.pretrain.objectives.lejepa import LeJEPA
+
+            return LeJEPA(width, weight=settings.sigreg, directions=settings.directions, seed=settings.seed, **head)
+        case "simclr":
+            from selfvitmil.pretrain.objectives.simclr import SimCLR
+
+            return SimCLR(width, settings.temperature)

@@ -9,102 +9,146 @@ formulas are in `pretrain.loss`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from selfvitmil.pretrain import loss as losses
-from selfvitmil.pretrain.head import DinoHead
-from selfvitmil.pretrain.objectives.contract import RECENT_LINES, Objective, Outcome, Seen
+from selfvitmil.pretrain.objectives import RECENT_LINES, LossOutput, NetworkOutputs, Objective, make_mlp
 from selfvitmil.pretrain.optim import cancel_gradients
 
 
-@dataclass(frozen=True)
-class DinoNumbers:
-    """The settings of the same names, and what they come to for a run."""
+class WeightNormLinear(nn.Module):
+    """A linear layer without bias whose rows are directions `weight_v` with lengths `weight_g`."""
 
-    out_dim: int
-    head_width: int
-    bottleneck: int
-    head_layers: int
-    norm_last_layer: bool
-    freeze_steps: int
-    student_temp: float
-    centering: Literal["mean", "sinkhorn"]
-    center_momentum: float
-    koleo: float
-    kde: float
-    kde_concentration: float
+    def __init__(self, dim: int, out_dim: int, train_lengths: bool):
+        super().__init__()
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=train_lengths)
+        self.weight_v = nn.Parameter(torch.empty(out_dim, dim).uniform_(-(dim**-0.5), dim**-0.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows.to(self.weight_v.dtype), self.weight())
+
+    def weight(self) -> torch.Tensor:
+        """The effective matrix (out_dim, dim). Scaling it is cheaper than scaling the logits, which are more."""
+        return self.weight_v * (self.weight_g / torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True))
 
 
-class Dino(Objective):
-    """Cross-entropy between views, with its centre."""
+def dino_mlp(dim: int, out_dim: int, hidden_dim: int, num_layers: int) -> nn.Sequential:
+    mlp = make_mlp([dim, *[hidden_dim] * (num_layers - 1), out_dim], lambda width: [nn.GELU()])
+    for layer in mlp:
+        if isinstance(layer, nn.Linear):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+    return mlp
+
+
+class DINOHead(nn.Module):
+    """MLP of `num_layers` with GELU, then cosines to `out_dim` directions.
+
+    `norm_last_layer` fixes the lengths of the last layer's rows at one, which steadies large models.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out_dim: int = 65536,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+        num_layers: int = 3,
+        norm_last_layer: bool = True,
+    ):
+        super().__init__()
+        self.mlp = dino_mlp(dim, bottleneck_dim, hidden_dim, num_layers)
+        self.last_layer = WeightNormLinear(bottleneck_dim, out_dim, train_lengths=not norm_last_layer)
+
+    def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:
+        bottleneck_BD = losses.at_least_float32(self.mlp(embeddings_BD))  # a square in half precision may overflow
+        bottleneck_BD = functional.normalize(bottleneck_BD, dim=-1)
+        # Divided by a temperature of 0.04, cosines in bfloat16 would be off by up to 0.1.
+        with torch.autocast(embeddings_BD.device.type, enabled=False):
+            return self.last_layer(bottleneck_BD)
+
+
+class DINO(Objective):
+    """Cross-entropy between the distributions of different views, with a moving centre or Sinkhorn-Knopp."""
 
     has_teacher = True
     remedy = "Use --pretrain.method lejepa or --pretrain.centering sinkhorn, a lower --pretrain.lr or fewer steps"
     center_K: torch.Tensor
 
-    def __init__(self, numbers: DinoNumbers):
+    def __init__(
+        self,
+        out_dim: int,
+        *,
+        head_width: int,
+        head_layers: int,
+        bottleneck: int,
+        norm_last_layer: bool,
+        freeze_steps: int,
+        student_temp: float,
+        centering: Literal["mean", "sinkhorn"],
+        center_momentum: float,
+        koleo: float,
+        kde: float,
+        kde_concentration: float,
+    ):
+        """Take the settings of the same names; `freeze_steps` are the first steps with a fixed last layer."""
         super().__init__()
-        self.numbers = numbers
-        self.joins_teacher = numbers.centering == "sinkhorn"
-        self.joins = "embeddings" if numbers.koleo > 0 or numbers.kde > 0 else "nothing"
-        self.register_buffer("center_K", torch.zeros(numbers.out_dim))
+        self.out_dim, self.freeze_steps = out_dim, freeze_steps
+        self.student_temp, self.center_momentum = student_temp, center_momentum
+        self.koleo, self.kde, self.kde_concentration = koleo, kde, kde_concentration
+        self.joins_teacher = centering == "sinkhorn"
+        self.joins = "embeddings" if koleo > 0 or kde > 0 else "nothing"
+        self._head = (out_dim, head_width, bottleneck, head_layers, norm_last_layer)
+        self.register_buffer("center_K", torch.zeros(out_dim))
 
     def make_head(self, dim: int) -> nn.Module:
-        own = self.numbers
-        return DinoHead(
-            dim,
-            own.out_dim,
-            own.head_width,
-            own.bottleneck,
-            own.head_layers,
-            norm_last_layer=own.norm_last_layer,
-        )
+        return DINOHead(dim, *self._head)
 
-    def forward(self, seen: Seen) -> Outcome:
-        own, part = self.numbers, seen.part
+    def forward(self, seen: NetworkOutputs) -> LossOutput:
+        part = seen.part
         assert seen.teacher_2BK is not None
         student_RK, teacher_RK = seen.student_VBK.flatten(0, 1), seen.teacher_2BK.flatten(0, 1)
-        if own.centering == "sinkhorn":
+        if self.joins_teacher:
             all_RK, rows = part.joint.join_teacher(teacher_RK, part.number)
-            targets_RK = losses.balanced_probabilities(all_RK, seen.teacher_temp, alone=part.joint.is_alone)[rows]
+            targets_RK = losses.sinkhorn_knopp(all_RK, seen.teacher_temp, alone=part.joint.is_alone)[rows]
         else:
             targets_RK = losses.teacher_probabilities(teacher_RK, self.center_K, seen.teacher_temp)
-        value = losses.crossed_cross_entropy(student_RK, targets_RK, own.student_temp, len(seen.student_VBK))
+        value = losses.crossed_cross_entropy(student_RK, targets_RK, self.student_temp, len(seen.student_VBK))
         if self.joins == "embeddings":
             large_2BD = part.join(seen.embeddings_VBD[: losses.NUM_GLOBAL])
-            if own.koleo > 0:
-                value = value + own.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_2BD]).sum()
-            if own.kde > 0:
-                each = [losses.kde_loss(view_BD, own.kde_concentration) for view_BD in large_2BD]
-                value = value + own.kde * torch.stack(each).sum()
-        return Outcome(
+            if self.koleo > 0:
+                value = value + self.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_2BD]).sum()
+            if self.kde > 0:
+                each = [losses.kde_loss(view_BD, self.kde_concentration) for view_BD in large_2BD]
+                value = value + self.kde * torch.stack(each).sum()
+        return LossOutput(
             value,
             lambda: {
                 "teacher_entropy": losses.teacher_entropy(targets_RK),
-                "kl": losses.teacher_student_kl(student_RK, targets_RK, own.student_temp),
+                "kl": losses.teacher_student_kl(student_RK, targets_RK, self.student_temp),
             },
             state=teacher_RK.mean(dim=0, dtype=torch.float32),
         )
 
     def after_step(self, states: Sequence[torch.Tensor]) -> None:
         rows_RK = torch.stack(list(states))
-        self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.numbers.center_momentum))
+        self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.center_momentum))
 
     def before_update(self, head: nn.Module, step: int) -> None:
         """Leave the head's last layer as it is at the start of the run."""
-        if step < self.numbers.freeze_steps:
-            assert isinstance(head, DinoHead)
+        if step < self.freeze_steps:
+            assert isinstance(head, DINOHead)
             cancel_gradients(head.last_layer)
 
     def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
         entropies, kls, ranks = ([line[key] for line in lines] for key in ("teacher_entropy", "kl", "feature_rank"))
         entropy, kl = (sum(each[-RECENT_LINES:]) / RECENT_LINES for each in (entropies, kls))
-        reached = losses.collapse_reason(entropy, kl, self.numbers.out_dim)
+        reached = losses.collapse_reason(entropy, kl, self.out_dim)
         if reached:
             return reached
-        drift = losses.drift_reason(entropies, ranks, self.numbers.out_dim, RECENT_LINES)
+        drift = losses.drift_reason(entropies, ranks, self.out_dim, RECENT_LINES)
         return f"{drift}. {self.remedy}" if drift else None

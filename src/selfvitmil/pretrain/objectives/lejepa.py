@@ -21,9 +21,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from selfvitmil.pretrain.head import make_mlp
 from selfvitmil.pretrain.loss import at_least_float32
-from selfvitmil.pretrain.objectives.contract import Objective, Outcome, Seen
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective, make_mlp
 
 POINTS = 17
 """Points at which characteristic functions are compared."""
@@ -31,7 +30,7 @@ LARGEST_T = 3.0
 """Last of these points; the first is 0."""
 
 
-class Lejepa(Objective):
+class LeJEPA(Objective):
     """Invariance and SIGReg."""
 
     joins = "head"
@@ -46,13 +45,13 @@ class Lejepa(Objective):
         # Without running means, which nobody would use: parts of a batch can then run side by side.
         return make_mlp(widths, lambda width: [nn.BatchNorm1d(width, track_running_stats=False), nn.ReLU()])
 
-    def forward(self, seen: Seen) -> Outcome:
+    def forward(self, seen: NetworkOutputs) -> LossOutput:
         outputs_VBK = at_least_float32(seen.student_VBK)
         directions_KA = random_directions(self.out_dim, self.directions, self.seed, seen.step).to(outputs_VBK)
         with torch.autocast(outputs_VBK.device.type, enabled=False):
             invariance, sigreg = invariance_loss(outputs_VBK), sigreg_loss(outputs_VBK, directions_KA)
         value = (1 - self.weight) * invariance + self.weight * sigreg
-        return Outcome(value, lambda: {"invariance": invariance.detach(), "sigreg": sigreg.detach()})
+        return LossOutput(value, lambda: {"invariance": invariance.detach(), "sigreg": sigreg.detach()})
 
 
 def random_directions(dim: int, count: int, seed: int, step: int) -> torch.Tensor:

@@ -14,17 +14,17 @@ from torch.nn import functional
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.loss import at_least_float32
-from selfvitmil.pretrain.objectives.contract import Objective, Outcome, Seen
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective
 
 
-class SimclrHead(nn.Sequential):
+class SimCLRHead(nn.Sequential):
     """Linear, ReLU, linear: as wide as the embedding, then `out_dim`."""
 
     def __init__(self, dim: int, out_dim: int = 256):
         super().__init__(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, out_dim))
 
 
-class Simclr(Objective):
+class SimCLR(Objective):
     """NT-Xent between the two views of each tile of the whole batch. The student itself is kept."""
 
     has_average = False
@@ -36,10 +36,10 @@ class Simclr(Objective):
         self.out_dim, self.temperature = out_dim, temperature
 
     def make_head(self, dim: int) -> nn.Module:
-        return SimclrHead(dim, self.out_dim)
+        return SimCLRHead(dim, self.out_dim)
 
-    def forward(self, seen: Seen) -> Outcome:
-        return Outcome(nt_xent_loss(seen.student_VBK.flatten(0, 1), self.temperature))
+    def forward(self, seen: NetworkOutputs) -> LossOutput:
+        return LossOutput(nt_xent_loss(seen.student_VBK.flatten(0, 1), self.temperature))
 
 
 def nt_xent_loss(projections_RD: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:

@@ -18,12 +18,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from selfvitmil.pretrain.head import DirectionHead
 from selfvitmil.pretrain.loss import NUM_GLOBAL, at_least_float32
-from selfvitmil.pretrain.objectives.contract import Objective, Outcome, Seen
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective
+from selfvitmil.pretrain.objectives.dino import dino_mlp
 
 
-class Simdino(Objective):
+class SimDINOHead(nn.Module):
+    """The head of SimDINO: DINO's MLP with outputs of length one, and no last layer."""
+
+    def __init__(self, dim: int, out_dim: int = 256, hidden_dim: int = 2048, num_layers: int = 3):
+        super().__init__()
+        self.mlp = dino_mlp(dim, out_dim, hidden_dim, num_layers)
+
+    def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(at_least_float32(self.mlp(embeddings_BD)), dim=-1)
+
+
+class SimDINO(Objective):
     """Agreement with the teacher, and a coding rate."""
 
     has_teacher = True
@@ -34,9 +45,9 @@ class Simdino(Objective):
         self.out_dim, self.head_width, self.head_layers, self.eps = out_dim, head_width, head_layers, eps
 
     def make_head(self, dim: int) -> nn.Module:
-        return DirectionHead(dim, self.out_dim, self.head_width, self.head_layers)
+        return SimDINOHead(dim, self.out_dim, self.head_width, self.head_layers)
 
-    def forward(self, seen: Seen) -> Outcome:
+    def forward(self, seen: NetworkOutputs) -> LossOutput:
         assert seen.teacher_2BK is not None
         student_VBK, teacher_2BK = (at_least_float32(rows) for rows in (seen.student_VBK, seen.teacher_2BK.detach()))
         with torch.autocast(student_VBK.device.type, enabled=False):
@@ -45,7 +56,7 @@ class Simdino(Objective):
             rate = torch.stack([coding_rate(view_BK, self.eps) for view_BK in large_2BK]).mean()
         tiles, width = large_2BK.shape[1:]
         value = -agreement - (width + tiles) / (width * tiles) * rate
-        return Outcome(value, lambda: {"agreement": agreement.detach(), "coding_rate": rate.detach()})
+        return LossOutput(value, lambda: {"agreement": agreement.detach(), "coding_rate": rate.detach()})
 
 
 def crossed_cosine(student_VBK: torch.Tensor, teacher_2BK: torch.Tensor) -> torch.Tensor:

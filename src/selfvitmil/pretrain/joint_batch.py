@@ -1,19 +1,28 @@
-"""Batch norms of a backbone (ResNets): statistics for inference, and the same normalization in several processes.
+"""Losses and batch norms over the whole batch, whatever the number of processes and of accumulation parts.
 
-In training a batch norm normalizes by its batch and stores a moving average of the statistics for inference. That is
-no good for the encoder that is kept: views are strongly augmented and of two sizes, while tiles are neither, and the
-averaged weights are not those that the statistics were measured with. So statistics are recomputed with the weights
-that are kept, on tiles as inference will see them (`recompute_statistics`): precise batch norm, as in Wu and Johnson
-2021 (arXiv 2105.07576).
+A batch is spread over processes, and in each of them over the parts of `accumulate`. The nearest neighbour of an
+embedding (KoLeo), the shares that Sinkhorn-Knopp balances, the negatives of SimCLR: all are taken from the whole batch,
+so that neither the number of processes nor that of the parts changes the loss.
 
-In several processes each batch norm of the backbone uses the batch of all of them (`JointBatchNorm2d`), on any device.
+`JointBatch.join` gives a part the rows of all others beside its own. Every part computes the loss of the whole batch
+and has its gradient with respect to its own rows only. The losses of all n parts and processes are averaged afterwards,
+so those gradients are multiplied by n: together they are the gradient of the whole batch. Parts that run side by side
+in threads wait for each other; parts that run one after the other were computed once before, without gradient
+(`JointBatch.look_ahead`), which costs one more forward pass of the views in question.
 
-Axes in names: B images, C channels, P processes, H and W height and width, 3 is RGB.
+`JointBatchNorm2d` normalizes by the batch of all processes, on any device. For inference, `recompute_statistics`
+replaces the running statistics of batch norms by those of plain tiles under the final weights (precise batch norm, Wu
+and Johnson 2021, arXiv 2105.07576): training views are strongly augmented and of two sizes, and averaged weights are
+not those that the running statistics were measured with.
+
+Axes in names: V views, B tiles of a part, D dimensions, R rows (views times tiles, grouped by view), K outputs, C
+channels, P processes, H and W height and width, 3 is RGB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +39,75 @@ PIXELS_AT_ONCE = 64 * 224**2
 """Pixels in one pass, at most: 64 tiles of 224 px, whose activations take less memory than a step of training."""
 FEWEST_AT_ONCE = 16
 """Tiles in one pass, at least, where there are so many."""
+
+
+# ---------------------------------------------------------------------------------------------------- joint batch
+
+
+class JointBatch:
+    """The parts of one batch. Without arguments: one part, of one process or of all that run."""
+
+    def __init__(self, parts: int = 1, *, in_threads: bool = False, alone: bool = False):
+        """`alone`: this process computes something that others do not, and must not wait for them."""
+        self.parts = parts
+        self.is_alone = alone or not (dist.is_available() and dist.is_initialized())
+        self._barrier = threading.Barrier(parts) if in_threads else None
+        self._student: list[torch.Tensor | None] = [None] * parts
+        self._teacher: list[torch.Tensor | None] = [None] * parts
+        self._everywhere: list[torch.Tensor] | None = None
+
+    # ---------------------------------------------------------------------------------------------- before the parts
+
+    def look_ahead(self, embeddings: Sequence[torch.Tensor]) -> None:
+        """Note the embeddings (V, B, D) of all parts of this process, for parts that run one after the other."""
+        own_VBD = torch.cat(list(embeddings), dim=1)
+        self._everywhere = [
+            part_VBD for process_VBD in self._of_processes(own_VBD) for part_VBD in process_VBD.chunk(self.parts, dim=1)
+        ]
+
+    def look_ahead_teacher(self, logits: Sequence[torch.Tensor]) -> None:
+        """Note the teacher's logits (R, K) of all parts of this process."""
+        self._teacher = list(logits)
+
+    # ---------------------------------------------------------------------------------------------- within a part
+
+    def join(self, own_VBD: torch.Tensor, part: int = 0) -> torch.Tensor:
+        """Embeddings of all tiles of the batch, (V, tiles, D) in their order, with the gradient of this part's own."""
+        if self._barrier is not None:
+            self._student[part] = own_VBD.detach()
+            self._barrier.wait()
+            shares = [share for share in self._student if share is not None]
+        elif self._everywhere is not None:
+            # Where views of one size were enough, the others have not been looked at.
+            shares = self._everywhere
+        else:
+            shares = self._of_processes(own_VBD.detach())
+        if len(shares) == 1:
+            return own_VBD
+        place = part if self.is_alone else dist.get_rank() * self.parts + part
+        counted_VBD = own_VBD.detach() + len(shares) * (own_VBD - own_VBD.detach())
+        return torch.cat([*shares[:place], counted_VBD, *shares[place + 1 :]], dim=1)
+
+    def join_teacher(self, own_RK: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, slice]:
+        """The teacher's logits of all parts of this process, and which rows of them are this part's own."""
+        if self._barrier is not None:
+            self._teacher[part] = own_RK
+            self._barrier.wait()
+        shares = [share for share in self._teacher if share is not None] or [own_RK]
+        place = part if len(shares) > 1 else 0
+        return torch.cat(shares), slice(place * len(own_RK), (place + 1) * len(own_RK))
+
+    def give_up(self) -> None:
+        """Let no other part wait for this one, which failed."""
+        if self._barrier is not None:
+            self._barrier.abort()
+
+    def _of_processes(self, own_VBD: torch.Tensor) -> list[torch.Tensor]:
+        if self.is_alone:
+            return [own_VBD]
+        shares = [torch.empty_like(own_VBD) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, own_VBD.contiguous())
+        return shares
 
 
 # ---------------------------------------------------------------------------------------------------- for inference
