@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from selfvitmil.cohort.files import read_sheet
-from selfvitmil.cohort.table import Cohort, SlideRow, listing, make_cohort, specific_warnings
+from selfvitmil.cohort.table import Cohort, in_several_splits, leakage_error, listing, make_cohort, specific_warnings
 from selfvitmil.errors import CohortError, ConfigError
 
 SIDES = ("train", "val", "test")
@@ -332,18 +332,10 @@ def check_split(split: Split, cohort: Cohort, source: str) -> None:
             "Label them",
             code="unlabelled-slides",
         )
-    sides: dict[str, set[str]] = defaultdict(set)
-    for side in SIDES:
-        for slide in getattr(split, side):
-            sides[cohort[slide].patient].add(side)
-    torn = [f"{patient} ({', '.join(sorted(found))})" for patient, found in sides.items() if len(found) > 1]
+    torn = in_several_splits((cohort[slide].patient, side) for side in SIDES for slide in getattr(split, side))
     if torn:
-        raise CohortError(
-            f"{source}: patients in more than one set: {listing(torn)}",
-            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
-            "Split by patient",
-            code="patient-in-several-splits",
-        )
+        patients = listing(f"{patient} ({names})" for patient, names in torn.items())
+        raise leakage_error(f"{source}: patients in more than one set: {patients}", "Split by patient")
 
 
 # ---------------------------------------------------------------------------------------------------- patients by name
@@ -405,12 +397,11 @@ def with_guessed_patients(cohort: Cohort) -> tuple[Cohort, PatientGuess | None]:
     ):
         return cohort, None
     rows = [replace(row, patient=patient) for row, patient in zip(cohort.rows, guess.patients, strict=True)]
-    if torn := _in_several_splits(rows):
-        raise CohortError(
-            f"by their names ({guess.pattern}) patients have slides in more than one split: {listing(torn)}",
-            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
+    if torn := in_several_splits((row.patient, row.split) for row in rows if row.split is not None):
+        patients = listing(f"{patient} ({names})" for patient, names in torn.items())
+        raise leakage_error(
+            f"by their names ({guess.pattern}) patients have slides in more than one split: {patients}",
             "Put all slides of a patient into one split, or fill the column patient where the names are misleading",
-            code="patient-in-several-splits",
         )
     return make_cohort(rows, "the cohort", warnings=specific_warnings(cohort)), guess
 
@@ -430,11 +421,3 @@ def _plausible(patients: Sequence[str]) -> bool:
     if any(re.search(r"\d", patient) is None or re.fullmatch(r"(19|20)\d\d", patient) for patient in patients):
         return False
     return max(Counter(patients).values()) <= max(2, MOST_SLIDES_SHARE * len(patients))
-
-
-def _in_several_splits(rows: Sequence[SlideRow]) -> list[str]:
-    splits: dict[str, set[str]] = {}
-    for row in rows:
-        if row.split is not None:
-            splits.setdefault(row.patient, set()).add(row.split)
-    return [f"{patient} ({', '.join(sorted(found))})" for patient, found in splits.items() if len(found) > 1]

@@ -404,24 +404,30 @@ def _check_unique(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -
 
 
 def _check_patients(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:
-    splits: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.split is not None:
-            splits[row.patient].add(row.split)
-    torn = {patient for patient, names in splits.items() if len(names) > 1}
+    torn = in_several_splits((row.patient, row.split) for row in rows if row.split is not None)
     if torn:
         places = [
             f"{place} ({row.slide}, patient {row.patient}, {row.split})"
             for place, row in zip(where, rows, strict=True)
             if row.patient in torn and row.split is not None
         ]
-        return CohortError(
-            f"{source}: patients with slides in more than one split: {listing(places)}",
-            "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic",
-            "Put all slides of a patient into the same split",
-            code="patient-in-several-splits",
-        )
+        what = f"{source}: patients with slides in more than one split: {listing(places)}"
+        return leakage_error(what, "Put all slides of a patient into the same split")
     return None
+
+
+def in_several_splits(assigned: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the patients with more than one split, given pairs of patient and split; patient -> `test, train`."""
+    splits: dict[str, set[str]] = defaultdict(set)
+    for patient, split in assigned:
+        splits[patient].add(split)
+    return {patient: ", ".join(sorted(names)) for patient, names in splits.items() if len(names) > 1}
+
+
+def leakage_error(what: str, how: str) -> CohortError:
+    """Return the error for patients with slides in more than one split."""
+    why = "this is data leakage: slides of one patient resemble each other, and test metrics would be too optimistic"
+    return CohortError(what, why, how, code="patient-in-several-splits")
 
 
 def _check_labels(rows: Sequence[SlideRow], source: str, where: Sequence[str]) -> CohortError | None:

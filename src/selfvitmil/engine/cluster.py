@@ -120,9 +120,6 @@ class ClusterWorkers(Workers):
         self._tasks: dict[str, tuple[Future, str, Receiver]] = {}  # by address
         self._finished: queue.SimpleQueue[tuple[str, Future, Any]] = queue.SimpleQueue()  # filled by dask's threads
 
-    def ask_for(self, number: int) -> None:
-        pass
-
     def any_alive(self) -> bool:
         return bool(self._addresses())
 

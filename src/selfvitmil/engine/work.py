@@ -326,9 +326,9 @@ def _settings_for_children() -> Iterator[None]:
 
 def _serve(pipe: connection.Connection[bytes, Job]) -> None:
     """Process the jobs that come through the pipe until it closes."""
-    signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        signal.signal(signal.SIGTERM, _stop)
         pipe.send_bytes(b"started")
         while True:
             job = pipe.recv()
