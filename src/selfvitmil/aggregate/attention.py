@@ -128,17 +128,7 @@ class ABMIL(Aggregator):
 
 @register("abmil-gated", gated=True)
 class GatedABMIL(ABMIL):
-    """ABMIL with gated attention (Ilse et al., ICML 2018, arXiv:1802.04712): `ABMIL` with `gated=True` by default.
-
-    Args:
-        dim: Feature dimension D of the embeddings.
-        num_classes: Number of classes C; 1 means a binary label with a single logit.
-        gated: Use gated attention, tanh(V h) * sigmoid(U h); True by default.
-        hidden: Units of the linear layer with ReLU in front of the attention; 0 uses the embeddings as they are.
-        attention_dim: Units of the attention network.
-        dropout: Dropout rate on the hidden layer and inside the attention network.
-        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
-    """
+    """ABMIL with gated attention (Ilse et al., ICML 2018, arXiv:1802.04712): `ABMIL` with `gated=True` by default."""
 
 
 # ---------------------------------------------------------------------------------------------------- CLAM

@@ -363,43 +363,9 @@ class ChunkedBag:
         return (pooled_CD - weights_NC.sum(0)[:, None] * self.mean_D) / self.std_D
 
 
-def fold(head_CV: Tensor, weight_VD: Tensor, memory: GradientBuffer) -> Tensor:
-    """Return `head @ weight` for few rows and a large weight, whose gradient is written to a reused buffer."""
-    return _apply(_Fold, head_CV.to(weight_VD.dtype), weight_VD, memory)
-
-
-class GradientBuffer:
-    """Memory of one large CPU tensor that is reused as soon as no other tensor refers to it.
-
-    The gradient of a 3840 x 3840 weight lives for one step; allocating fresh pages each time costs more than the
-    arithmetic on them (49 against 7 ms where page faults are slow). Other devices have caching allocators.
-    """
-
-    def __init__(self) -> None:
-        self._kept: Tensor | None = None
-        self._alone = 0
-
-    def empty(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Return an uninitialized tensor of `shape` with the device and dtype of `like`."""
-        kept = self._kept
-        fits = kept is not None and kept.shape == shape and kept.dtype == like.dtype
-        if like.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
-        if kept is None or not fits or _uses(kept) != self._alone:
-            kept = self._kept = torch.empty(shape, dtype=like.dtype)
-            self._alone = _uses(kept)
-        # A second tensor on the same memory: autograd takes it as the gradient without the copy a held tensor needs.
-        return kept.view(shape)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientBuffer:
-        return GradientBuffer()
-
-    def __reduce__(self) -> tuple[type[GradientBuffer], tuple[()]]:
-        return GradientBuffer, ()
-
-
-def _uses(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+def fold(head_CV: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return `head @ weight` for few rows and a large weight, whose gradient is a sum of outer products."""
+    return _apply(_Fold, head_CV.to(weight_VD.dtype), weight_VD)
 
 
 # ---------------------------------------------------------------------------------------------------- autograd
@@ -590,9 +556,8 @@ class _Pool(Function):
 
 class _Fold(Function):
     @staticmethod
-    def forward(ctx: Any, head_CV: Tensor, weight_VD: Tensor, memory: GradientBuffer) -> Tensor:
+    def forward(ctx: Any, head_CV: Tensor, weight_VD: Tensor) -> Tensor:
         ctx.save_for_backward(head_CV, weight_VD)
-        ctx.memory = memory
         return _weighted(head_CV, weight_VD)
 
     @staticmethod
@@ -600,8 +565,7 @@ class _Fold(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad_CD,) = grads
         head_CV, weight_VD = ctx.saved_tensors
-        grad_weight_VD = ctx.memory.empty(weight_VD.shape, like=weight_VD)
-        torch.outer(head_CV[0], grad_CD[0], out=grad_weight_VD)
+        grad_weight_VD = torch.outer(head_CV[0], grad_CD[0])
         for head_V, grad_D in zip(head_CV[1:], grad_CD[1:], strict=True):
             grad_weight_VD.addr_(head_V, grad_D)
-        return _dot(grad_CD, weight_VD), grad_weight_VD, None
+        return _dot(grad_CD, weight_VD), grad_weight_VD

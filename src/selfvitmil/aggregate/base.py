@@ -204,12 +204,16 @@ _Class = TypeVar("_Class", bound=type[Aggregator])
 def register(name: str, **defaults: Any) -> Callable[[_Class], _Class]:
     """Class decorator: `build(name)` makes this class; `defaults` replace defaults of an inherited constructor.
 
-    A module constructed directly gets the same `config` as one from `build`.
+    A module constructed directly gets the same `config` as one from `build`. A class that inherits its constructor
+    inherits the description of the arguments, too.
     """
 
     def enter(aggregator: _Class) -> _Class:
         _REGISTRY[name] = aggregator
         inherited: Any = aggregator.__init__
+        if "__init__" not in vars(aggregator):
+            arguments = (aggregator.__base__.__doc__ or "").partition("    Args:")  # pyright: ignore[reportOptionalMemberAccess]
+            aggregator.__doc__ = f"{(aggregator.__doc__ or '').rstrip()}\n\n{arguments[1]}{arguments[2]}"
         signature = _with_defaults(inspect.signature(inherited), defaults)
 
         @functools.wraps(inherited)

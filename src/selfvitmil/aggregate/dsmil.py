@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfvitmil.aggregate.bag_tensors import ChunkedBag, GradientBuffer, fold
+from selfvitmil.aggregate.bag_tensors import ChunkedBag, fold
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, check_choice, check_range, register
 from selfvitmil.aggregate.pooling import top_instances
 from selfvitmil.errors import ConfigError
@@ -206,25 +206,6 @@ class SelfViTMIL(DSMIL):
     """Aggregator of Self-ViT-MIL (Gul, Cetin et al., SPIE Medical Imaging 2022, arXiv:2210.09021).
 
     `DSMIL` with linear queries and values and torch's default initialization, as in the paper.
-
-    Args:
-        dim: Feature dimension D of the embeddings.
-        num_classes: Number of classes C; 1 means a binary label with a single logit.
-        q: Query network: "linear" (2021, the paper) or "mlp" (2024: linear, ReLU, linear, tanh).
-        v: Value network: "linear" (the paper, D x D), "identity" (2024), "linear_relu" or "bottleneck" (D to
-            `bottleneck`).
-        head: "per_class" (each class sees its own bag embedding: the paper's W_b) or "conv1d" (every class sees all).
-        scale: Divisor of the attention logits: "sqrt" of `query_dim`, "none" (the paper's equation) or a number.
-        init: "orthogonal" (zero biases), "default" (torch's), or "quiet" (orthogonal, with the output layers of both
-            streams scaled by 0.01; see `_quiet`).
-        dropout: Dropout rate on the input of v.
-        top: Critical instances per class; their queries and logits are averaged. 1 in both papers.
-        score: Combination of the streams in `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit",
-            "bag" or "max".
-        query_dim: Query dimension L.
-        bottleneck: Output dimension of v = "bottleneck".
-        evidence: Kind of evidence to look for (`EVIDENCE`); "free" in both papers, and the trainer resolves "auto".
-        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
     """
 
 
@@ -234,25 +215,6 @@ class DSMIL_LC(DSMIL):
 
     `DSMIL` for bags whose embeddings of several scales are concatenated, finest first (`bags.concat_scales`). Values
     have a bottleneck by default: a D x D layer would be too large.
-
-    Args:
-        dim: Feature dimension D of the embeddings.
-        num_classes: Number of classes C; 1 means a binary label with a single logit.
-        q: Query network: "linear" (2021, the paper) or "mlp" (2024: linear, ReLU, linear, tanh).
-        v: Value network: "linear" (the paper, D x D), "identity" (2024), "linear_relu" or "bottleneck" (D to
-            `bottleneck`).
-        head: "per_class" (each class sees its own bag embedding: the paper's W_b) or "conv1d" (every class sees all).
-        scale: Divisor of the attention logits: "sqrt" of `query_dim`, "none" (the paper's equation) or a number.
-        init: "orthogonal" (zero biases), "default" (torch's), or "quiet" (orthogonal, with the output layers of both
-            streams scaled by 0.01; see `_quiet`).
-        dropout: Dropout rate on the input of v.
-        top: Critical instances per class; their queries and logits are averaged. 1 in both papers.
-        score: Combination of the streams in `logits_C`: "mean_prob" (logit of the mean probability), "mean_logit",
-            "bag" or "max".
-        query_dim: Query dimension L.
-        bottleneck: Output dimension of v = "bottleneck".
-        evidence: Kind of evidence to look for (`EVIDENCE`); "free" in both papers, and the trainer resolves "auto".
-        standardize: Standardize each input dimension; statistics are set by `set_standardization`.
     """
 
 
@@ -304,7 +266,6 @@ class _BagStream(nn.Module):
         self.fcc = _Head((num_classes, num_classes, width) if head == "conv1d" else (num_classes, width))
         self.dropout = dropout
         self.v_is_linear = not relu
-        self._memory = GradientBuffer()
 
     def forward(self, bag: ChunkedBag, critical_KC: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
         """Return attention (N, C) and bag logits (C,)."""
@@ -331,7 +292,7 @@ class _BagStream(nn.Module):
         if self.v is None:
             return head_CV, self.fcc.bias
         linear = _linear(self.v[1])
-        return fold(head_CV, linear.weight, self._memory), head_CV @ linear.bias + self.fcc.bias
+        return fold(head_CV, linear.weight), head_CV @ linear.bias + self.fcc.bias
 
     def _attention_logits(self, bag: ChunkedBag, query_CL: Tensor) -> Tensor:
         if isinstance(self.q, nn.Linear):

@@ -284,22 +284,19 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Differences from `_AS_PRINTED`, by method."""
 
-_PUBLISHED_FORMS: dict[tuple[str, str, Any], dict[str, Any]] = {
-    ("chowder", "form", "original"): {
-        "optimizer": "adam",
-        "lr": 1e-3,
-        "min_lr": 1e-3,
-        "epochs": 30,
-        "accumulate": 10,
-        "monitor": "auc",
-        "options": {"form": "original"},
-        "source": "Courtiol et al. 2018: 5 highest and 5 lowest scores, Adam, learning rate 1e-3, 10 slides a step, 30 "
-        "epochs, dropout 0.5, L2 of 0.5 on the scorer",
-        "departs": "they average several such networks, here the seeds are averaged",
-    },
+_CHOWDER_ORIGINAL: dict[str, Any] = {
+    "optimizer": "adam",
+    "lr": 1e-3,
+    "min_lr": 1e-3,
+    "epochs": 30,
+    "accumulate": 10,
+    "monitor": "auc",
+    "options": {"form": "original"},
+    "source": "Courtiol et al. 2018: 5 highest and 5 lowest scores, Adam, learning rate 1e-3, 10 slides a step, 30 "
+    "epochs, dropout 0.5, L2 of 0.5 on the scorer",
+    "departs": "they average several such networks, here the seeds are averaged",
 }
-"""Published recipes of a method's other form: (method, option, value)."""
-
+"""Published recipe of CHOWDER's form "original"."""
 
 _SELF_VIT_MIL: dict[str, dict[str, Any]] = {
     "paper": {
@@ -399,9 +396,8 @@ _OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT
 def _recipe(name: str, settings: TrainSettings) -> Recipe:
     if settings.recipe == "default":
         return replace(_BASE, **_DEFAULTS[name])
-    for (method, option, value), changes in _PUBLISHED_FORMS.items():
-        if method == name and options_of(name, settings).get(option) == value:
-            return replace(_AS_PRINTED, **changes)
+    if name == "chowder" and options_of(name, settings).get("form") == "original":
+        return replace(_AS_PRINTED, **_CHOWDER_ORIGINAL)
     own = _SELF_VIT_MIL.get(settings.recipe) if name == "self-vit-mil" else None
     return replace(_AS_PRINTED, **(own or _PUBLISHED[name]))
 
