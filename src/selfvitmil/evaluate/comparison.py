@@ -22,7 +22,6 @@ from typing import Literal, TypedDict
 
 import numpy as np
 
-from selfvitmil import metrics
 from selfvitmil.aggregate.selection import evidence_words
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.dataset import Trial
@@ -37,7 +36,7 @@ from selfvitmil.evaluate.method_metrics import (
 )
 from selfvitmil.evaluate.predictions import write_predictions
 from selfvitmil.evaluate.protocol import Fitted, MethodResult
-from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
+from selfvitmil.metrics import Interval, auc, multiclass_auc, paired_auc_test
 from selfvitmil.metrics.classification import (
     Floats,
     Labels,
@@ -404,32 +403,33 @@ def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> lis
     rows = {each.method: each for each in fitted}
     if main not in rows or trial.num_classes != 1 or trial.optimistic:
         return []
-    labels, patients, folds, own = _validation(rows[main], trial)
-    own_auc, found = metrics.auc(labels, own, folds=folds), []
+    cases = [(split.name, case) for split in trial.splits for case in split.val]
+    labels = np.array([case.label for _, case in cases])
+    patients = np.array([case.patient for _, case in cases])
+    folds = np.array([split for split, _ in cases])
+    own = _validation_scores(rows[main], trial)
+    own_auc = auc(labels, own, folds=folds)
+    found: list[SimpleRow] = []
     for method in SUGGESTS:
         if method not in rows or method == main:
             continue
-        *_, other = _validation(rows[method], trial)
+        other = _validation_scores(rows[method], trial)
         gain = (own - labels) ** 2 - (other - labels) ** 2
         means = np.array([gain[patients == patient].mean() for patient in np.unique(patients)])
         error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.inf
-        auc = metrics.auc(labels, other, folds=folds)
-        if means.mean() > CLEARLY * error and auc > own_auc:
-            found.append(SimpleRow(method, main, auc, own_auc, len(labels), len(trial.splits)))
+        other_auc = auc(labels, other, folds=folds)
+        if means.mean() > CLEARLY * error and other_auc > own_auc:
+            found.append(SimpleRow(method, main, other_auc, own_auc, len(labels), len(trial.splits)))
     return sorted(found, key=lambda row: -row.auc)
 
 
-def _validation(fitted: Fitted, trial: Trial) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return labels, patients, splits and seed-averaged probabilities of all validation slides."""
-    labels, patients, folds, scores = [], [], [], []
+def _validation_scores(fitted: Fitted, trial: Trial) -> Floats:
+    """Return the seed-averaged probabilities of all validation slides, split by split."""
+    scores: list[float] = []
     for split in trial.splits:
         runs = [run for run in fitted.runs if run.split == split.name]
-        for case in split.val:
-            labels.append(case.label)
-            patients.append(case.patient)
-            folds.append(split.name)
-            scores.append(np.mean([run.chosen_on[case.slide].probabilities[0] for run in runs]))
-    return np.array(labels), np.array(patients), np.array(folds), np.array(scores)
+        scores += [float(np.mean([run.chosen_on[case.slide].probabilities[0] for run in runs])) for case in split.val]
+    return np.array(scores)
 
 
 # ---------------------------------------------------------------------------------------------------- results

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -89,7 +89,7 @@ class Cases:
     """How the positive class of two was determined."""
     encoder_slides: frozenset[str] = frozenset()
     """Slides that the encoder was trained on, as far as is known."""
-    by_split: Mapping[str, Cases] = field(default_factory=dict)
+    by_split: Mapping[str, Cases] = field(default_factory=dict[str, "Cases"])
     """Where every split has its own encoder: the same slides with the features of that encoder."""
 
     def of_split(self, name: str) -> Cases:
@@ -367,7 +367,11 @@ class HeldOutLabels:
 
     def __init__(self, labels: Mapping[str, Mapping[str, int]]):
         kept = {split: dict(of_split) for split, of_split in labels.items()}
-        self._read = lambda split, slide: kept[split][slide]  # a closure: printing or copying does not expose labels
+
+        def read(split: str, slide: str) -> int:  # a closure: printing or copying does not expose labels
+            return kept[split][slide]
+
+        self._read = read
         self._reason = ""
         self._optimistic = False
         self._running: list[str] = []
@@ -401,7 +405,7 @@ class HeldOutLabels:
             self._reason, self._optimistic = reason, optimistic
 
     @contextmanager
-    def training(self, what: str) -> Iterator[None]:
+    def training(self, what: str) -> Generator[None]:
         """Context of a training run named `what`: fails once the labels are open, and keeps them closed meanwhile."""
         if self._reason and not self._optimistic:
             raise HeldOutLabelError(
@@ -525,11 +529,11 @@ class Trial:
     encoder: str
     tiling: str
     warnings: tuple[str, ...] = ()
-    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
     positive_from: str = ""
     """How the positive class of two was found, in words."""
-    _bags: dict[Path, Bag] = field(default_factory=dict)
+    _bags: dict[Path, Bag] = field(default_factory=dict[Path, Bag])
 
     @property
     def optimistic(self) -> bool:

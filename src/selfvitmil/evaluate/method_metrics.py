@@ -275,7 +275,7 @@ def _without_pairs(samples: Samples, binary: bool) -> dict[str, str]:
     """Return the splits excluded from AUC and average precision with the reason; empty for several classes."""
     if samples.folds is None or not binary:
         return {}
-    labels = {split: set() for split in samples.splits}
+    labels: dict[str, set[int]] = {split: set() for split in samples.splits}
     for split, label in zip(samples.splits, samples.labels.tolist(), strict=True):
         labels[split].add(label)
     why = "its test slides are of one class: there is nothing to rank"

@@ -24,7 +24,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit
 
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
 from selfvitmil.metrics import Platt, Temperature, fit_platt, fit_temperature, to_logits, youden_threshold
@@ -90,9 +89,10 @@ def choose(labels: Sequence[int], scores: ArrayLike, settings: EvaluateSettings,
         threshold = youden_threshold(labels, scores_NK[:, 0])
         return Choice(threshold, f"Youden on {where}", calibration, calibration_from)
     if isinstance(calibration, Platt):
-        # The score that the calibration maps to 0.5; a temperature leaves 0.5 where it is.
-        threshold = float(expit(-calibration.intercept / calibration.slope))
-        return Choice(threshold, f"fixed 0.5 after {calibration_from}", calibration, calibration_from)
+        # A temperature leaves 0.5 where it is.
+        return Choice(
+            calibration.score_of_one_half, f"fixed 0.5 after {calibration_from}", calibration, calibration_from
+        )
     return Choice(0.5, "fixed 0.5", calibration, calibration_from)
 
 

@@ -400,6 +400,11 @@ class Platt:
     slope: float
     intercept: float
 
+    @property
+    def score_of_one_half(self) -> float:
+        """Uncalibrated probability that is calibrated to 0.5."""
+        return float(expit(-self.intercept / self.slope))
+
     def apply(self, logits: ArrayLike) -> Floats:
         return expit(self.slope * np.asarray(logits, dtype=np.float64) + self.intercept)
 
