@@ -33,7 +33,16 @@ from selfvitmil.encoder import Encoder, build_encoder, save_encoder
 from selfvitmil.evaluate.predictions import Choice
 from selfvitmil.localize.export import ExportJob, export_heatmap
 from selfvitmil.localize.heatmap import write_heatmap
-from selfvitmil.package import SETTINGS, Measures, Package, PackageParts, Predictor, expect, open_package, write_package
+from selfvitmil.package import (
+    SETTINGS,
+    Package,
+    PackageParts,
+    Predictor,
+    SlideStatistics,
+    fit_distribution,
+    open_package,
+    write_package,
+)
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.tiles import TileJob, read_tiles, tile_slide
@@ -67,7 +76,7 @@ def make_package(folder: Path, slide: Path, encoder: Encoder, settings: StudySet
     work = folder.with_name("making")
     save_encoder(work / "encoder", encoder)
     table, bag = cut_and_embed(slide, work, work / "encoder", settings)[:2]
-    measures = Measures.of(table, measure(torch.from_numpy(bag.features_ND.copy())))
+    measures = SlideStatistics.of(table, measure(torch.from_numpy(bag.features_ND.copy())))
     choice = Choice(0.5, "fixed 0.5", None, "none")
     about = {
         "name": "bench_dsmil", "method": "dsmil", "classes": ["normal", "tumor"], "positive": "tumor",
@@ -77,7 +86,7 @@ def make_package(folder: Path, slide: Path, encoder: Encoder, settings: StudySet
     }  # fmt: skip
     models = save_models(work / "models", encoder.dim, seeds)
     text = to_toml(settings, SETTINGS)
-    expected = expect([measures] * 3, [], settings.tile.mpp)
+    expected = fit_distribution([measures] * 3, [], settings.tile.mpp)
     write_package(folder, PackageParts(about, "", text, expected, {"encoder": encoder}, models))
 
 
@@ -103,7 +112,7 @@ def answer(package: Package, predictor: Predictor, slide: Path, out: Path, setti
     start = time.perf_counter()
     scores = predictor.scores(bag)
     scored = time.perf_counter()
-    told = predictor.answer(slide.stem, slide.name, bag, table, scores)
+    told = predictor.combine(slide.stem, slide.name, bag, table, scores)
     answered = time.perf_counter()
     write_heatmap(out / "maps" / f"{slide.stem}.h5", told.heatmap, package.identity)
     export_heatmap(ExportJob(out / "maps" / f"{slide.stem}.h5", SlideRef(slide.stem, slide), None, settings.localize))

@@ -674,8 +674,8 @@ def predict(
         result = predict_command.predict(packaged, slides, out, settings, workers, maps=maps)
     if json:
         print(result.json, end="")
-        return 3 if result.summary.failures else 0
-    return _end([result.summary])
+        return 3 if result.failures else 0
+    return _end([result])
 
 
 @app.command

@@ -107,6 +107,45 @@ def _doctor(result: Any) -> Rendered:
     return Rendered((*lines, end), (("", "what", "found"), *rows))
 
 
+def _predict(result: Any) -> Rendered:
+    from selfvitmil.localize.detection import RANKS_ONLY
+    from selfvitmil.package import RESEARCH_ONLY
+
+    package, choice = result.package, result.package.choice
+    positive = package.about["positive"]
+    rows = []
+    for slide in result.slides:
+        prediction = slide.heatmap.prediction
+        own = prediction.classes.index(prediction.decision)
+        probability = prediction.probability[0 if len(prediction.probability) == 1 else own]
+        lesions = "-" if slide.heatmap.only_ranks else str(len(slide.lesions))
+        unusual = ", ".join(dict.fromkeys(each.about for each in slide.findings))
+        rows.append((slide.slide, prediction.decision, f"{probability:.4f}", str(len(slide.heatmap)), lesions, unusual))
+    lines = [f"{slide.slide}: {note}" for slide in result.slides for note in slide.notes]
+    if negative := sum(slide.heatmap.only_ranks for slide in result.slides):
+        lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
+    if choice.threshold is not None:
+        chosen = sum(package.about["chosen_on"]["slides"].values())
+        where = f"{choice.threshold_from}, {chosen} slides of split {package.split}"
+        lines.append(f"{positive} from {choice.threshold:.4f} on ({where})")
+    model = f"{package.name} {package.identity[:12]}"
+    lines.append(f"{len(result.slides)} of {result.num_asked} slides predicted by {model}; see {result.out.name}")
+    lines.append(f"{RESEARCH_ONLY}.")
+    header = ("slide", "decision", f"probability{f' of {positive}' if positive else ''}", "tiles", "lesions", "OOD")
+    return Rendered(tuple(lines), (header, *rows))
+
+
+def _package(result: Any) -> Rendered:
+    lines = list(result.notes)
+    if not result.evaluated:
+        lines.append("note: no results of these models; run `selfvitmil evaluate` first, and the model card has them")
+    lines.append(
+        f"{result.num_models} models of split {result.split}, encoder and card in {result.out.name} "
+        f"({size(result.num_bytes)})"
+    )
+    return Rendered(tuple(lines))
+
+
 def _estimate_cells(estimate: Any, with_gpu: bool) -> tuple[str, ...]:
     """Return the cells of a plan's table from disk on."""
     if not estimate.basis or estimate.basis == "unknown":
@@ -131,5 +170,7 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "Summary": _summary,
     "PlanResult": _plan,
     "DoctorResult": _doctor,
+    "PackageResult": _package,
+    "PredictResult": _predict,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

@@ -1,4 +1,4 @@
-"""`predict`: which slides are meant, where answers cannot go, and that no call loses the answers of another one."""
+"""`predict`: which slides are found, where predictions cannot be written, and that no call loses earlier ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.cli import Done, rows_of, selfvitmil
 from helpers.tiny_package import make_package
 from selfvitmil.commands.predict import find_new_slides, predict
 from selfvitmil.errors import ConfigError
-from selfvitmil.package import Predictions, open_package
+from selfvitmil.package import PredictionFiles, open_package
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import synthetic
 from selfvitmil.store.lock import study_lock
@@ -39,14 +39,15 @@ def test_two_slides_of_one_name_are_refused(tmp_path: Path):
         find_new_slides([first, second])
 
 
-@pytest.mark.parametrize(("out", "says"), [("model", "folder of the model"), ("file", "this is a file")])
-def test_places_where_answers_cannot_go(tmp_path: Path, out: str, says: str):
+@pytest.mark.parametrize(("out", "code"), [("model", "out-is-model"), ("file", "out-is-file")])
+def test_folders_where_predictions_cannot_be_written(tmp_path: Path, out: str, code: str):
     folder = slides_in(tmp_path / "slides", "a.svs")
     (tmp_path / "file").write_text("mine")
     model: Any = SimpleNamespace(folder=tmp_path / "model")
     nobody: Any = None
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError) as refused:
         predict(model, [folder], tmp_path / out, StudySettings(), nobody)
+    assert refused.value.code == code
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -215,4 +216,4 @@ def test_two_calls_at_once_lose_nothing(place: Path, out: Path):
 def test_json_prints_this_call_alone(place: Path, out: Path):
     result = ask(place, "model", out, "c", flags=("--no-maps", "--json"))
     assert [each["slide"] for each in json.loads(result.stdout)["slides"]] == ["c"]
-    assert len(Predictions.read(out).slides) == 3
+    assert len(PredictionFiles.read(out).slides) == 3

@@ -13,7 +13,7 @@ import torch
 from selfvitmil.aggregate import build
 from selfvitmil.aggregate.train import FORMAT_VERSION, SCHEMA
 from selfvitmil.encoder import build_encoder
-from selfvitmil.package import SETTINGS, Measures, PackageParts, expect, write_package
+from selfvitmil.package import SETTINGS, PackageParts, SlideStatistics, fit_distribution, write_package
 from selfvitmil.settings import StudySettings, to_toml
 
 SMALL = {"embed_dim": 24, "depth": 4, "num_heads": 2}
@@ -38,7 +38,7 @@ def make_package(folder: Path, *, name: str = "tiny_mean", classes: Sequence[str
     for _ in range(4):
         vectors = rng.normal(size=(9, DIM))
         mean = vectors.mean(axis=0)
-        slides.append(Measures(0.25, 9, None, mean, ((vectors - mean) ** 2).sum(axis=0), 9))
+        slides.append(SlideStatistics(0.25, 9, None, mean, ((vectors - mean) ** 2).sum(axis=0), 9))
     binary = len(classes) == 2
     about = {
         "name": name, "method": "mean", "classes": list(classes), "positive": classes[1] if binary else None,
@@ -55,6 +55,7 @@ def make_package(folder: Path, *, name: str = "tiny_mean", classes: Sequence[str
     encoder = build_encoder("vit_tiny_patch16_224", img_size=48, model_args=SMALL)
     settings_toml = to_toml(settings, SETTINGS)
     write_package(
-        folder, PackageParts(about, "card", settings_toml, expect(slides, [], 1.0), {"encoder": encoder}, {0: model})
+        folder,
+        PackageParts(about, "card", settings_toml, fit_distribution(slides, [], 1.0), {"encoder": encoder}, {0: model}),
     )
     return folder

@@ -19,16 +19,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from helpers.cli import Done, rows_of, selfvitmil
+from selfvitmil.commands.package import package
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
-from selfvitmil.errors import ArtefactError
+from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.localize.heatmap import read_heatmap
-from selfvitmil.package import expect, open_package
-from selfvitmil.package import expected as expectations
-from selfvitmil.package.expected import Measures
+from selfvitmil.package import fit_distribution, ood, open_package
+from selfvitmil.package.ood import SlideStatistics
 from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.slides.synthetic.pyramid import encode_pyramid, write_pyramid
 from selfvitmil.stain import StainFit
 from selfvitmil.store.files import file_fingerprint, hash_of
+from selfvitmil.study.features import FeatureChoice
+from selfvitmil.study.folder import CohortSource, study_settings
 
 SIZE = (1536, 1536)
 TILING, COARSE = "1mpp_48px_0px", "2mpp_48px_0px"
@@ -358,11 +360,11 @@ def test_what_is_expected_is_measured_on_training_slides_alone(study: Path, mode
         with h5py.File(study / "bags" / TILING / "features_tiny" / f"{slide}.h5") as file:
             bags.append(np.asarray(file["features"]).astype(np.float64))
     package = open_package(model)
-    np.testing.assert_allclose(package.expected.mean_D, np.concatenate(bags).mean(axis=0), rtol=1e-9)
-    np.testing.assert_allclose(package.expected.std_D, np.concatenate(bags).std(axis=0), rtol=1e-9)
-    assert package.expected.usual["tiles"].least == min(map(len, bags))
-    assert package.expected.usual["tiles"].most == max(map(len, bags))
-    assert len(package.expected.scores) == len(config["chosen_on"])
+    np.testing.assert_allclose(package.ood.mean_D, np.concatenate(bags).mean(axis=0), rtol=1e-9)
+    np.testing.assert_allclose(package.ood.std_D, np.concatenate(bags).std(axis=0), rtol=1e-9)
+    assert package.ood.usual["tiles"].least == min(map(len, bags))
+    assert package.ood.usual["tiles"].most == max(map(len, bags))
+    assert len(package.ood.scores) == len(config["chosen_on"])
 
 
 def test_the_card_tells_data_threshold_and_figures(study: Path, model: Path):
@@ -440,18 +442,22 @@ def test_nothing_is_done_with_an_altered_package(model: Path, strange: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "options", "code"),
     [
-        (("--train.split", "k-fold", "--train.folds", 3), "fold0, fold1, fold2"),
-        (("--split", "fold7"), "There are given"),
-        (("--evaluate.protocol", "optimistic"), "do not hold on new ones"),
-        (("--features", "."), "come without an encoder"),
-        (("--results", "elsewhere"), "no such folder of results"),
+        ({"train": {"split": "k-fold", "folds": 3}}, {}, "split-needed"),
+        ({}, {"split": "fold7"}, "unknown-split"),
+        ({"evaluate": {"protocol": "optimistic"}}, {}, "package-optimistic"),
+        ({}, {"choice": FeatureChoice(folder=Path())}, "package-needs-encoder"),
+        ({}, {"results": "elsewhere"}, "unknown-results"),
     ],
 )
-def test_what_cannot_be_packaged_is_refused(study: Path, tmp_path: Path, flags: tuple[object, ...], words: str):
-    result = done(selfvitmil("package", study, "--out", tmp_path / "model", *flags), 2)
-    assert words in result.stderr
+def test_what_cannot_be_packaged_is_refused(
+    study: Path, tmp_path: Path, flags: dict[str, Any], options: dict[str, Any], code: str
+):
+    choice, options = options.get("choice", FeatureChoice()), {k: v for k, v in options.items() if k != "choice"}
+    with pytest.raises(ConfigError) as refused:
+        package(study, tmp_path / "model", CohortSource(), choice, study_settings(study, flags), **options)
+    assert refused.value.code == code
     assert not list(tmp_path.iterdir())
 
 
@@ -484,7 +490,7 @@ def test_a_package_is_whole_or_not_there(study: Path, tmp_path: Path, monkeypatc
     def no_space(folder: Path, expected: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("selfvitmil.package.files._write_expected", no_space)
+    monkeypatch.setattr("selfvitmil.package.files._write_distribution", no_space)
     result = done(selfvitmil("package", study, "--out", tmp_path / "model"), 3)
     assert "no space left" in result.stderr
     assert not list(tmp_path.iterdir())
@@ -495,7 +501,7 @@ def test_one_split_of_several_can_be_chosen_and_equal_packages_are_equal(study: 
     done(selfvitmil("train", study, *flags))
     for name in ("one", "two"):
         result = done(selfvitmil("package", study, "--out", tmp_path / name, "--split", "fold1", *flags))
-        assert "no results of these very models" in result.stdout
+        assert "no results of these models" in result.stdout
     package = open_package(tmp_path / "one")
     assert package.split == "fold1"
     assert package.about["evaluation"] is None
@@ -515,16 +521,18 @@ def test_an_encoder_that_has_changed_is_refused(study: Path, tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------- measures
 
 
-def measures(vectors: np.ndarray, **changes: Any) -> Measures:
+def measures(vectors: np.ndarray, **changes: Any) -> SlideStatistics:
     mean = vectors.mean(axis=0)
-    told = {"slide_mpp": 0.25, "num_tiles": len(vectors), "stain": None, "num_vectors": len(vectors)}
-    return Measures(**{**told, **changes}, mean_D=mean, squares_D=((vectors - mean) ** 2).sum(axis=0))
+    told = {"slide_mpp": 0.25, "num_tiles": len(vectors), "stain": None, "num_embeddings": len(vectors)}
+    return SlideStatistics(**{**told, **changes}, mean_D=mean, squares_D=((vectors - mean) ** 2).sum(axis=0))
 
 
 def test_a_training_slide_is_measured_against_the_others():
     rng = np.random.default_rng(0)
     bags = [rng.normal(rng.normal(size=5), rng.uniform(0.5, 2, 5), (int(rng.integers(3, 30)), 5)) for _ in range(6)]
-    usual = expect([measures(bag) for bag in bags[:4]], [measures(bag) for bag in bags[4:]], 0.5).usual["distance"]
+    usual = fit_distribution([measures(bag) for bag in bags[:4]], [measures(bag) for bag in bags[4:]], 0.5).usual[
+        "distance"
+    ]
     own = []
     for k, bag in enumerate(bags[:4]):
         rest = np.concatenate([other for j, other in enumerate(bags[:4]) if j != k])
@@ -539,14 +547,14 @@ def test_a_training_slide_is_measured_against_the_others():
 def test_a_dimension_that_never_varies_does_not_count():
     vectors = np.random.default_rng(0).normal(size=(20, 3))
     vectors[:, 1] = 7.0
-    found = expect([measures(vectors)] * 3, [], 0.5)
+    found = fit_distribution([measures(vectors)] * 3, [], 0.5)
     assert found.distance_of(measures(vectors)) == pytest.approx(0)
     assert found.distance_of(measures(vectors + 100)) == pytest.approx(
         np.sqrt(np.mean((100 / np.delete(vectors, 1, axis=1).std(axis=0)) ** 2))
     )
 
 
-def drawn(rng: np.random.Generator, number: int, shift: float = 0.0, dim: int = 8) -> list[Measures]:
+def drawn(rng: np.random.Generator, number: int, shift: float = 0.0, dim: int = 8) -> list[SlideStatistics]:
     """Slides of one laboratory: tiles, stains and embeddings vary between slides as they do within a cohort."""
     usual = np.array([[0.56, 0.22], [0.72, 0.80], [0.41, 0.56]])
     found = []
@@ -564,9 +572,9 @@ def test_slides_like_the_training_slides_are_flagged_at_the_stated_rate(num_val:
     rng = np.random.default_rng(num_val)
     rates = []
     for _ in range(60):
-        found = expect(drawn(rng, 30), drawn(rng, num_val), 0.5)
+        found = fit_distribution(drawn(rng, 30), drawn(rng, num_val), 0.5)
         assert found.guaranteed == (num_val >= 19)
-        rates.append(np.mean([bool(found.outside(slide)) for slide in drawn(rng, 50)]))
+        rates.append(np.mean([bool(found.findings(slide)) for slide in drawn(rng, 50)]))
     error = np.std(rates) / np.sqrt(len(rates))
     assert np.mean(rates) <= most + 2 * error
     if num_val >= 19:  # and not by never flagging anything: the rate is ceil(0.95 (n + 1)) of n + 1
@@ -575,10 +583,10 @@ def test_slides_like_the_training_slides_are_flagged_at_the_stated_rate(num_val:
 
 def test_slides_of_another_laboratory_are_flagged():
     rng = np.random.default_rng(1)
-    found = expect(drawn(rng, 30), drawn(rng, 30), 0.5)
-    shifted = [{each.about for each in found.outside(slide)} for slide in drawn(rng, 40, shift=3.0)]
+    found = fit_distribution(drawn(rng, 30), drawn(rng, 30), 0.5)
+    shifted = [{each.about for each in found.findings(slide)} for slide in drawn(rng, 40, shift=3.0)]
     assert np.mean(["features" in about for about in shifted]) > 0.95
-    text = found.outside(drawn(rng, 1, shift=3.0)[0])[0].text
+    text = found.findings(drawn(rng, 1, shift=3.0)[0])[0].text
     assert f"threshold {found.threshold:.1f} (flags 5% of slides like those of the training)" in text
 
 
@@ -586,13 +594,13 @@ def test_more_tissue_alone_is_not_out_of_distribution():
     """Slides of one size to learn from, then larger ones of the same kind: all but one of 15 were flagged once."""
     rng = np.random.default_rng(5)
 
-    def sized(number: int, low: int, high: int) -> list[Measures]:
+    def sized(number: int, low: int, high: int) -> list[SlideStatistics]:
         return [replace(each, num_tiles=int(rng.integers(low, high))) for each in drawn(rng, number)]
 
-    found = expect(sized(36, 41, 71), sized(20, 41, 71), 0.5)
-    assert not any("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 119, 172))
-    assert all("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 2000, 3000))
-    assert all("tiles" in {each.about for each in found.outside(slide)} for slide in sized(15, 1, 2))
+    found = fit_distribution(sized(36, 41, 71), sized(20, 41, 71), 0.5)
+    assert not any("tiles" in {each.about for each in found.findings(slide)} for slide in sized(15, 119, 172))
+    assert all("tiles" in {each.about for each in found.findings(slide)} for slide in sized(15, 2000, 3000))
+    assert all("tiles" in {each.about for each in found.findings(slide)} for slide in sized(15, 1, 2))
 
 
 def test_the_threshold_is_the_conformal_quantile_of_validation_slides():
@@ -600,33 +608,33 @@ def test_the_threshold_is_the_conformal_quantile_of_validation_slides():
     rng = np.random.default_rng(0)
     for number in (19, 20, 39, 100, 377):
         scores = rng.normal(size=number).tolist()
-        threshold = expectations.conformal_threshold(scores, 0.05)
+        threshold = ood.conformal_threshold(scores, 0.05)
         above = sum(score > threshold for score in scores)
         assert (above + 1) / (number + 1) <= 0.05 + 1e-12 or above == 0
         assert (above + 2) / (number + 1) > 0.05  # and no smaller one would do
-    assert expectations.conformal_threshold([1.0] * 18, 0.05) is None
-    assert expectations.num_needed(0.05) == 19
+    assert ood.conformal_threshold([1.0] * 18, 0.05) is None
+    assert ood.num_needed(0.05) == 19
 
 
 def test_a_validation_slide_without_a_stain_fit_does_not_switch_the_warning_off():
     rng = np.random.default_rng(5)
     train, val = drawn(rng, 30), drawn(rng, 19)
     unfitted = replace(val[0], stain=StainFit.unfitted("no tissue"))
-    found = expect(train, [unfitted, *val[1:]], 0.5)
+    found = fit_distribution(train, [unfitted, *val[1:]], 0.5)
     assert np.isfinite(found.threshold)
     assert not found.guaranteed
-    assert found.outside(unfitted)
-    assert found.outside(drawn(rng, 1, shift=6.0)[0])
+    assert found.findings(unfitted)
+    assert found.findings(drawn(rng, 1, shift=6.0)[0])
 
 
 def test_with_few_validation_slides_the_threshold_lies_above_all_scores_and_no_rate_is_promised():
     rng = np.random.default_rng(3)
     train, val = drawn(rng, 12), drawn(rng, 4)
-    found = expect(train, val, 0.5)
+    found = fit_distribution(train, val, 0.5)
     assert not found.guaranteed
     assert found.threshold >= max(found.scores)
-    assert not any(found.outside(slide) for slide in val)
-    text = found.outside(drawn(rng, 1, shift=9.0)[0])[0].text
+    assert not any(found.findings(slide) for slide in val)
+    text = found.findings(drawn(rng, 1, shift=9.0)[0])[0].text
     assert "above all of 12 training and 4 validation slides; a rate of 5% cannot be guaranteed" in text
 
 
@@ -639,24 +647,24 @@ def test_stains_far_from_the_usual_are_told():
 
     vectors = rng.normal(size=(50, 4))
     slides = [measures(vectors, stain=fit(usual + rng.normal(0, 0.02, (3, 2)))) for _ in range(8)]
-    found = expect(slides[:6], slides[6:], 0.5)
+    found = fit_distribution(slides[:6], slides[6:], 0.5)
 
     def about(stain: StainFit) -> list[str]:
-        return [each.text for each in found.outside(measures(vectors, stain=stain)) if each.about == "stain"]
+        return [each.text for each in found.findings(measures(vectors, stain=stain)) if each.about == "stain"]
 
     assert about(fit(usual)) == []
     assert "its eosin differs by" in about(fit(usual[:, [0, 0]] * [1.0, 0.9] + [[0, 0.3], [0, 0], [0, 0]]))[0]
     assert "its hematoxylin has a strength of 9.00" in about(fit(usual, (9.0, 1.0)))[0]
     assert "could not be fitted" in about(StainFit.unfitted("all grey"))[0]
-    assert expectations.angle_deg(np.array([1.0, 0, 0]), np.array([0.0, 1, 0])) == pytest.approx(90)
+    assert ood.angle_deg(np.array([1.0, 0, 0]), np.array([0.0, 1, 0])) == pytest.approx(90)
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(0, 100))
-def test_expectations_survive_json(number: int, seed: int):
+def test_the_training_distribution_survives_json(number: int, seed: int):
     rng = np.random.default_rng(seed)
-    found = expect([measures(rng.normal(size=(5, 3))) for _ in range(number)], [], 0.5)
-    again = expectations.Expected.from_plain(
+    found = fit_distribution([measures(rng.normal(size=(5, 3))) for _ in range(number)], [], 0.5)
+    again = ood.TrainingDistribution.from_plain(
         json.loads(json.dumps(found.to_plain(), allow_nan=False)), found.mean_D, found.std_D
     )
     assert again.to_plain() == found.to_plain()

@@ -1,8 +1,8 @@
 """The command `package`: a trained model leaves its study as one folder.
 
-Nothing is trained and no test label is read but to count classes: models must be there and current. What the folder
-says of slides is measured on training slides (and distances on validation slides too), never on test slides. Settings
-are those that the artefacts themselves say they were made with, not those of today's study.toml.
+Nothing is trained, and test labels are read only to count classes: models must exist and be up to date. Statistics of
+slides are those of training and validation slides, never of test slides. Settings are those that the artefacts were
+built with, not those of today's study.toml.
 """
 
 from __future__ import annotations
@@ -18,22 +18,35 @@ from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml, without_removed
+from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
 from selfvitmil.stages.train import prepare, results_name
 from selfvitmil.store.layout import StudyLayout, model_folder
 from selfvitmil.study.encoders import encoder_source, split_features_name
 from selfvitmil.study.features import FeatureChoice, Features
-from selfvitmil.study.folder import CohortSource, Summary, open_study
+from selfvitmil.study.folder import CohortSource, open_study
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Case, Cases, Fitted, Trial
     from selfvitmil.evaluate.protocol import Stored
-    from selfvitmil.package import Expected
+    from selfvitmil.package import TrainingDistribution
     from selfvitmil.tiles import TileTable
 
 
 AGAIN = "Run `selfvitmil tile`, `embed` and `train` again, then package"
+
+
+@dataclass(frozen=True)
+class PackageResult(StageResult):
+    """A packaged model."""
+
+    out: Path
+    split: str
+    num_models: int
+    num_bytes: int
+    evaluated: bool
+    """Whether the model card has metrics of these models on their test set."""
 
 
 def package(
@@ -44,10 +57,10 @@ def package(
     settings: StudySettings,
     split: str | None = None,
     results: str | None = None,
-) -> Summary:
+) -> PackageResult:
     """Write the models of one split, and all that inference on new slides needs, into the folder `out`.
 
-    `results` is the folder of results that the model card's figures come from, where it has another name than usual.
+    `results` names the folder of results that the model card quotes, where it is not the default one.
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
@@ -72,25 +85,29 @@ def package(
         tables = _tables(study, features, trial, settings)
         carried = _carried_settings(study, features, tables, settings)
         scales = _scales(study, choice, features, carried, tables)
-        expected = _expected(trial, tables, carried, settings)
+        ood = _distribution(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
         about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
         if about["evaluation"] is not None:
             about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
         contents = PackageParts(
             about,
-            model_card(about, expected, carried),
+            model_card(about, ood, carried),
             to_toml(carried, SETTINGS),
-            expected,
+            ood,
             {scale.folder: scale.encoder for scale in scales},
             {run.seed: model_folder(models, chosen.name, run.seed) for run in fitted.runs},
         )
         write_package(out, contents)
-    if about["evaluation"] is None:
-        lines.append("note: no results of these very models; run `selfvitmil evaluate` first, and the card has them")
-    size_mb = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e6
-    lines.append(f"{len(fitted.runs)} models of split {chosen.name}, encoder and card in {out.name} ({size_mb:.1f} MB)")
-    return Summary(tuple(lines), cases.failures)
+    return PackageResult(
+        out,
+        chosen.name,
+        len(fitted.runs),
+        sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
+        about["evaluation"] is not None,
+        failures=cases.failures,
+        notes=tuple(lines),
+    )
 
 
 def _with_heatmap_source(
@@ -110,14 +127,16 @@ def _check_asked(choice: FeatureChoice, settings: StudySettings) -> None:
     if choice.folder is not None:
         raise ConfigError(
             "--features with package",
-            "a package turns new slides into vectors itself, and feature files of other tools come without an encoder",
-            "Embed the slides in the study (`selfvitmil embed`), train on those vectors, and package that",
+            "a package embeds new slides itself, and feature files of other tools come without an encoder",
+            "Embed the slides in the study (`selfvitmil embed`), train on those features, and package that",
+            code="package-needs-encoder",
         )
     if settings.evaluate.protocol == "optimistic":
         raise ConfigError(
             "evaluate.protocol 'optimistic' with package",
-            "epochs and thresholds that are chosen on test slides do not hold on new ones",
+            "epochs and thresholds chosen on test slides do not hold on new slides",
             "Train by the honest protocol and package that",
+            code="package-optimistic",
         )
 
 
@@ -128,18 +147,21 @@ def _choose_split(splits: Sequence[Split], wanted: str | None) -> Split:
             f"--split is missing, and there are {len(splits)}: {listing(names)}",
             "each has models of its own",
             "Name the one to package",
+            code="split-needed",
         )
     for split in splits:
         if wanted in (None, split.name):
             return split
-    raise ConfigError(f"--split {wanted}: there is no such split", how=f"There are {listing(names)}")
+    raise ConfigError(
+        f"--split {wanted}: there is no such split", how=f"There are {listing(names)}", code="unknown-split"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- made from
+# ---------------------------------------------------------------------------------------------------- artefacts
 
 
 def _tables(study: Path, features: Features, trial: Trial, settings: StudySettings) -> dict[str, TileTable]:
-    """Tile tables of the training and validation slides, of which the vectors were made."""
+    """Return the tile tables of training and validation slides, checked to be those of their embeddings."""
     from selfvitmil.bags import read_bag
     from selfvitmil.tiles import read_tiles
 
@@ -154,7 +176,7 @@ def _tables(study: Path, features: Features, trial: Trial, settings: StudySettin
         made_from = json.loads(read_bag(features.files[case.slide]).attributes.get("made_from", "{}"))
         if made_from.get("tiles") != table.digest:
             why = "they were cut anew since, or its feature file is not of this study"
-            raise ArtefactError(f"{case.slide}: its vectors are not of its tiles", why, AGAIN)
+            raise ArtefactError(f"{case.slide}: its embeddings are not of its tiles", why, AGAIN, code="stale-features")
     return tables
 
 
@@ -166,7 +188,7 @@ def _known(trial: Trial) -> tuple[Case, ...]:
 def _carried_settings(
     study: Path, features: Features, tables: Mapping[str, TileTable], settings: StudySettings
 ) -> StudySettings:
-    """The settings that cut, coloured and embedded these slides, without what holds for this study's machine alone."""
+    """Return the settings that tiled, stained and embedded these slides, without those of this study's machine."""
     told = {slide: _made_with(StudyLayout(study).tile_table(tiling_name(settings.tile), slide)) for slide in tables}
     first = next(iter(told.values()))
     others = [slide for slide, each in told.items() if each != first]
@@ -176,8 +198,9 @@ def _carried_settings(
     if first["tissue"]["method"] == "own":
         raise ConfigError(
             "tissue.method 'own' with package",
-            "the masks of this study's slides say nothing of new ones",
+            "new slides have no masks of their own",
             "Tile with tissue.method otsu or saturation, then embed, train and package that",
+            code="package-own-masks",
         )
     # Slides of another place must not inherit the microns per pixel that were given for those of this one.
     first = {**first, "slide": {**first["slide"], "mpp": None}}
@@ -214,7 +237,7 @@ class _Scale:
 def _scales(
     study: Path, choice: FeatureChoice, features: Features, settings: StudySettings, tables: Mapping[str, TileTable]
 ) -> list[_Scale]:
-    """The encoder of the tiles and, where vectors are of two scales, that of the tiles around them."""
+    """Return the encoder of the tiles and, with features of two scales, that of the tiles around them."""
     fine = _scale(study, "encoder", choice.encoder, features.files, settings.tile.mpp, tables)
     if features.coarse is None:
         return [fine]
@@ -227,7 +250,7 @@ def _scales(
 def _scale(
     study: Path, folder: str, wanted: str | None, files: Mapping[str, Path], mpp: float, slides: Mapping[str, Any]
 ) -> _Scale:
-    """The encoder of these feature files: that of the study, or as it was named for `embed`; checked to be the same."""
+    """Return the encoder of these feature files, checked to be the one that they were built with."""
     from selfvitmil.bags import read_bag
     from selfvitmil.encoder import load_encoder
 
@@ -245,26 +268,28 @@ def _scale(
     for slide in slides:
         made_from = json.loads(read_bag(files[slide]).attributes.get("made_from", "{}"))
         if made_from.get("encoder") != identity:
-            what = f"{slide}: its vectors were made by another encoder than {name} is now"
-            raise ArtefactError(what, "a package of this encoder would use other embeddings", AGAIN)
+            what = f"{slide}: its features were built by another encoder than {name} is now"
+            raise ArtefactError(
+                what, "a package of this encoder would use other embeddings", AGAIN, code="stale-features"
+            )
     return _Scale(folder, name, mpp, encoder)
 
 
-def _expected(
+def _distribution(
     trial: Trial, tables: Mapping[str, TileTable], carried: StudySettings, settings: StudySettings
-) -> Expected:
+) -> TrainingDistribution:
     from selfvitmil.aggregate.train import BagStore
-    from selfvitmil.package import Measures, expect
+    from selfvitmil.package import SlideStatistics, fit_distribution
 
     store, split = BagStore.of(settings.train), trial.splits[0]
     train, val = (
-        [Measures.of(tables[case.slide], store.moments(trial.bag(case))) for case in part]
+        [SlideStatistics.of(tables[case.slide], store.moments(trial.bag(case))) for case in part]
         for part in (split.train, split.val)
     )
-    return expect(train, val, carried.tile.mpp)
+    return fit_distribution(train, val, carried.tile.mpp)
 
 
-# ---------------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------------- package.json
 
 
 def _about(
@@ -276,7 +301,7 @@ def _about(
     features: Features,
     settings: StudySettings,
 ) -> dict[str, Any]:
-    """What package.json tells, but for versions and checksums; names neither slides nor patients."""
+    """Return the contents of package.json without versions and checksums; names neither slides nor patients."""
     from selfvitmil.aggregate.recipes import recipe_of
 
     name = settings.train.aggregator
@@ -323,13 +348,14 @@ def _evaluation(
     features: Features,
     settings: StudySettings,
 ) -> dict[str, Any] | None:
-    """The figures of these very models on their test slides; None where there are none, or of other models."""
+    """Return the metrics of these models on their test set; None where there are none, or those of other models."""
     from selfvitmil.evaluate import read_predictions
-    from selfvitmil.package import FIGURES
+    from selfvitmil.package import CARD_METRICS
 
     folder = StudyLayout(study).results(results_name(results or about["name"], settings))
     if results is not None and not folder.is_dir():
-        raise ConfigError(f"--results {results}: there is no such folder of results", how="See results/ in the study")
+        what = f"--results {results}: there is no such folder of results"
+        raise ConfigError(what, how="See results/ in the study", code="unknown-results")
     try:
         rows, _ = read_predictions(folder / "predictions.csv")
         metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
@@ -353,6 +379,8 @@ def _evaluation(
     if whole is None:
         return None
     figures = {
-        name: {key: whole[name].get(key) for key in ("value", "low", "high")} for name in FIGURES if whole.get(name)
+        name: {key: whole[name].get(key) for key in ("value", "low", "high")}
+        for name in CARD_METRICS
+        if whole.get(name)
     }
     return {"num": whole["num"], "confidence": confidence, "figures": figures}

@@ -1,7 +1,4 @@
-"""The model card: what a packaged model is, what it was made from, how well it did, and what it must not be used for.
-
-In goes what package.json tells, out comes Markdown.
-"""
+"""The model card in Markdown, from the contents of package.json: data, training, evaluation, limits, intended use."""
 
 from __future__ import annotations
 
@@ -10,29 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from selfvitmil.formatting import markdown_list, markdown_table, percent, value_and_limits
-from selfvitmil.package.expected import Expected
 from selfvitmil.package.files import RESEARCH_ONLY
+from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import StudySettings
 
-FIGURES = (
+CARD_METRICS = (
     "auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "ppv", "npv", "f1", "macro_f1", "pr_auc",
     "brier", "ece",
 )  # fmt: skip
-"""Of the test slides, those that the card shows."""
-NOT_EVALUATED = "These very models were not evaluated on test slides before they were packaged."
+"""Metrics on the test set that the card shows."""
+NOT_EVALUATED = "These models were not evaluated on test slides before they were packaged."
 
 
-def model_card(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
-    """The card in Markdown, from what package.json tells."""
+def model_card(about: Mapping[str, Any], ood: TrainingDistribution, settings: StudySettings) -> str:
+    """Return the card in Markdown from the contents of package.json."""
     parts = [
         f"# {about['name']}",
         _what(about),
         "## Intended use\n\n" + _use(about),
         "## Data\n\n" + _data(about),
-        "## Slides it expects\n\n" + _expects(about, expected, settings),
+        "## Slides it expects\n\n" + _expects(about, ood, settings),
         "## Training\n\n" + _training(about),
         "## Evaluation\n\n" + _evaluation(about),
-        "## Limits\n\n" + _limits(expected),
+        "## Limits\n\n" + _limits(ood),
         "## How to use it\n\n" + _how(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -43,33 +40,32 @@ def _what(about: Mapping[str, Any]) -> str:
     encoders = " and ".join(dict.fromkeys(each["name"] for each in about["encoders"]))
     classes = ", ".join(about["classes"])
     return (
-        f"A classifier of whole-slide images: {classes}. The encoder {encoders} turns tiles at {scale} into vectors; "
-        f"the aggregator {about['method']}, an ensemble of {len(about['seeds'])} trainings (split {about['split']}), "
-        "turns the vectors of a slide into a probability and shows which tiles it rests on."
+        f"A classifier of whole-slide images: {classes}. The encoder {encoders} turns tiles at {scale} into "
+        f"embeddings; the aggregator {about['method']}, an ensemble of {len(about['seeds'])} seeds (split "
+        f"{about['split']}), turns the embeddings of a slide into a probability and shows which tiles it is based on."
     )
 
 
 def _use(about: Mapping[str, Any]) -> str:
-    answer = f"the probability of {about['positive']}" if about["positive"] else "the probability of each class"
+    output = f"the probability of {about['positive']}" if about["positive"] else "the probability of each class"
     return (
-        f"{RESEARCH_ONLY}.\n\nIt answers for slides like those it was trained on with {answer}, a decision, and a map "
-        "of the evidence. Whether a slide is like them is measured for each, and told; that nothing is told does not "
-        "prove that the answer is right."
+        f"{RESEARCH_ONLY}.\n\nFor slides like those it was trained on, it returns {output}, a decision, and a heatmap. "
+        "Slides that are out of distribution are flagged; a slide without a flag can still be misclassified."
     )
 
 
 def _data(about: Mapping[str, Any]) -> str:
     classes = about["classes"]
     rows = [("slides", *classes, "patients")]
-    names = {"train": "trained on", "val": "chosen on (epoch, threshold)", "test": "tested on"}
+    names = {"train": "trained on", "val": "validated on (epoch, threshold)", "test": "tested on"}
     for part, name in names.items():
         own = about["data"][part]
         rows.append((name, *(str(own["slides"][label]) for label in classes), str(own["patients"])))
     return markdown_table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
 
 
-def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettings) -> str:
-    (least, most), tiles, distance = expected.mpp_range, expected.usual.get("tiles"), expected.usual.get("distance")
+def _expects(about: Mapping[str, Any], ood: TrainingDistribution, settings: StudySettings) -> str:
+    (least, most), tiles, distance = ood.mpp_range, ood.usual.get("tiles"), ood.usual.get("distance")
     stains = {
         "slide": "stains are fitted once per slide and brought to a reference (Macenko)",
         "tile": "stains are fitted in every tile and brought to a reference (Macenko)",
@@ -82,14 +78,14 @@ def _expects(about: Mapping[str, Any], expected: Expected, settings: StudySettin
     ]
     if tiles is not None:
         lines.append(f"training slides have {tiles.least:.0f} to {tiles.most:.0f} tiles")
-    if expected.num_fitted is not None:
-        lines.append(f"stains could be fitted on {expected.num_fitted} of {expected.num_train} training slides")
+    if ood.num_fitted is not None:
+        lines.append(f"stains could be fitted on {ood.num_fitted} of {ood.num_train} training slides")
     if distance is not None:
         lines.append(
             f"distance of a slide's embeddings from the other training slides: median {distance.median:.2f}, largest "
             f"{distance.most:.2f}"
         )
-    flags = f"`predict` flags slides that are out of distribution: {expected.threshold_words()}."
+    flags = f"`predict` flags slides that are out of distribution: {ood.threshold_words()}."
     return f"{markdown_list(lines)}\n\n{flags}"
 
 
@@ -120,10 +116,10 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     if evaluation is None:
         return NOT_EVALUATED
     rows = [("by slide", "value", "interval")]
-    for name in FIGURES:
-        told = evaluation["figures"].get(name)
-        if told is not None:
-            rows.append((name.replace("_", " "), *value_and_limits(told)))
+    for name in CARD_METRICS:
+        metric = evaluation["figures"].get(name)
+        if metric is not None:
+            rows.append((name.replace("_", " "), *value_and_limits(metric)))
     seen = evaluation["transductive"]
     but = (
         f", except that the encoder saw {seen} of them or their patients, without labels (transductive)" if seen else ""
@@ -135,19 +131,20 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     return f"{words}\n\n{markdown_table(rows)}"
 
 
-def _limits(expected: Expected) -> str:
+def _limits(ood: TrainingDistribution) -> str:
     return markdown_list(
         [
-            f"it knows {expected.num_train} training slides; other scanners, stains, organs and diseases were not seen",
+            f"it knows {ood.num_train} training slides; other scanners, stains, organs and diseases were not seen",
             "probabilities are those of the training's mix of classes, and only calibrated where that is said above",
-            "a map shows which tiles the answer rests on, which need not be where a pathologist would look",
-            "sizes of regions are measurements of the map, never a diagnosis",
+            "a heatmap shows which tiles the prediction is based on, which need not be where a pathologist would look",
+            "sizes of regions are measurements of the heatmap, never a diagnosis",
         ]
     )
 
 
 def _how() -> str:
     return (
-        "```\nselfvitmil predict MODEL SLIDE... --out ANSWERS\n```\n\nMODEL is this folder. `predictions.json` and "
-        "`predictions.csv` hold the answers, `maps/` the maps. No network is needed, and no file in here can run code."
+        "```\nselfvitmil predict MODEL SLIDE... --out PREDICTIONS\n```\n\nMODEL is this folder. `predictions.json` and "
+        "`predictions.csv` hold the predictions, `maps/` the heatmaps. No network is "
+        "needed, and no file in here can run code."
     )

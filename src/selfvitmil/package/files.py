@@ -31,7 +31,7 @@ import safetensors.numpy
 from selfvitmil import __version__
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Platt, Temperature
-from selfvitmil.package.expected import Expected
+from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import (
     LARGEST_TILE_MPP,
     SMALLEST_MPP,
@@ -94,7 +94,7 @@ class Package:
     about: Mapping[str, Any]
     """package.json."""
     settings: StudySettings
-    expected: Expected
+    ood: TrainingDistribution
 
     @property
     def identity(self) -> str:
@@ -106,7 +106,7 @@ class Package:
 
     @property
     def tag(self) -> str:
-        """Name and short identity: what rows, files and folders of its answers are called after."""
+        """Name and short identity: what rows, files and folders of its predictions are named after."""
         return f"{self.name}_{self.identity[:12]}"
 
     @property
@@ -180,7 +180,7 @@ class PackageParts:
     card: str
     settings: str
     """TOML."""
-    expected: Expected
+    ood: TrainingDistribution
     encoders: Mapping[str, Any]
     """Folder -> encoder."""
     models: Mapping[int, Path]
@@ -209,7 +209,7 @@ def write_package(folder: Path, contents: PackageParts) -> None:
         for seed, source in contents.models.items():
             _copy_model(source, building / "models" / f"seed{seed}")
         write_text(building / "settings.toml", contents.settings)
-        _write_expected(building, contents.expected)
+        _write_distribution(building, contents.ood)
         write_text(building / "MODEL_CARD.md", contents.card)
         write_text(building / "package.json", _package_json(building, contents.about))
         os.replace(building, folder)
@@ -231,10 +231,10 @@ def _copy_model(source: Path, target: Path) -> None:
     write_text(target / "config.json", _json(told))
 
 
-def _write_expected(folder: Path, expected: Expected) -> None:
-    write_text(folder / "expected.json", _json(expected.to_plain()))
-    vectors = {"mean": np.ascontiguousarray(expected.mean_D), "std": np.ascontiguousarray(expected.std_D)}
-    write_bytes(folder / "expected.safetensors", safetensors.numpy.save(vectors))
+def _write_distribution(folder: Path, ood: TrainingDistribution) -> None:
+    write_text(folder / "expected.json", _json(ood.to_plain()))
+    moments = {"mean": np.ascontiguousarray(ood.mean_D), "std": np.ascontiguousarray(ood.std_D)}
+    write_bytes(folder / "expected.safetensors", safetensors.numpy.save(moments))
 
 
 def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
@@ -272,9 +272,9 @@ def open_package(folder: Path) -> Package:
         told = read_toml(folder / "settings.toml")
         _check_settings(folder, told)
         settings = parse(told, "settings.toml")
-        vectors = safetensors.numpy.load_file(folder / "expected.safetensors")
-        expected = Expected.from_plain(read_json(folder / "expected.json"), vectors["mean"], vectors["std"])
-        package = Package(folder, about, settings, expected)
+        moments = safetensors.numpy.load_file(folder / "expected.safetensors")
+        ood = TrainingDistribution.from_plain(read_json(folder / "expected.json"), moments["mean"], moments["std"])
+        package = Package(folder, about, settings, ood)
         places = [each.folder for each in package.encoders] + [f"models/seed{seed}" for seed in package.seeds]
         needed = ["settings.toml", "expected.json", "expected.safetensors"]
         needed += [f"{place}/{name}" for place in places for name in ("config.json", "model.safetensors")]

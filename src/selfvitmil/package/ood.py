@@ -55,7 +55,7 @@ TINY = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Measures:
+class SlideStatistics:
     """What is measured of one slide."""
 
     slide_mpp: float
@@ -63,17 +63,17 @@ class Measures:
     stain: StainFit | None
     """None where stains are not fitted by slide."""
     mean_D: Floats
-    """Of its vectors."""
+    """Of its embeddings."""
     squares_D: Floats
     """Sum of their squared deviations from that mean."""
-    num_vectors: int
+    num_embeddings: int
 
     @property
     def std_D(self) -> Floats:
-        return np.sqrt(self.squares_D / self.num_vectors)
+        return np.sqrt(self.squares_D / self.num_embeddings)
 
     @classmethod
-    def of(cls, table: TileTable, moments: Any) -> Measures:
+    def of(cls, table: TileTable, moments: Any) -> SlideStatistics:
         """From its tile table and the moments of its bag (`BagStore.moments`)."""
         mean_D, squares_D = (values.cpu().numpy().astype(np.float64) for values in (moments.mean_D, moments.squares_D))
         return cls(table.slide_mpp, len(table), table.stain, mean_D, squares_D, moments.count)
@@ -99,7 +99,7 @@ class Usual:
 
 
 @dataclass(frozen=True)
-class Outside:
+class OODFinding:
     """One way in which a slide differs from those that a model was trained on."""
 
     about: str
@@ -108,7 +108,7 @@ class Outside:
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
+class TrainingDistribution:
     """What the slides of a training were like."""
 
     num_train: int
@@ -138,39 +138,39 @@ class Expected:
 
     # ------------------------------------------------------------------------------------------------ a new slide
 
-    def distance_of(self, facts: Measures) -> float:
+    def distance_of(self, slide: SlideStatistics) -> float:
         """How far the slide's embeddings lie from those of the training slides."""
-        return distance(facts.mean_D, facts.std_D, self.mean_D, self.std_D)
+        return distance(slide.mean_D, slide.std_D, self.mean_D, self.std_D)
 
-    def values(self, facts: Measures) -> dict[str, float]:
+    def values(self, slide: SlideStatistics) -> dict[str, float]:
         """The slide's measures, by the names of `usual`."""
-        found: dict[str, float] = {"tiles": facts.num_tiles, "distance": self.distance_of(facts)}
-        if facts.stain is not None and facts.stain.fitted:
+        found: dict[str, float] = {"tiles": slide.num_tiles, "distance": self.distance_of(slide)}
+        if slide.stain is not None and slide.stain.fitted:
             for k, name in enumerate(STAINS):
                 if name in self.stains:
-                    found[f"{name} colour"] = angle_deg(facts.stain.stains[:, k], self.stains[name])
-                    found[f"{name} strength"] = float(facts.stain.max_concentration[k])
+                    found[f"{name} colour"] = angle_deg(slide.stain.stains[:, k], self.stains[name])
+                    found[f"{name} strength"] = float(slide.stain.max_concentration[k])
         return {name: value for name, value in found.items() if name in self.usual}
 
-    def deviations(self, facts: Measures) -> dict[str, float]:
+    def deviations(self, slide: SlideStatistics) -> dict[str, float]:
         """By measure, how unusual the slide is; infinite for stains that cannot be fitted where others' can."""
-        found = {name: self.usual[name].deviation(value) for name, value in self.values(facts).items()}
-        if self._lacks_stains(facts):
+        found = {name: self.usual[name].deviation(value) for name, value in self.values(slide).items()}
+        if self._lacks_stains(slide):
             found["stain fit"] = math.inf
         return found
 
-    def score(self, facts: Measures) -> float:
+    def score(self, slide: SlideStatistics) -> float:
         """The OOD score: the largest deviation."""
-        return max(self.deviations(facts).values(), default=0.0)
+        return max(self.deviations(slide).values(), default=0.0)
 
-    def outside(self, facts: Measures) -> list[Outside]:
+    def findings(self, slide: SlideStatistics) -> list[OODFinding]:
         """All ways in which the slide differs from the training slides; each that exceeds the threshold is told."""
-        found, values = self._mpp(facts), self.values(facts)
-        for name, deviation in self.deviations(facts).items():
+        found, values = self._mpp(slide), self.values(slide)
+        for name, deviation in self.deviations(slide).items():
             if deviation > self.threshold:
-                what = self._words(name, values, facts)
+                what = self._words(name, values, slide)
                 about = "features" if name == "distance" else "tiles" if name == "tiles" else "stain"
-                found.append(Outside(about, f"{what}: {self.scale_words(deviation)}"))
+                found.append(OODFinding(about, f"{what}: {self.scale_words(deviation)}"))
         return found
 
     def scale_words(self, score: float) -> str:
@@ -189,37 +189,37 @@ class Expected:
             )
         return f"threshold {self.threshold:.1f} ({rate})"
 
-    def to_json(self, facts: Measures) -> dict[str, Any]:
+    def to_json(self, slide: SlideStatistics) -> dict[str, Any]:
         """OOD score of a slide and what it is compared with, for a report of it."""
         return {
-            "score": _finite(self.score(facts)),
+            "score": _finite(self.score(slide)),
             "threshold": _finite(self.threshold),
             "rate": self.rate,
             "guaranteed": self.guaranteed,
             "calibrated_on": len(self.scores),
-            "deviations": {name: _finite(value) for name, value in self.deviations(facts).items()},
-            "distance": self.distance_of(facts),
+            "deviations": {name: _finite(value) for name, value in self.deviations(slide).items()},
+            "distance": self.distance_of(slide),
         }
 
-    def _lacks_stains(self, facts: Measures) -> bool:
-        if facts.stain is None or facts.stain.fitted or self.num_fitted is None:
+    def _lacks_stains(self, slide: SlideStatistics) -> bool:
+        if slide.stain is None or slide.stain.fitted or self.num_fitted is None:
             return False
         return self.num_fitted > (1 - self.rate) * self.num_train
 
-    def _mpp(self, facts: Measures) -> list[Outside]:
-        mpp, (least, most) = facts.slide_mpp, self.mpp_range
+    def _mpp(self, slide: SlideStatistics) -> list[OODFinding]:
+        mpp, (least, most) = slide.slide_mpp, self.mpp_range
         if warning := upsampling_warning(mpp, self.tile_mpp):
-            return [Outside("mpp", warning)]
+            return [OODFinding("mpp", warning)]
         if not least / (1 + MPP_SLACK) <= mpp <= most * (1 + MPP_SLACK):
-            return [Outside("mpp", f"scanned at {mpp:.4g} um/px, the training slides at {_span(least, most)}")]
+            return [OODFinding("mpp", f"scanned at {mpp:.4g} um/px, the training slides at {_span(least, most)}")]
         return []
 
-    def _words(self, name: str, values: Mapping[str, float], facts: Measures) -> str:
+    def _words(self, name: str, values: Mapping[str, float], slide: SlideStatistics) -> str:
         """What is unusual, and what the training slides have."""
         if name == "stain fit":
-            assert facts.stain is not None
+            assert slide.stain is not None
             of = f"{self.num_fitted} of {self.num_train} training slides could"
-            return f"its stains could not be fitted, those of {of} ({facts.stain.reason})"
+            return f"its stains could not be fitted, those of {of} ({slide.stain.reason})"
         usual, value = self.usual[name], values[name]
         if name == "tiles":
             return f"{value:.0f} tiles, the training slides have {usual.least:.0f} to {usual.most:.0f}"
@@ -245,7 +245,7 @@ class Expected:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], mean_D: Floats, std_D: Floats) -> Expected:
+    def from_plain(cls, plain: Mapping[str, Any], mean_D: Floats, std_D: Floats) -> TrainingDistribution:
         """What `to_plain` gave; KeyError, TypeError or ValueError where it did not."""
         least, most = plain["mpp_range"]
         told = dict(plain) | {
@@ -274,7 +274,9 @@ def _span(least: float, most: float) -> str:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def expect(train: Sequence[Measures], val: Sequence[Measures], tile_mpp: float, rate: float = RATE) -> Expected:
+def fit_distribution(
+    train: Sequence[SlideStatistics], val: Sequence[SlideStatistics], tile_mpp: float, rate: float = RATE
+) -> TrainingDistribution:
     """What slides like these let a model expect; the threshold of the OOD score comes from `val`."""
     count, mean_D, squares_D = _pooled(train)
     fits = [each.stain for each in train if each.stain is not None]
@@ -288,7 +290,7 @@ def expect(train: Sequence[Measures], val: Sequence[Measures], tile_mpp: float, 
         values[f"{name} colour"] = angles[name]
         values[f"{name} strength"] = [float(fit.max_concentration[k]) for fit in fitted]
     usual = {name: _usual(name, each) for name, each in values.items()}
-    uncalibrated = Expected(
+    uncalibrated = TrainingDistribution(
         num_train=len(train),
         num_val=len(val),
         tile_mpp=tile_mpp,
@@ -340,7 +342,7 @@ def _usual(name: str, values: Sequence[float]) -> Usual | None:
 
 
 def distance(mean_D: Floats, std_D: Floats, usual_mean_D: Floats, usual_std_D: Floats) -> float:
-    """Between two sets of vectors, in units of the spread of the usual one; dimensions without spread do not count."""
+    """Return the distance of two sets of embeddings in units of the usual spread; constant dimensions do not count."""
     varies = usual_std_D > 0
     if not varies.any():
         return 0.0
@@ -353,26 +355,26 @@ def angle_deg(a: Floats, b: Floats) -> float:
     return math.degrees(math.acos(float(np.clip(a @ b, -1.0, 1.0))))
 
 
-def _pooled(facts: Sequence[Measures]) -> tuple[int, Floats, Floats]:
-    """Number, mean and sum of squared deviations of the vectors of all slides together."""
-    counts_S1 = np.array([[each.num_vectors] for each in facts], np.float64)
-    means_SD = np.stack([each.mean_D for each in facts])
+def _pooled(slides: Sequence[SlideStatistics]) -> tuple[int, Floats, Floats]:
+    """Number, mean and sum of squared deviations of the embeddings of all slides together."""
+    counts_S1 = np.array([[each.num_embeddings] for each in slides], np.float64)
+    means_SD = np.stack([each.mean_D for each in slides])
     count = counts_S1.sum()
     mean_D = (counts_S1 * means_SD).sum(axis=0) / count
-    squares_D = np.sum([each.squares_D for each in facts], axis=0) + (counts_S1 * (means_SD - mean_D) ** 2).sum(axis=0)
+    squares_D = np.sum([each.squares_D for each in slides], axis=0) + (counts_S1 * (means_SD - mean_D) ** 2).sum(axis=0)
     return int(count), mean_D, squares_D
 
 
-def _distances_to_others(facts: Sequence[Measures]) -> list[float]:
+def _distances_to_others(slides: Sequence[SlideStatistics]) -> list[float]:
     """Of each slide to all others together, which are what is left when its own share is taken out of the whole."""
-    if len(facts) < 2:
-        return [0.0] * len(facts)
-    count, mean_D, squares_D = _pooled(facts)
+    if len(slides) < 2:
+        return [0.0] * len(slides)
+    count, mean_D, squares_D = _pooled(slides)
     found: list[float] = []
-    for each in facts:
-        rest = count - each.num_vectors
-        rest_mean_D = mean_D + (mean_D - each.mean_D) * (each.num_vectors / rest)
-        between_D = (each.mean_D - mean_D) ** 2 * (each.num_vectors * count / rest)
+    for each in slides:
+        rest = count - each.num_embeddings
+        rest_mean_D = mean_D + (mean_D - each.mean_D) * (each.num_embeddings / rest)
+        between_D = (each.mean_D - mean_D) ** 2 * (each.num_embeddings * count / rest)
         rest_squares_D = np.maximum(squares_D - each.squares_D - between_D, 0.0)
         found.append(distance(each.mean_D, each.std_D, rest_mean_D, np.sqrt(rest_squares_D / rest)))
     return found
