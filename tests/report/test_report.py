@@ -46,8 +46,8 @@ from selfvitmil.localize.lesion_results import (
     write_lesion_table,
 )
 from selfvitmil.pseudonyms import Names, give_pseudonyms
-from selfvitmil.report import figures, render, slides, write_report
-from selfvitmil.report.data import StudyFiles, decision_of, read_report_data
+from selfvitmil.report import encoders, read_report_data, render, slides, write_report
+from selfvitmil.report.data import StudyFiles, decision_of
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
 from selfvitmil.slides import open_slide
 from selfvitmil.slides.synthetic import make_slide
@@ -649,7 +649,8 @@ def test_ends_of_a_map(scores: list[int], most: int):
 
 
 def test_columns_of_numbers_are_found():
-    assert render.number_columns([("12 a", "1,234", "3.5 s"), ("7", "-", "")]) == [False, True, True]
+    table = render.Table.of(("name", "n", "time"), [("12 a", 1234, "3.5 s"), ("7", "-", "")])
+    assert table.number_columns == [False, True, True]
 
 
 def test_limits_stand_below_their_value_and_stay_text():
@@ -667,13 +668,13 @@ def test_data_has_no_name_under_pseudonyms(study: Path):
 
 def test_course_of_a_pretraining_is_drawn():
     lines = [{"step": 0, "loss": 1.0, "knn20": None}, {"step": 5, "loss": float("nan"), "linear": 0.7}]
-    figure = figures.draw_pretraining(lines, "T")
+    figure = encoders.draw_pretraining(lines, "T")
     drawn = {axes.get_title(): axes.get_lines() for axes in figure.axes if axes.axison}
     assert {title: line[0].get_xdata().tolist() for title, line in drawn.items()} == {
         "loss": [0],
         "probe: linear classifier": [5],
     }
-    assert figures.pretraining_figure(lines, "T") == figures.pretraining_figure(lines, "T")
+    assert encoders.pretraining_figure(lines, "T") == encoders.pretraining_figure(lines, "T")
 
 
 def test_maps_of_several_models_stand_in_one_table(tmp_path: Path):

@@ -23,7 +23,7 @@ from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.pretrain import train
 from selfvitmil.pseudonyms import Names, give_pseudonyms
-from selfvitmil.report import encoders, figures, neighbors, write_report
+from selfvitmil.report import encoders, neighbors, write_report
 from selfvitmil.report.data import StudyFiles
 from selfvitmil.report.encoders import Course, Measurement, assess, measurements
 from selfvitmil.settings import StudySettings, to_toml
@@ -456,7 +456,7 @@ def test_measurements_are_read_from_metrics():
 
 def test_quality_is_drawn_with_its_band_and_the_kept_step():
     measured = course([0.2, 0.4, 0.3], error=0.05)
-    (axes,) = figures.draw_quality(measured, 200).axes
+    (axes,) = encoders.draw_quality(measured, 200).axes
     curve, kept = axes.get_lines()[:2]
     assert curve.get_xydata().tolist() == [[100, 0.2], [200, 0.4], [300, 0.3]]
     assert list(kept.get_xdata()) == [200, 200]
@@ -464,8 +464,8 @@ def test_quality_is_drawn_with_its_band_and_the_kept_step():
     assert {(round(x), round(y, 6)) for x, y in band} == {
         (x, round(y + sign * 0.1, 6)) for x, y in ((100, 0.2), (200, 0.4), (300, 0.3)) for sign in (-1, 1)
     }
-    assert figures.quality_figure(measured, 200) == figures.quality_figure(measured, 200)
-    assert len(figures.draw_quality(measured, None).axes[0].get_lines()) == 2  # the curve and the line of chance
+    assert encoders.quality_figure(measured, 200) == encoders.quality_figure(measured, 200)
+    assert len(encoders.draw_quality(measured, None).axes[0].get_lines()) == 2  # the curve and the line of chance
 
 
 def test_page_shows_quality_and_its_sentence_where_it_was_measured(trained: Trained, tmp_path: Path):

@@ -22,11 +22,12 @@ from selfvitmil import __version__
 from selfvitmil.cohort import Cohort, SlideRow, read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction
+from selfvitmil.formatting import duration
 from selfvitmil.localize.heatmap import MAIN_METHOD, main_first, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.report.encoders import EncoderData, EncoderFolder, describe_encoder, encoder_data, sample_views
-from selfvitmil.report.figures import Shown, picture_file
 from selfvitmil.report.neighbors import NeighborData, neighbor_data, shown_features
+from selfvitmil.report.render import Shown, Table, picture_file
 from selfvitmil.report.results import (
     ComparisonData,
     EvaluationData,
@@ -62,43 +63,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StageRow:
-    """An artefact of a stage."""
-
-    stage: str
-    name: str
-    details: str = ""
-
-
-@dataclass(frozen=True)
-class ChangedSetting:
-    """A setting that is not the default, and the artefacts that were built with it."""
-
-    key: str
-    value: str
-    default: str
-    where: str
-
-
-@dataclass(frozen=True)
-class CohortRow:
-    """Numbers of slides with a label."""
-
-    label: str
-    by_split: tuple[int, ...]
-    slides: int
-    patients: int
-    annotated: int
-
-
-@dataclass(frozen=True)
-class CohortData:
-    splits: tuple[str, ...]
-    rows: tuple[CohortRow, ...]
-    """By label, and of all slides at the end."""
-
-
-@dataclass(frozen=True)
 class TissuePicture:
     """A slide with the tissue found and the tiles kept."""
 
@@ -131,23 +95,19 @@ class SlideEntry:
 
 
 @dataclass(frozen=True)
-class Timing:
-    what: str
-    seconds: float
-    is_estimate: bool = False
-
-
-@dataclass(frozen=True)
 class ReportData:
     """All that the page shows."""
 
     name: str
-    stages: tuple[StageRow, ...]
-    changed_settings: tuple[ChangedSetting, ...]
+    stages: Table
+    """Every artefact."""
+    changed_settings: Table
+    """Settings that are not the default, and the artefacts that were built with them."""
     all_settings: tuple[tuple[str, str], ...]
     """Artefacts and their settings as text; equal ones once."""
     notes: tuple[str, ...]
-    cohort: CohortData | None
+    cohort: Table | None
+    """Numbers of slides by label and split, and of all at the end."""
     tissue: TissueData | None
     encoders: tuple[EncoderData, ...]
     neighbors: tuple[NeighborData, ...]
@@ -162,9 +122,9 @@ class ReportData:
     slide_sections: tuple[SlideData, ...]
     num_mapped: int
     """Slides with a heatmap: so many sections are possible."""
-    failures: tuple[Failure, ...]
-    timings: tuple[Timing, ...]
-    versions: tuple[tuple[str, str], ...]
+    failures: Table
+    timings: Table
+    versions: Table
     problems: tuple[str, ...]
     """Files that could not be read."""
 
@@ -190,8 +150,8 @@ def read_report_data(
     anchors = {slide: f"slide{number}" for number, slide in enumerate(chosen, start=1)}
     data = ReportData(
         name=study.resolve().name,
-        stages=tuple(_stages(files)),
-        changed_settings=tuple(_changed_settings(files.settings)),
+        stages=Table.of(("stage", "what there is", ""), _stages(files)),
+        changed_settings=Table.of(("setting", "value", "default", "where"), _changed_settings(files.settings)),
         all_settings=tuple(_all_settings(files.settings)),
         notes=(*(files.cohort.warnings if files.cohort else ()), *files.problems),
         cohort=_cohort(files.cohort) if files.cohort else None,
@@ -226,14 +186,12 @@ def read_report_data(
             for slide in chosen
         ),
         num_mapped=len(mapped),
-        failures=tuple(
-            sorted(
-                (Failure(names.slide(one.slide), one.stage, one.reason, one.remedy) for one in files.failures),
-                key=lambda one: (one.slide, one.stage, one.reason, one.remedy),
-            )
+        failures=Table.of(
+            ("slide", "stage", "reason", "what to do"),
+            sorted((names.slide(one.slide), one.stage, one.reason, one.remedy) for one in files.failures),
         ),
-        timings=tuple(_timings(files)),
-        versions=tuple(_versions()),
+        timings=Table.of(("what", "time"), _timings(files)),
+        versions=Table.of(("", "version"), _versions()),
         problems=files.problems,
     )
     return names.apply(data)
@@ -447,32 +405,32 @@ def _settings_files(layout: StudyLayout) -> Iterator[tuple[str, Path]]:
 # ---------------------------------------------------------------------------------------------------- the study
 
 
-def _stages(files: StudyFiles) -> Iterator[StageRow]:
+def _stages(files: StudyFiles) -> Iterator[tuple[str, str, str]]:
     cohort = files.cohort
     if cohort is None:
-        yield StageRow("cohort", "no cohort.csv")
+        yield "cohort", "no cohort.csv", ""
     else:
         counts = ", ".join(f"{number} {label}" for label, number in cohort.class_counts.items())
-        yield StageRow("cohort", f"{len(cohort)} slides of {len(cohort.patients)} patients", counts)
+        yield "cohort", f"{len(cohort)} slides of {len(cohort.patients)} patients", counts
     for tiling in files.tilings:
         tiles = sum(int(row["tiles"]) for row in tiling.rows.values() if row.get("tiles", "").isdigit())
         cut = f"{tiles:,} tiles of {len(tiling.rows)} slides" if tiling.rows else "a coarser scale"
-        yield StageRow("tiles", tiling.name, cut)
+        yield "tiles", tiling.name, cut
     for encoder in files.encoders:
-        yield StageRow("encoder", encoder.name, describe_encoder(encoder))
+        yield "encoder", encoder.name, describe_encoder(encoder)
     for name, number in files.features.items():
-        yield StageRow("features", name, f"{number} slides")
+        yield "features", name, f"{number} slides"
     if files.models:
-        yield StageRow("models", f"{files.models} trained")
+        yield "models", f"{files.models} trained", ""
     for results in files.results:
-        yield StageRow("results", results.name, results.summary)
+        yield "results", results.name, results.summary
     for folder in files.heatmaps:
-        yield StageRow("heatmaps", folder.model, f"{len(folder.files)} slides")
+        yield "heatmaps", folder.model, f"{len(folder.files)} slides"
     if not files.tilings:
-        yield StageRow("tiles", "none yet")
+        yield "tiles", "none yet", ""
 
 
-def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[ChangedSetting]:
+def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
     """Yield every value that is not the default, with the artefacts that have it; by stage where these are many."""
     defaults = _flat(StudySettings().model_dump(mode="json"))
     found: dict[tuple[str, str], list[str]] = {}
@@ -482,7 +440,7 @@ def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Cha
                 found.setdefault((key, _plain(value)), []).append(where)
     for (key, value), places in sorted(found.items()):
         listed = places if len(places) <= 2 else dict.fromkeys(place.split("/")[0] for place in places)
-        yield ChangedSetting(key, value, _plain(defaults.get(key)), ", ".join(listed))
+        yield key, value, _plain(defaults.get(key)), ", ".join(listed)
 
 
 def _all_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -506,19 +464,20 @@ def _plain(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _cohort(cohort: Cohort) -> CohortData:
+def _cohort(cohort: Cohort) -> Table:
     known = ("train", "val", "test")
     splits = {row.split or "" for row in cohort.rows}
     ordered = sorted(splits, key=lambda split: (known.index(split) if split in known else len(known), split))
 
-    def count(label: str, rows: Sequence[SlideRow]) -> CohortRow:
-        by_split = tuple(sum((row.split or "") == split for row in rows) for split in ordered)
+    def count(label: str, rows: Sequence[SlideRow]) -> list[str | int]:
+        by_split = [sum((row.split or "") == split for row in rows) for split in ordered]
         annotated = sum(row.annotation is not None for row in rows)
-        return CohortRow(label, by_split, len(rows), len({row.patient for row in rows}), annotated)
+        return [label, *by_split, len(rows), len({row.patient for row in rows}), annotated]
 
     labels = [*cohort.classes, *([None] if cohort.unlabelled else [])]
     rows = [count(label or "no label", [row for row in cohort.rows if row.label == label]) for label in labels]
-    return CohortData(tuple(split or "no split" for split in ordered), (*rows, count("all", cohort.rows)))
+    header = ("label", *(split or "no split" for split in ordered), "slides", "patients", "annotated")
+    return Table.of(header, [*rows, count("all", cohort.rows)])
 
 
 def _tissue(tilings: Sequence[Tiling], names: Names) -> TissueData | None:
@@ -577,18 +536,18 @@ def _decided_by(files: StudyFiles) -> str:
     return f"maps/{files.heatmaps[0].model}" if files.heatmaps else "the ensemble of the main method"
 
 
-def _timings(files: StudyFiles) -> Iterator[Timing]:
+def _timings(files: StudyFiles) -> Iterator[tuple[str, str]]:
     for encoder in files.encoders:
         seconds = pretraining_seconds(encoder)
         if seconds is not None:
-            yield Timing(f"pretraining of {encoder.name}", seconds, is_estimate=True)
+            yield f"pretraining of {encoder.name}", f"about {duration(seconds)}"
     for results in files.results:
         for row in results.rows:
             if row.training_seconds is not None:
                 told = [one for one in results.methods if one.get("method") == row.display_name]
                 number = sum(len(one.get("trainings") or []) for one in told)
                 trainings = f", {number} training{'s' * (number > 1)}" if number else ""
-                yield Timing(f"{results.name}: {row.display_name}{trainings}", row.training_seconds)
+                yield f"{results.name}: {row.display_name}{trainings}", duration(row.training_seconds)
 
 
 def pretraining_seconds(encoder: EncoderFolder) -> float | None:

@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from selfvitmil import stain
@@ -29,17 +32,9 @@ from selfvitmil.data.loader import order_of
 from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.data.views import make_views, view_recipes
 from selfvitmil.errors import ConfigError, MetricError, SelfVitMilError
+from selfvitmil.evaluate import figures
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.figures import (
-    BAND_ERRORS,
-    Picture,
-    Shown,
-    chart,
-    is_finite,
-    picture,
-    pretraining_figure,
-    quality_figure,
-)
+from selfvitmil.report.render import Picture, Shown, chart, is_finite, picture
 from selfvitmil.settings import StudySettings, tiling_name, without_removed
 from selfvitmil.slides import SlideRef
 from selfvitmil.store.layout import StudyLayout
@@ -155,8 +150,8 @@ def describe_steps(provenance: Mapping[str, Any]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------- quality
 
-CLEARLY = BAND_ERRORS
-"""Standard errors beyond which a difference counts."""
+CLEARLY = 2.0
+"""Standard errors beyond which a difference counts; so wide is the band in the figure."""
 END_SHARE = 0.25
 """Share of the run, at its end, over which quality must not have risen to have levelled off."""
 FEWEST = 4
@@ -289,6 +284,81 @@ def slope(measured: Sequence[Measurement]) -> Slope:
         if spread > 0
         else Slope(0, math.inf)
     )
+
+
+# ---------------------------------------------------------------------------------------------------- curves
+
+PANELS = (
+    ("loss", "loss"),
+    ("teacher_entropy", "teacher entropy"),
+    ("kl", "teacher to student (KL)"),
+    ("feature_rank", "feature rank"),
+    ("feature_std", "spread of features"),
+    ("knn20", "probe: nearest neighbours"),
+    ("linear", "probe: linear classifier"),
+    ("alignment", "alignment of views"),
+    ("uniformity", "uniformity"),
+    ("tiles_per_s", "tiles per second"),
+)
+"""Values in a line of `metrics.jsonl`, and the titles of their panels."""
+
+
+@figures.styled
+def draw_pretraining(lines: Sequence[Mapping[str, Any]], title: str = "Pretraining") -> Figure:
+    """Draw a panel over steps for each of `PANELS` that the lines of `metrics.jsonl` have.
+
+    Raises MetricError where they have none.
+    """
+    shown = [(key, name) for key, name in PANELS if any(is_finite(line.get(key)) for line in lines)]
+    if not shown:
+        raise MetricError(f"{title}: no numbers", "there is nothing to draw", "Train it again")
+    figure = Figure()
+    panels: list[Axes] = list(figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel())
+    for axes, (key, name) in zip(panels, shown, strict=False):
+        points = [(line["step"], line[key]) for line in lines if "step" in line and is_finite(line.get(key))]
+        step, value = np.array(points, dtype=np.float64).T
+        axes.plot(step, value, "o-" if len(step) < 8 else "-", color=figures.BLUE, lw=1.6, ms=3.5)
+        axes.set_title(name, size=9, weight="bold")
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.grid(visible=True)
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    for axes in panels[max(0, len(shown) - 2) : len(shown)]:
+        axes.set_xlabel("step")
+    caption = [f"{len(lines)} measurements over {int(lines[-1].get('step', 0)) + 1} steps."]
+    if any(key == "teacher_entropy" for key, _ in shown):
+        caption.append("Collapse shows as a rank near 1, or as an entropy near 0 or near its largest possible value.")
+    return figures.finish(figure, 1.35 * (len(panels) // 2), title, caption, {}, "honest")
+
+
+@figures.styled
+def draw_quality(measured: Sequence[Measurement], kept_step: int | None = None, title: str = "Quality") -> Figure:
+    """Draw quality over steps with its error band; a line marks the step whose weights were kept, where it is known."""
+    figure = Figure()
+    axes = figure.subplots()
+    steps, quality, error = (np.array(values, dtype=np.float64) for values in list(zip(*measured, strict=True))[:3])
+    low, high = quality - CLEARLY * error, quality + CLEARLY * error
+    band = axes.fill_between(steps, low, high, color=figures.PALE, lw=0)
+    (line,) = axes.plot(steps, quality, "o-", color=figures.BLUE, lw=1.6, ms=3.5)
+    handles: dict[str, Any] = {"quality": (band, line)}
+    if kept_step is not None:
+        handles["weights kept"] = axes.axvline(kept_step, color=figures.ORANGE, lw=1.4, ls="--")
+    axes.axhline(0, color=figures.GREY, lw=0.8)
+    axes.set_ylim(min(0.0, float(low.min())))
+    axes.set_xlabel("step")
+    axes.set_ylabel("quality")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(visible=True)
+    caption = [
+        "Agreement of the nearest neighbours of two views of a tile: 0 is chance, 1 is full agreement.",
+        f"Band: {CLEARLY:g} standard errors.",
+    ]
+    return figures.finish(figure, 1.9, title, caption, handles, "honest")
+
+
+pretraining_figure = figures.as_svg(draw_pretraining)
+quality_figure = figures.as_svg(draw_quality)
 
 
 # ---------------------------------------------------------------------------------------------------- views

@@ -23,7 +23,7 @@ from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import BagError, SelfVitMilError, SlideError
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.encoders import evenly_spaced
-from selfvitmil.report.figures import Shown, picture
+from selfvitmil.report.render import Shown, picture
 from selfvitmil.slides import SlideCache, SlideRef
 from selfvitmil.store.layout import StudyLayout
 
@@ -60,17 +60,9 @@ class NeighborData:
     """Queries of one encoder, each followed by its neighbours."""
 
     encoder: str
+    description: str
+    """What is shown; why nothing is, where there are no tiles."""
     tiles: tuple[NeighborTile, ...] = ()
-    num_queries: int = 0
-    num_neighbors: int = NUM_NEIGHBORS
-    num_searched: int = 0
-    num_tiles: int = 0
-    """Tiles that the searched slides have."""
-    num_slides: int = 0
-    has_patients: bool = False
-    """Whether the cohort states patients; otherwise each slide counts as one."""
-    missing: str = ""
-    """Why there are none."""
 
 
 def neighbor_data(layout: StudyLayout, cohort: Cohort | None, features: str, reader: str, names: Names) -> NeighborData:
@@ -82,22 +74,25 @@ def neighbor_data(layout: StudyLayout, cohort: Cohort | None, features: str, rea
         pool = read_pool(layout.features(tiling, encoder), cohort)
         found = find_neighbors(pool)
     except SelfVitMilError as error:
-        return NeighborData(encoder, missing=error.reason)
+        return NeighborData(encoder, error.reason)
     except OSError:
-        return NeighborData(encoder, missing="its feature files cannot be read")
+        return NeighborData(encoder, "its feature files cannot be read")
     cache = SlideCache()
     try:
         tiles = tuple(tile for one in found for tile in _show(pool, one, names, cache, reader))
     finally:
         cache.close()
-    return NeighborData(
-        encoder=encoder,
-        tiles=tiles,
-        num_queries=len(found),
-        num_searched=len(pool.unit_ND),
-        num_tiles=pool.num_tiles,
-        num_slides=len(pool.slides),
-        has_patients=any(slide.row.patient_stated for slide in pool.slides),
+    return NeighborData(encoder, _describe(pool, len(found)), tiles)
+
+
+def _describe(pool: Pool, num_queries: int) -> str:
+    searched = f"{len(pool.unit_ND):,}"
+    which = f"all {searched}" if len(pool.unit_ND) == pool.num_tiles else f"{searched} of {pool.num_tiles:,}"
+    others = "patients" if any(slide.row.patient_stated for slide in pool.slides) else "slides"
+    return (
+        f"Framed: {num_queries} tiles of different slides, one of each cluster of the embeddings. Beside each the "
+        f"{NUM_NEIGHBORS} tiles of other {others} with the most similar embeddings (cosine similarity), among {which} "
+        f"tiles of {len(pool.slides)} slides."
     )
 
 

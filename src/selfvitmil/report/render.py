@@ -1,70 +1,37 @@
-"""The page of a study, rendered from its data by Jinja2 templates into one file that needs nothing else.
+"""The page from its data by Jinja2 templates, and what these can show: pictures and tables.
 
 Every value is escaped. The page forbids itself every connection: its policy allows pictures that are data inside it and
-the one style sheet whose hash it names. Equal studies give equal pages while the versions of the program and its
-libraries are the same.
+the one style sheet whose hash it names. An SVG stands in the page as a picture of its own, so that nothing in it runs
+or loads. Pictures are encoded from their pixels alone: metadata that a file may carry stays behind.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import io
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from html import unescape
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
 
-from selfvitmil.formatting import duration, percent
-from selfvitmil.report.data import MAX_SLIDES, ReportData, read_report_data
-from selfvitmil.settings import StudySettings
-from selfvitmil.store.files import write_text
-from selfvitmil.store.layout import StudyLayout
+from selfvitmil.pseudonyms import Names
+
+if TYPE_CHECKING:
+    from selfvitmil.report.data import ReportData
 
 NUMBER = re.compile(r"[-+−<>~≈]?[\d,.]+(?:\s?(?:%|s|min|h|MB|mm²|µm))?|[-–]|")
 """A cell of a column of numbers, which is set to the right."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was written."""
-
-    path: Path
-    size_bytes: int
-    num_sections: int
-    """Slides with a section of their own."""
-    num_mapped: int
-    """Slides that might have one."""
-    problems: tuple[str, ...]
-    """Files of the study that could not be read."""
-
-
-def write_report(
-    study: Path,
-    settings: StudySettings,
-    *,
-    out: Path | None = None,
-    pseudonyms: bool = False,
-    results: Sequence[str] = (),
-    most_slides: int = MAX_SLIDES,
-) -> Report:
-    """Write the page of a study to `out`, by default `report/index.html` in it; a folder gets an `index.html`.
-
-    `results`: names of the results to show, all where it is empty. `pseudonyms`: slides and patients are renamed, and
-    the key is kept in the study. Raises ConfigError where the folder is no study or has no such results.
-    """
-    data = read_report_data(study, settings, pseudonyms=pseudonyms, results=results, most_slides=most_slides)
-    page = render_page(data)
-    path = StudyLayout(study).report if out is None else out
-    if path.suffix.lower() not in (".html", ".htm"):
-        path /= "index.html"
-    write_text(path, page)
-    size = len(page.encode("utf-8"))
-    return Report(path, size, len(data.slide_sections), data.num_mapped, data.problems)
 
 
 def render_page(data: ReportData) -> str:
@@ -78,34 +45,93 @@ def render_page(data: ReportData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "columns": columns,
-        "duration": duration,
-        "fixed": fixed,
-        "limits_below": limits_below,
-        "number_columns": number_columns,
-        "percent": percent,
-        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}",
-    }
+    environment.filters["limits_below"] = limits_below
     return environment.get_template("page.html.j2").render(data=data, css=Markup(css), style_hash=digest)
 
 
-def columns(items: Iterable[Any], *fields: str) -> list[list[Any]]:
-    """Return rows of a table: these fields of each item."""
-    return [[getattr(item, field) for field in fields] for item in items]
-
-
-def fixed(value: float | None) -> str:
-    """Return a value with three decimals; nothing where there is none."""
-    return "" if value is None else f"{value:.3f}"
-
-
-def limits_below(cell: str) -> Markup:
+def limits_below(cell: str | int) -> Markup:
     """Put the limits of `0.912 [0.850, 0.961]` below the value, or a table would be wider than the page."""
-    found = re.fullmatch(r"(.+?) (\[.+\])", cell, re.DOTALL)
+    found = re.fullmatch(r"(.+?) (\[.+\])", str(cell), re.DOTALL)
     return Markup('{}<span class="limits">{}</span>').format(*found.groups()) if found else Markup.escape(cell)
 
 
-def number_columns(rows: Iterable[Sequence[Any]]) -> list[bool]:
-    """Return which columns hold numbers only."""
-    return [all(NUMBER.fullmatch(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+@dataclass(frozen=True)
+class Table:
+    """A table with a header and rows of cells."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str | int, ...], ...]
+
+    @classmethod
+    def of(cls, header: Iterable[str], rows: Iterable[Iterable[str | int]]) -> Table:
+        return cls(tuple(header), tuple(tuple(row) for row in rows))
+
+    @property
+    def number_columns(self) -> list[bool]:
+        """Which columns hold numbers only."""
+        return [all(NUMBER.fullmatch(str(cell)) for cell in column) for column in zip(*self.rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture for the page."""
+
+    media_type: str
+    content: bytes
+    alt: str
+    width: int | None
+    height: int | None
+
+    @property
+    def src(self) -> str:
+        """The picture as a data URI."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.content).decode('ascii')}"
+
+
+Shown = Picture | str
+"""A picture, or the sentence that stands in its place."""
+
+
+def picture(pixels: Image.Image | NDArray[np.uint8], alt: str, *, edge_px: int, quality: int = 78) -> Picture:
+    """Encode a picture as JPEG, no longer than `edge_px`."""
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    if image.mode in ("RGBA", "LA", "P"):
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    shown = image.convert("RGB").copy()
+    shown.thumbnail((edge_px, edge_px), Image.Resampling.LANCZOS)
+    content = io.BytesIO()
+    shown.save(content, "JPEG", quality=quality, optimize=True)
+    return Picture("image/jpeg", content.getvalue(), alt, shown.width, shown.height)
+
+
+def picture_file(path: Path, alt: str, *, edge_px: int, quality: int = 78) -> Picture | None:
+    """Encode the picture in a file; None where it cannot be read."""
+    try:
+        with Image.open(path) as image:
+            image.draft("RGB", (edge_px, edge_px))  # decodes a large JPEG no finer than needed
+            return picture(image, alt, edge_px=edge_px, quality=quality)
+    except (OSError, ValueError):
+        return None
+
+
+def chart(svg: str, names: Names) -> Shown:
+    """Return an SVG figure with its own title as alternative text; a sentence where it shows a name to be hidden."""
+    shown, title = names.svg(re.sub(r"<!DOCTYPE[^>]*>", "", svg)), svg_title(svg)
+    if shown is None:
+        return f"The figure {title} is left out, since it shows names."
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', shown)
+    # Figures are sized in points, the page in pixels.
+    width, height = (round(float(edge) * 4 / 3) for edge in size.groups()) if size else (None, None)
+    return Picture("image/svg+xml", shown.encode("utf-8"), title, width, height)
+
+
+def svg_title(svg: str) -> str:
+    """Return the title stored in an SVG figure."""
+    found = re.search(r"<dc:title>(.*?)</dc:title>|<title>(.*?)</title>", svg, re.DOTALL)
+    return unescape(next(filter(None, found.groups()), "figure")) if found else "figure"
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value from JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -12,10 +12,11 @@ from selfvitmil.evaluate.comparison import FORMAT_VERSION, ComparisonRow
 from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table_cells, table_notes
 from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
+from selfvitmil.formatting import percent, value_and_limits
 from selfvitmil.localize.heatmap import MAIN_METHOD
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.figures import Shown, chart, is_finite
+from selfvitmil.report.render import Shown, Table, chart, is_finite
 from selfvitmil.report.slides import Record
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ class ResultsData:
 class ComparisonData(ResultsData):
     """A table with a row per method."""
 
-    cells: tuple[tuple[str, ...], ...]
-    """Header and rows; empty where the table cannot be read."""
+    table: Table | None
+    """None where it cannot be read."""
     notes: tuple[str, ...]
     numbered_notes: tuple[str, ...]
     recipes: tuple[str, ...]
@@ -151,13 +152,17 @@ def _common(results: ResultsFolder, names: Names) -> dict[str, Any]:
     return {"name": results.name, **told, "charts": charts}
 
 
+def _table(cells: Sequence[Sequence[str]]) -> Table:
+    return Table.of(cells[0], cells[1:])
+
+
 def comparison_data(results: ResultsFolder, names: Names) -> ComparisonData:
     """Return the table of a comparison with its notes and figures."""
     rows = list(results.rows)
     notes = [*(results.metrics.get("advice") or ()), *(table_notes(rows) if rows else ())]
     return ComparisonData(
         **_common(results, names),
-        cells=tuple(map(tuple, table_cells(rows, intervals=True))) if rows else (),
+        table=_table(table_cells(rows, intervals=True)) if rows else None,
         notes=tuple(note for note in notes if not note.startswith("[")),
         numbered_notes=tuple(note for note in notes if note.startswith("[")),
         recipes=tuple(recipe_notes(rows)),
@@ -168,28 +173,16 @@ def comparison_data(results: ResultsFolder, names: Names) -> ComparisonData:
 
 
 @dataclass(frozen=True)
-class MetricData:
-    """A metric of the ensemble with its confidence interval, and its mean and deviation over seeds."""
-
-    name: str
-    value: float | None
-    low: float | None
-    high: float | None
-    seed_mean: float | None
-    seed_sd: float | None
-
-
-@dataclass(frozen=True)
 class LevelData:
     """Metrics by slide or by patient."""
 
     level: str
     same_as: str
     """Why they equal those of another level; empty otherwise."""
-    confidence: float | None
-    metrics: tuple[MetricData, ...]
+    table: Table
+    """Metrics of the ensemble with confidence intervals, and their mean and deviation over seeds."""
     notes: tuple[str, ...]
-    missing: tuple[tuple[str, str], ...]
+    undefined: tuple[str, ...]
     """Metrics that are not defined, and why."""
 
 
@@ -256,20 +249,30 @@ def _levels(told: Mapping[str, Any]) -> Iterator[LevelData]:
         same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
         ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
         levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
-        found = [_metric(name, ensemble.get(key), seeds.get(key)) for key, name in METRICS.items()]
-        metrics = tuple(one for one in found if one.value is not None or one.seed_mean is not None)
-        notes = [f"{own['words'][:1].upper()}{own['words'][1:]}."] if own.get("words") else []
+        found = [(name, *_interval(ensemble.get(key)), _spread(seeds.get(key))) for key, name in METRICS.items()]
+        metrics = [row for row in found if row[1] or row[3]]
+        header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
+        notes = [f"{_capitalized(own['words'])}."] if own.get("words") else []
         notes += [own[key] for key in ("estimator_words", "conditional_on") if own.get(key)]
-        missing = ((METRICS.get(key, str(key)), str(why)) for key, why in (ensemble.get("reasons") or {}).items())
+        undefined = (f"{METRICS.get(key, key)}: {why}" for key, why in (ensemble.get("reasons") or {}).items())
         if same_as or metrics:
-            confidence = float(levels[0]) if levels else None
-            yield LevelData(level, same_as, confidence, metrics, tuple(notes), tuple(missing))
+            yield LevelData(level, same_as, Table.of(header, metrics), tuple(notes), tuple(undefined))
 
 
-def _metric(name: str, told: Any, seeds: Any) -> MetricData:
-    own, spread = (one if isinstance(one, Mapping) else {} for one in (told, seeds))
-    value = own["value"] if is_finite(own.get("value")) else None
-    return MetricData(name, value, own.get("low"), own.get("high"), spread.get("mean"), spread.get("sd"))
+def _interval(told: Any) -> tuple[str, str]:
+    """Return value and limits; empty where there are none."""
+    known = isinstance(told, Mapping) and is_finite(told.get("value"))
+    return value_and_limits(told) if known else ("", "")
+
+
+def _spread(told: Any) -> str:
+    if not isinstance(told, Mapping) or told.get("mean") is None:
+        return ""
+    return f"{told['mean']:.3f}" + (f" ± {told['sd']:.3f}" if told.get("sd") is not None else "")
+
+
+def _capitalized(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 # ---------------------------------------------------------------------------------------------------- localization
@@ -280,7 +283,7 @@ class LesionTable:
     """Heatmaps of several models scored on the same slides."""
 
     name: str
-    cells: tuple[tuple[str, ...], ...]
+    table: Table
     notes: tuple[str, ...]
     charts: tuple[Shown, ...]
 
@@ -291,9 +294,8 @@ class LesionModel:
 
     name: str
     facts: tuple[tuple[str, str], ...]
-    scores: tuple[MetricData, ...]
-    sensitivity_at: tuple[tuple[str, float], ...]
-    """Sensitivity by false positives per slide."""
+    sensitivity: Table | None
+    """At false positives per slide."""
     warnings: tuple[str, ...]
 
 
@@ -301,13 +303,10 @@ class LesionModel:
 class LocalizationData:
     tables: tuple[LesionTable, ...]
     models: tuple[LesionModel, ...]
+    scores: Table
+    """A row for every score, a column for every single model."""
     charts: tuple[Shown, ...]
     """FROC curves of single models."""
-
-    @property
-    def score_names(self) -> list[str]:
-        """Names of all scores, in order."""
-        return list(dict.fromkeys(score.name for model in self.models for score in model.scores))
 
 
 def localization_data(results: Iterable[ResultsFolder], names: Names) -> LocalizationData:
@@ -318,24 +317,33 @@ def localization_data(results: Iterable[ResultsFolder], names: Names) -> Localiz
     tables = [
         LesionTable(
             one.name,
-            tuple(map(tuple, lesion_cells(one.lesions, intervals=True))),
+            _table(lesion_cells(one.lesions, intervals=True)),
             tuple(lesion_notes(one.lesions)),
             one.charts(names, froc=True),
         )
         for one in compared
     ]
-    models = tuple(_lesion_model(one.name, one.lesions, names) for one in single)
+    found = [one.lesions.get("scores") or {} for one in single]
+    words = {key: own.get("words", key) for scores in found for key, own in scores.items() if own}
+    rows = [(_capitalized(text), *(_with_limits(scores.get(key)) for scores in found)) for key, text in words.items()]
     return LocalizationData(
-        tuple(tables), models, tuple(drawn for one in single for drawn in one.charts(names, froc=True))
+        tuple(tables),
+        tuple(_lesion_model(one.name, one.lesions, names) for one in single),
+        Table.of(("", *(one.name for one in single)), rows),
+        tuple(drawn for one in single for drawn in one.charts(names, froc=True)),
     )
+
+
+def _with_limits(told: Any) -> str:
+    value, limits = _interval(told)
+    return f"{value} [{limits}]" if limits else value
 
 
 def _lesion_model(name: str, told: Mapping[str, Any], names: Names) -> LesionModel:
     slides, threshold, froc = (told.get(key) or {} for key in ("slides", "threshold", "froc"))
-    scores = {key: own for key, own in (told.get("scores") or {}).items() if isinstance(own, Mapping)}
     left_out = sorted(f"{names.slide(one['slide'])}: {one['why']}" for one in slides.get("left_out") or [])
     warnings = [f"Warning: {text}" for text in told.get("warnings") or [] if "takes no part" not in text]
-    value = threshold.get("value", "")
+    value, at = threshold.get("value", ""), froc.get("sensitivity_at") or {}
     facts = {
         "heatmap": f"{told.get('mapped', '')}, scale {told.get('scale', '')}{', gated' if told.get('gated') else ''}",
         "slides": f"{slides.get('positive', '?')} positive, {slides.get('negative', '?')} negative",
@@ -346,7 +354,8 @@ def _lesion_model(name: str, told: Mapping[str, Any], names: Names) -> LesionMod
     return LesionModel(
         name=name,
         facts=tuple(facts.items()),
-        scores=tuple(_metric(str(own.get("words", key)), own, None) for key, own in scores.items()),
-        sensitivity_at=tuple((froc.get("sensitivity_at") or {}).items()),
+        sensitivity=Table.of((f"{mark} FP per slide" for mark in at), [[f"{own:.3f}" for own in at.values()]])
+        if at
+        else None,
         warnings=(*(f"Left out: {text}" for text in left_out), *warnings),
     )

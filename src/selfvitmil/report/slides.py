@@ -22,7 +22,7 @@ from selfvitmil.localize import overlay
 from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, highest_scoring_tile, rank_tiles
 from selfvitmil.localize.heatmap import Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.figures import Shown, picture, picture_file
+from selfvitmil.report.render import Shown, Table, picture, picture_file
 from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, SlideRef
 
@@ -131,8 +131,8 @@ class SlideData:
     other_heatmaps: tuple[HeatmapPicture, ...]
     negative_note: str
     """In place of regions, where the slide is predicted negative."""
-    regions: tuple[tuple[str, ...], ...]
-    """Rows of `REGION_COLUMNS` under their header."""
+    regions: Table
+    """The first regions above the threshold of a lesion."""
     num_regions: int | None
     """None where the model's regions are not known."""
     warnings: tuple[str, ...]
@@ -196,7 +196,7 @@ def slide_data(
         heatmap=main,
         other_heatmaps=others,
         negative_note=negative,
-        regions=tuple(tuple(line) for line in ([REGION_COLUMNS[key] for key in columns], *lines)),
+        regions=Table.of((REGION_COLUMNS[key] for key in columns), lines),
         num_regions=len(regions) if first.regions else None,
         warnings=heatmap.warnings,
         highest=highest,

@@ -24,8 +24,7 @@ def report(
     slides: int | None = None,
 ) -> Summary:
     """Write `report/index.html`, or `out`. The study is only read, so this takes no lock and may run beside others."""
-    from selfvitmil.report import write_report
-    from selfvitmil.report.data import MAX_SLIDES
+    from selfvitmil.report import MAX_SLIDES, write_report
 
     most = MAX_SLIDES if slides is None else slides
     if most < 0:
