@@ -507,9 +507,9 @@ def test_slides_that_cannot_be_judged_are_left_out_and_named():
     assert [slide.slide for slide in scores.slides] == ["s0", "s5"]
     assert dict(scores.left_out) == {
         "s1": "it is positive and has no annotation",
-        "s2": "not all of its lesions are outlined",
-        "s3": "s3.xml outlines tumour, but its label is not tumor",
-        "s4": "it is positive and s4.xml outlines no tumour (groups: Lymphocytes)",
+        "s2": "not all of its lesions are annotated",
+        "s3": "s3.xml has tumour, but its label is not tumor",
+        "s4": "it is positive and s4.xml has no tumour (groups: Lymphocytes)",
     }
     told = scores.to_json()
     assert told["slides"]["positive"] == told["slides"]["negative"] == 1
@@ -528,7 +528,7 @@ def test_nothing_to_judge():
         MetricError, match=r"none of 1 heatmaps can be scored, s1: it is positive and has no annotation"
     ):
         score_lesions([case(1, truth=(), positive=True)], [], SETTINGS, EVALUATE)
-    with pytest.raises(MetricError, match="there is no map of a test slide"):
+    with pytest.raises(MetricError, match="there is no heatmap of a test slide"):
         score_lesions([], [], SETTINGS, EVALUATE)
 
 
@@ -566,14 +566,17 @@ def test_cases_that_do_not_belong_together():
         with pytest.raises(MetricError, match=match):
             score_lesions(test, val, SETTINGS, EVALUATE)
 
-    fails("several maps of s0", [case(0), case(0)])
-    fails("several maps of s0", [case(0)], [case(0, part="val")])
+    fails("several heatmaps of s0", [case(0), case(0)])
+    fails("several heatmaps of s0", [case(0)], [case(0, part="val")])
     fails(r"may not evaluate: s1 \(train\)", [case(0), case(1, part="train")])
     fails(r"may not choose a threshold: s1 \(test\)", [case(0)], [case(1)])
     other = case(1)
-    fails("maps of different kinds", [case(0), LesionCase(replace(other.heatmap, model="b"), other.annotations)])
+    fails("heatmaps of different kinds", [case(0), LesionCase(replace(other.heatmap, model="b"), other.annotations)])
     shown = replace(other.heatmap.prediction, shown="normal")
-    fails("maps of different kinds", [case(0), LesionCase(replace(other.heatmap, prediction=shown), other.annotations)])
+    fails(
+        "heatmaps of different kinds",
+        [case(0), LesionCase(replace(other.heatmap, prediction=shown), other.annotations)],
+    )
 
 
 def test_case_of_a_cohorts_row(tmp_path: Path):
@@ -592,7 +595,7 @@ def test_case_of_a_cohorts_row(tmp_path: Path):
     assert "has no annotation" in lesion_case(replace(row, annotation=None), plain.heatmap).refused
     with pytest.raises(CohortError, match="test_114: it has no label"):
         lesion_case(replace(row, label=None), map_file)
-    with pytest.raises(ArtefactError, match="s9: its map is of test_114"):
+    with pytest.raises(ArtefactError, match="s9: its heatmap is of test_114"):
         lesion_case(replace(row, slide="s9"), map_file)
     write_annotations(drawn, outline((40, 40, 2, 2)))
     with pytest.raises(AnnotationError, match=r"test_114\.xml: 100% of its points lie outside"):
@@ -715,7 +718,7 @@ def test_only_what_was_judged_alike_stands_side_by_side(some):
     other = score_lesions([blob(seed) for seed in range(3)], [], SETTINGS, EVALUATE)
     with pytest.raises(MetricError, match="heatmaps of a and of b were scored on different slides"):
         compare_lesions({"a": some, "b": other}, "a")
-    with pytest.raises(MetricError, match="no maps of the baseline 'mean'"):
+    with pytest.raises(MetricError, match="no heatmaps of the baseline 'mean'"):
         compare_lesions({"a": some}, "mean")
 
 
@@ -724,7 +727,7 @@ def test_cases_that_all_models_have():
     kept, warnings = common_cases({"a": a, "b": b})
     assert [one.slide for one in kept["a"]] == [one.slide for one in kept["b"]] == ["s0", "s2"]
     assert kept["b"][0] is b[1]
-    assert warnings == ("a has no map of s3: left out for all", "b has no map of s1: left out for all")
+    assert warnings == ("a has no heatmap of s3: left out for all", "b has no heatmap of s1: left out for all")
 
 
 # ---------------------------------------------------------------------------------------------------- figure, files

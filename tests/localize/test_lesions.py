@@ -407,7 +407,7 @@ def test_geojson_of_a_map_without_lesions_or_numbers(tmp_path):
 
 
 def test_geojson_names_are_checked(tmp_path):
-    with pytest.raises(AnnotationError, match=r"a\.xml is no name"):
+    with pytest.raises(AnnotationError, match=r"a\.xml: wrong ending"):
         write_geojson(tmp_path / "a.xml", make_heatmap(), ())
 
 

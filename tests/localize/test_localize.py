@@ -282,7 +282,7 @@ def test_auto_takes_tile_scores_then_attention_then_effect():
     assert map_of([told_of(None, [1, 0, 0])]).kind == "instance"
     assert map_of([told_of(None, None, [0.1, 0, -0.2])]).kind == "effect"
     assert map_of([told_of([0.5, 0.5, 0], [1, 0, 0])], score="product").kind == "product"
-    with pytest.raises(ConfigError, match=r"localize.score 'instance' with dsmil, what it says of tiles is attention"):
+    with pytest.raises(ConfigError, match=r"localize.score 'instance' with dsmil, its per-tile evidence is attention"):
         map_of([told_of([0.5, 0.5, 0], None)], score="instance")
 
 
@@ -329,7 +329,7 @@ def test_gate_blanks_slides_that_were_not_found_positive():
 
 def test_maps_that_point_nowhere_say_so():
     made = map_of([told_of([1 / 3, 1 / 3, 1 / 3], None)])
-    assert "points nowhere" in made.warnings[0]
+    assert "is uninformative" in made.warnings[0]
     assert map_of([told_of([1.0], None)]).score.tolist() == [1.0]
 
 
@@ -401,9 +401,9 @@ def test_microns_become_pixels_by_the_slide(tmp_path: Path):
     assert told.coords_l0.tolist() == [[0, 0], [640, 1280]]
     assert told.frame == Frame(0.4, (1536, 1536), 640.0, 640.0, 256 / 224, 224)
     nowhere = lambda: heatmap.read_slide_geometry(SlideRef("b", tmp_path / "b.tif", 0.4))  # noqa: E731
-    with pytest.raises(BagError, match=r"tells its size in pixels.*Put the slide's file"):
+    with pytest.raises(BagError, match=r"size in pixels is unknown.*Put the slide's file"):
         heatmap.place_tiles(bag, None, nowhere)
-    with pytest.raises(BagError, match=r"tells its microns per pixel.*column mpp"):
+    with pytest.raises(BagError, match=r"microns per pixel is unknown.*column mpp"):
         heatmap.place_tiles(bag)
 
 
@@ -419,7 +419,7 @@ def test_tiles_without_a_size_are_as_wide_as_they_lie_apart():
     told = heatmap.place_tiles(bag)
     assert told.frame.extent_l0 == 448
     assert "least distance, 448 px" in told.warnings[0]
-    with pytest.raises(BagError, match="how large its tiles are"):
+    with pytest.raises(BagError, match="the size of its tiles"):
         heatmap.place_tiles(replace(bag, coords=np.zeros((3, 2), np.int64)))
 
 
@@ -572,7 +572,7 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
             assert prediction.is_positive
     assert not any("label" in cell for cell in summary.table[0])
     assert {row[0] for row in summary.table[1:]} == set(maps)
-    assert any("no picture is drawn" in line for line in summary.lines)
+    assert any("no overlay is drawn" in line for line in summary.lines)
 
 
 def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
@@ -861,7 +861,7 @@ def drawn(tmp_path: Path) -> ExportJob:
 
 
 def test_pictures_are_drawn_once_until_something_changes(drawn: ExportJob):
-    folder = drawn.map_file.parent
+    folder = drawn.heatmap_file.parent
     first = export_heatmap(drawn)
     assert first.failure is None
     assert {path.name for path in folder.glob("*.png")} == {"made_01_red.png", "made_01_zoom_red.png"}
@@ -881,7 +881,7 @@ def test_pictures_are_drawn_once_until_something_changes(drawn: ExportJob):
 
 def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ExportJob, monkeypatch: pytest.MonkeyPatch):
     export_heatmap(drawn)
-    picture = drawn.map_file.parent / "made_01_red.png"
+    picture = drawn.heatmap_file.parent / "made_01_red.png"
     before = picture.read_bytes()
 
     def killed(*_: Any) -> None:
@@ -890,7 +890,7 @@ def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ExportJob, m
 
     larger = replace(drawn, settings=drawn.settings.model_copy(update={"picture_px": 400}))
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_pictures", killed)
+        patch.setattr(export, "_draw_overlays", killed)
         with pytest.raises(KeyboardInterrupt):
             export_heatmap(larger)
     export_heatmap(drawn)
@@ -898,7 +898,7 @@ def test_a_picture_of_a_killed_run_does_not_pass_for_another(drawn: ExportJob, m
 
 
 def test_a_wrong_picture_is_not_drawn(drawn: ExportJob, tmp_path: Path):
-    folder = drawn.map_file.parent
+    folder = drawn.heatmap_file.parent
     write_annotations(tmp_path / "other.xml", [square(9000, 9000, 300)])
     wrong = export_heatmap(replace(drawn, annotation=tmp_path / "other.xml"))
     assert wrong.failure is not None
@@ -908,7 +908,7 @@ def test_a_wrong_picture_is_not_drawn(drawn: ExportJob, tmp_path: Path):
     missing = export_heatmap(replace(drawn, slide=None))
     assert missing.failure is None
     assert not list(folder.glob("*.png"))
-    assert "no picture is drawn" in missing.warnings[-1]
+    assert "no overlay is drawn" in missing.warnings[-1]
     assert (folder / "made_01.geojson").exists()
     assert missing.lesions[0][-1] == 2
 

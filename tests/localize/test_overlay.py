@@ -323,7 +323,7 @@ def words_of(heatmap: Heatmap) -> str:
         ({}, {"part": "val"}, ["chosen with it"]),
         ({}, {"decision": "normal"}, ["Called normal, not tumor: colours only rank tiles within this slide"]),
         ({"gated": True}, {"decision": "normal"}, ["Called normal, not tumor: all scores are set to 0"]),
-        ({"score": np.zeros(108, np.float32)}, {}, ["points nowhere"]),
+        ({"score": np.zeros(108, np.float32)}, {}, ["is uninformative"]),
         ({"model": "vit_dsmil_optimistic"}, {}, ["OPTIMISTIC"]),
         ({}, {"threshold": None, "threshold_from": ""}, ["(the most probable class)"]),
         ({"kind": "effect", "scale": "percentile"}, {}, ["when the tile is left out", "share of this slide's tiles"]),
@@ -442,7 +442,7 @@ def test_the_map_of_another_slide_is_refused(made: Any, tmp_path: Path) -> None:
     path, _, heatmap = made
     with open_slide(path) as slide:
         for frame in (replace(heatmap.frame, size_l0=(3000, 2000)), replace(heatmap.frame, slide_mpp=0.5)):
-            with pytest.raises(SlideError, match=r"made\.svs: not the slide of the map made"):
+            with pytest.raises(SlideError, match=r"made\.svs: not the slide of the heatmap made"):
                 write_overlays(tmp_path, replace(heatmap, frame=frame), slide)
     assert not list(tmp_path.iterdir())
 

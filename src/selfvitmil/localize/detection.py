@@ -1,12 +1,12 @@
-"""From a map to lesions and points: connected regions of high score with their sizes, and single placement for FROC.
+"""Find lesions and points in a heatmap: connected regions of high score with their sizes, and single points for FROC.
 
-A lesion is what the map shows, not what the tissue is: tiles whose score reaches a threshold and that are neighbours on
+A lesion is what the heatmap shows, not a diagnosis: tiles whose score reaches a threshold and that are neighbours on
 the tile grid, by edges or corners. Its sizes are those of its tiles, so a small focus in one tile measures as much as
-the tile, and a diameter may be too long by a tile's diagonal; sizes in words therefore tell the tile's edge. In studies
+the tile, and a diameter may be too long by a tile's diagonal; texts on sizes therefore give the tile's edge. In studies
 of lymph nodes they also name the size class of metastases: a measurement, no diagnosis.
 
 The highest score of every slide is 1, so every slide has such regions. On one that is not called positive they are its
-highest-ranked regions and no lesions: names and groups of their outlines say so, and who lists lesions leaves them out.
+highest-ranked regions and no lesions: names and groups of their contours say so, and tables of lesions leave them out.
 
 Tiles are taken where the regular grid has them, which is within a pixel of their stored corners: neighbours then share
 an edge exactly, where rounded corners would leave slits between them.
@@ -29,11 +29,11 @@ from selfvitmil.localize.heatmap import Heatmap
 from selfvitmil.metrics import suppress_points
 
 LESION_GROUP = "Lesion by model"
-"""Class of outlines that a model made; no reader of annotations takes it for annotated tumour."""
+"""Class of contours found by a model; our readers of annotations do not take it for annotated tumour."""
 REGION_GROUP = "Highest-ranked region by model"
-"""Class of such outlines on a slide that is not called positive: they are no lesions."""
+"""Class of such contours on a slide that is not called positive: they are no lesions."""
 RANKS_ONLY = "colours only rank tiles within this slide, and no region counts as a lesion"
-"""What to say of a slide that is not called positive."""
+"""Note on a slide that is not called positive."""
 LESION_COLOR = "#FFB000"
 MICRO_UM = 200.0
 """Metastases of lymph nodes from this longest diameter on are micrometastases, below isolated tumour cells."""
@@ -46,12 +46,12 @@ Polygon = tuple[Ring, ...]
 
 @dataclass(frozen=True, eq=False)
 class Lesion:
-    """One region of a map; a lesion where the slide is called positive."""
+    """One region of a heatmap; a lesion where the slide is called positive."""
 
     number: int
-    """Its rank in the map, from 1."""
+    """Its rank in the heatmap, from 1."""
     rows: NDArray[np.int64]
-    """Its tiles, as rows of the map, ascending."""
+    """Its tiles, as rows of the heatmap, ascending."""
     score: float
     """Largest of its tiles."""
     mean_score: float
@@ -62,14 +62,14 @@ class Lesion:
     peak_l0: tuple[float, float]
     """Centre of its highest tile; of equals the one with most behind it."""
     diameter_um: float
-    """Largest distance of two points of its outline."""
+    """Largest distance of two points of its contour."""
     tile_um: float
     """Edge of a tile: what sizes are measured in."""
     parts: tuple[Annotation, ...]
-    """Its outline as valid polygons: one, or several that meet at corners only. For formats that know such parts."""
+    """Its contour as valid polygons: one, or several that meet at corners only."""
 
     def size_words(self, staging: str) -> str:
-        """Its size with the tile's edge, for instance `1 tile, 64 µm`; with `lymph-node` also its size class."""
+        """Return its size with the tile's edge, for instance `1 tile, 64 µm`; with `lymph-node` also its size class."""
         across = f"{self.diameter_um / 1000:.2g} mm" if self.diameter_um >= 1000 else f"{self.diameter_um:.0f} µm"
         number, edge = len(self.rows), f"{self.tile_um:.0f} µm"
         size = f"1 tile, {edge}" if number == 1 else f"{number} tiles of {edge}, {across} across"
@@ -77,7 +77,7 @@ class Lesion:
 
     @cached_property
     def annotation(self) -> Annotation:
-        """Its outline as one line, which touches itself where parts meet at a corner."""
+        """Return its contour as one line, which touches itself where parts meet at a corner."""
         first = self.parts[0]
         outer, *holes = _join([part.rings for part in self.parts])
         return Annotation(
@@ -86,7 +86,7 @@ class Lesion:
 
 
 def size_class(diameter_um: float) -> str:
-    """The class of lymph-node metastases that a longest diameter belongs to: a measurement, no diagnosis."""
+    """Return the size class of lymph-node metastases by the longest diameter: a measurement, no diagnosis."""
     if diameter_um < MICRO_UM:
         return "size of isolated tumour cells (under 0.2 mm)"
     if diameter_um <= MACRO_UM:
@@ -95,7 +95,7 @@ def size_class(diameter_um: float) -> str:
 
 
 def find_lesions(heatmap: Heatmap, threshold: float, min_mm2: float = 0.0) -> tuple[Lesion, ...]:
-    """Regions of tiles that score at least `threshold`, of `min_mm2` or more; by score, then area, then place."""
+    """Return regions of tiles that score at least `threshold`, of `min_mm2` or more, by score, area, position."""
     rows = np.flatnonzero(heatmap.score >= threshold)
     if not len(rows):
         return ()
@@ -106,7 +106,7 @@ def find_lesions(heatmap: Heatmap, threshold: float, min_mm2: float = 0.0) -> tu
 
 
 def find_points(heatmap: Heatmap, radius_um: float, min_score: float = 0.0) -> NDArray[np.float64]:
-    """(K, 3) rows (detection, x_l0, y_l0), best first: centres of tiles, none within `radius_um` of a better one.
+    """Return (K, 3) rows (detection, x_l0, y_l0), best first: tile centres, none within `radius_um` of a better one.
 
     Tiles whose detection is 0 detect nothing and are no points.
     """
@@ -118,25 +118,25 @@ def find_points(heatmap: Heatmap, radius_um: float, min_score: float = 0.0) -> N
 
 
 def rank_tiles(heatmap: Heatmap) -> NDArray[np.int64]:
-    """Rows of all tiles from the highest score to the lowest.
+    """Return the rows of all tiles from the highest score to the lowest.
 
-    Scores that were cut off at a limit are equal: then what they were made from decides, then who comes first.
+    Scores clipped at a limit are equal: then the evidence behind them decides, then the order of tiles.
     """
     return np.lexsort((-_behind(heatmap), -heatmap.score))
 
 
 def highest_scoring_tile(heatmap: Heatmap) -> int:
-    """Row of the first of these."""
+    """Return the row of the tile with the highest score."""
     return int(rank_tiles(heatmap)[0])
 
 
 def _behind(heatmap: Heatmap) -> NDArray[np.float32]:
-    """What the scores were made from."""
+    """Return the evidence that the scores were computed from."""
     return heatmap.columns.get(heatmap.kind, heatmap.score)
 
 
 def _ranks(values: NDArray[np.float32], heatmap: Heatmap) -> NDArray[np.int64]:
-    """Ranks of tiles by `values`, of equals by what the scores were made from."""
+    """Return ranks of tiles by `values`, among equals by the evidence behind the scores."""
     behind = _behind(heatmap)
     order = np.lexsort((behind, values))
     rises = (np.diff(values[order]) != 0) | (np.diff(behind[order]) != 0)
@@ -160,7 +160,7 @@ def _regions(rows: NDArray[np.int64], cells: NDArray[np.int32]) -> list[NDArray[
 
 
 class _Measure:
-    """Measures regions of one map; remembers shapes, because maps are full of regions of one or two tiles."""
+    """Measures regions of one heatmap; caches shapes, because many regions have one or two tiles."""
 
     def __init__(self, heatmap: Heatmap):
         self.heatmap, self.frame, self.origin_l0 = heatmap, heatmap.frame, np.array(heatmap.origin_l0)
@@ -195,7 +195,7 @@ class _Measure:
 
 def _lesion(number: int, only_ranked: bool, polygons: list[Polygon], **measured: Any) -> Lesion:
     name, group = ("region", REGION_GROUP) if only_ranked else ("lesion", LESION_GROUP)
-    told = {
+    measurements = {
         "score": measured["score"],
         "mean score": measured["mean_score"],
         "area mm^2": measured["area_mm2"],
@@ -203,7 +203,7 @@ def _lesion(number: int, only_ranked: bool, polygons: list[Polygon], **measured:
         "tile edge um": measured["tile_um"],
         "tiles": float(len(measured["rows"])),
     }
-    told = {name: float(f"{value:.6g}") for name, value in told.items()}
+    measurements = {name: float(f"{value:.6g}") for name, value in measurements.items()}
     parts = tuple(
         Annotation(
             f"{name} {number}",
@@ -211,7 +211,7 @@ def _lesion(number: int, only_ranked: bool, polygons: list[Polygon], **measured:
             outer,
             tuple(holes),
             group_color=LESION_COLOR,
-            measurements=told,
+            measurements=measurements,
             part=part,
         )
         for part, (outer, *holes) in enumerate(polygons)
@@ -221,7 +221,7 @@ def _lesion(number: int, only_ranked: bool, polygons: list[Polygon], **measured:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The area that tiles cover, in level-0 pixels from its top left corner; polygons are (outline, holes ...)."""
+    """The area that tiles cover, in level-0 pixels from its top left corner; polygons are (contour, holes ...)."""
 
     polygons: list[Polygon]
     area_l0: float
@@ -232,7 +232,7 @@ def _shape(cells: NDArray[np.int32], extent: float, stride: float) -> _Shape:
     """What tiles in these columns and lines cover.
 
     The edges of all tiles cut the plane into a lattice; its cells that tiles cover are a mask with lines of its own.
-    Where tiles stand apart, the outline goes round the gaps between neighbours too, but the area is the tiles' own.
+    Where tiles stand apart, the contour goes round the gaps between neighbours too, but the area is the tiles' own.
     """
     reach = max(extent, stride)
     (x0, x1, x_lines), (y0, y1, y_lines) = (_lattice(axis, stride, reach) for axis in cells.T)
@@ -266,10 +266,10 @@ def _lattice(
 
 
 def _join(polygons: list[Polygon]) -> list[Ring]:
-    """Polygons (outline, holes ...) that meet at corners, as one outline with holes, whose lines touch themselves.
+    """Join polygons (contour, holes ...) that meet at corners to one contour with holes, whose lines touch themselves.
 
-    Parts at the corners of an outline are gone round on the way, each from the corner where it is met; so are parts
-    inside a hole that meet its line, whichever way round the hole is gone.
+    Parts at the corners of a contour are followed on the way, each from the corner where it is met; so are parts inside
+    a hole that meet its line.
     """
     if len(polygons) == 1:
         return list(polygons[0])

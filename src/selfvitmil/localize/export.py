@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import tifffile
 
-from selfvitmil.annotations import read_annotations, write_annotations
+from selfvitmil.annotations import Annotation, read_annotations, write_annotations
 from selfvitmil.annotations.files import feature_texts, write_features
 from selfvitmil.errors import AnnotationError, SelfVitMilError
 from selfvitmil.localize.detection import Lesion, find_lesions, find_points, highest_scoring_tile
@@ -46,17 +46,18 @@ from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, write
 from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, compare_digests, stale
 
 MEASUREMENTS = {"instance": "instance probability"}
-"""What columns of a map are called in QuPath, where not by their own name."""
+"""Names of columns in QuPath, where they differ."""
 
 _CHUNK = 2_000  # tiles whose numbers are plain Python at a time
+TILE_PX = 256
+LEAST_PX = 16
+"""The edge of a slide's tile has at least this many pixels in the TIFF, where the slide has them."""
 
 
-def write_geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> None:
-    """Write lesions and tiles as a FeatureCollection for QuPath; `.geojson`, packed where the name ends in `.gz`."""
+def write_geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> Path:
+    """Write lesions and tiles as a FeatureCollection for QuPath; gzipped where the name ends in `.gz`."""
     if not path.name.lower().endswith((".geojson", ".geojson.gz")):
-        raise AnnotationError(
-            f"{path.name} is no name for a map of QuPath", "it is GeoJSON", "Use .geojson or .geojson.gz"
-        )
+        raise AnnotationError(f"{path.name}: wrong ending", "QuPath reads GeoJSON", "Use .geojson or .geojson.gz")
     parts = (part for lesion in lesions for part in lesion.parts)
     features = chain(feature_texts(parts), _tile_texts(heatmap))
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -65,25 +66,23 @@ def write_geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> No
                 write_features(packed, features)
         else:
             write_features(file, features)
+    return path
 
 
-def write_asap(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> None:
-    """Write the outlines of lesions as XML for ASAP; their names tell model, score and size."""
-    write_annotations(
-        path,
-        (
-            replace(
-                lesion.annotation,
-                name=f"{heatmap.model} {lesion.annotation.name}: score {lesion.score:.3f}, "
-                f"{lesion.area_mm2:.3g} mm2, {lesion.size_words('none')}",
-            )
-            for lesion in lesions
-        ),
-    )
+def write_asap(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> Path:
+    """Write the contours of lesions as XML for ASAP; their names have model, score and size."""
+
+    def named(lesion: Lesion) -> Annotation:
+        size = f"{lesion.area_mm2:.3g} mm2, {lesion.size_words('none')}"
+        name = f"{heatmap.model} {lesion.annotation.name}: score {lesion.score:.3f}, {size}"
+        return replace(lesion.annotation, name=name)
+
+    write_annotations(path, map(named, lesions))
+    return path
 
 
 def _tile_texts(heatmap: Heatmap) -> Iterator[str]:
-    """A feature for every tile, numbers to six digits that count: attention may be very small."""
+    """Yield a feature for every tile, numbers to six significant digits: attention may be very small."""
     extent = round(heatmap.frame.extent_l0, 2)
     measured = {"score": heatmap.score, "detection": heatmap.detection}
     measured |= {MEASUREMENTS.get(name, name): heatmap.columns[name] for name in COLUMNS if name in heatmap.columns}
@@ -99,34 +98,29 @@ def _tile_texts(heatmap: Heatmap) -> Iterator[str]:
         rows = slice(start, start + _CHUNK)
         (x0, y0), columns = heatmap.coords_l0[rows].T, [values[rows] for values in measured.values()]
         x1, y1 = x0 + extent, y0 + extent
-        placement = (axis.tolist() for axis in (x0, y0, x1, y0, x1, y1, x0, y1, x0, y0))
-        for row in zip(*placement, *map(_number_texts, columns), strict=True):
+        corners = (axis.tolist() for axis in (x0, y0, x1, y0, x1, y1, x0, y1, x0, y0))
+        for row in zip(*corners, *map(_number_texts, columns), strict=True):
             yield text % row
 
 
 def _number_texts(values: np.ndarray) -> list[str]:
-    """As JSON; QuPath writes and reads what is no number as these words."""
+    """Return numbers as JSON; QuPath writes and reads NaN and infinity as strings."""
     words = [f"{value:.6g}" for value in values.tolist()]
     for row in np.flatnonzero(~np.isfinite(values)):
         words[row] = {"nan": '"NaN"', "inf": '"Infinity"', "-inf": '"-Infinity"'}[words[row]]
     return words
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
-TILE_PX = 256
-LEAST_PX = 16
-"""The edge of a slide's tile has at least this many pixels, where the slide has them."""
+# ---------------------------------------------------------------------------------------------------- TIFF
 
 
 def downsample_of(heatmap: Heatmap) -> int:
-    """Level-0 pixels per pixel of the heatmap's largest level."""
+    """Return level-0 pixels per pixel of the heatmap's largest level."""
     return 2 ** max(0, math.floor(math.log2(heatmap.frame.extent_l0 / LEAST_PX)))
 
 
-def write_pyramid(path: Path, heatmap: Heatmap, colors: Colors = "inferno") -> None:
-    """Write the map's scores in these colours."""
+def write_pyramid(path: Path, heatmap: Heatmap, colors: Colors = "inferno") -> Path:
+    """Write the heatmap's scores in these colours."""
     downsample = downsample_of(heatmap)
     with atomic_path(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:
         for k, size_px in enumerate(level_sizes(heatmap.frame.size_l0, downsample)):
@@ -146,10 +140,11 @@ def write_pyramid(path: Path, heatmap: Heatmap, colors: Colors = "inferno") -> N
                 metadata=None,
                 software="selfvitmil",
             )
+    return path
 
 
 def level_sizes(size_l0: tuple[int, int], downsample: int) -> list[tuple[int, int]]:
-    """(width, height) of every level, down to one tile; partly covered last pixels count."""
+    """Return (width, height) of every level, down to one tile; partly covered last pixels count."""
     sizes: list[tuple[int, int]] = []
     while not sizes or max(sizes[-1]) > TILE_PX:
         width, height = (-(-edge // (downsample * 2 ** len(sizes))) for edge in size_l0)
@@ -158,7 +153,7 @@ def level_sizes(size_l0: tuple[int, int], downsample: int) -> list[tuple[int, in
 
 
 def _tiles(raster: Raster, colors: Colors) -> Iterator[Pixels]:
-    """Row by row; those over the edge are filled up with black."""
+    """Yield tiles row by row; those over the edge are filled up with black."""
     width, height = raster.size_px
     for top in range(0, height, TILE_PX):
         index = raster.rows(top, min(top + TILE_PX, height))
@@ -169,7 +164,7 @@ def _tiles(raster: Raster, colors: Colors) -> Iterator[Pixels]:
 
 
 def _description(heatmap: Heatmap, colors: Colors, downsample: int) -> bytes:
-    """For people, in UTF-8."""
+    """Return the text of the image description, in UTF-8."""
     words = (
         f"selfvitmil heat-map of {heatmap.slide} by {heatmap.model}: {heatmap.kind}, {heatmap.scale}, "
         f"evidence for {heatmap.prediction.shown}, colours {colors} from 0 to 1, "
@@ -181,8 +176,10 @@ def _description(heatmap: Heatmap, colors: Colors, downsample: int) -> bytes:
 # ----------------------------------------------------------------------------------------------------
 
 
+# ---------------------------------------------------------------------------------------------------- all files
+
 VERSION = 2
-"""Of how files are made from maps; a higher one makes them stale. Since 2 slides that are not called positive have
+"""Of how files are built from heatmaps; a higher one makes them stale. Since 2 slides that are not called positive have
 highest-ranked regions and no lesions."""
 LESION_COLUMNS = (
     "slide", "lesion", "score", "mean_score", "area_mm2", "diameter_um", "tile_um", "size", "x_l0", "y_l0", "tiles",
@@ -194,16 +191,16 @@ POINT_COLUMNS = ("slide", "detection", "x_l0", "y_l0")
 class ExportJob:
     """All that a worker needs to know."""
 
-    map_file: Path
+    heatmap_file: Path
     slide: SlideRef | None
-    """None where its file is not at hand; then no picture is drawn."""
+    """None where its file is not at hand; then no overlay is drawn."""
     annotation: Path | None
     settings: LocalizeSettings
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What became of one slide."""
+    """What was found in one heatmap and written from it."""
 
     cells: tuple[str, ...]
     """Of its row in the command's table."""
@@ -218,123 +215,119 @@ class ExportResult:
     """Whether the slide is not called positive."""
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
-    """Of what could not be made, though the map and all else could."""
+    """Of files that could not be written, though the heatmap and all else could."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """Some files that are made together, what they depend on, and how they are made."""
+class FileGroup:
+    """Files that are written together, what they depend on, and how they are written."""
 
     name: str
-    made_from: str
-    make: Callable[[], Sequence[Path]]
+    digest: str
+    write: Callable[[], Sequence[Path]]
 
 
 @dataclass
 class ExportRecord:
-    """`<slide>.json`: which files were made from what."""
+    """`<slide>.json`: which files were built from what."""
 
     map: str = ""
     products: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> ExportRecord:
+        """Read the record; an empty one where the file is missing or damaged, so that everything is rebuilt."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(told["map"]), {str(name): dict(value) for name, value in told["products"].items()})
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return cls(str(stored["map"]), {str(name): dict(value) for name, value in stored["products"].items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()  # then everything is rebuilt
+            return cls()
 
-    def files(self, product: str) -> list[str]:
-        """Return the names of the files of a product."""
-        return self.products.get(product, {}).get("files", [])
+    def files(self, group: str) -> list[str]:
+        """Return the names of the files of a group."""
+        return self.products.get(group, {}).get("files", [])
 
-    def freshness(self, folder: Path, product: Product) -> Freshness:
-        """Return whether the files of a product are up to date."""
-        if product.name not in self.products:
+    def freshness(self, folder: Path, group: FileGroup) -> Freshness:
+        """Return whether the files of a group are up to date."""
+        if group.name not in self.products:
             return MISSING
-        missing = [name for name in self.files(product.name) if not (folder / name).exists()]
+        missing = [name for name in self.files(group.name) if not (folder / name).exists()]
         if missing:
             return stale(*(Change(ChangeKind.MISSING_FILE, name) for name in missing))
-        return compare_digests(self.products[product.name].get("made_from"), product.made_from)
+        return compare_digests(self.products[group.name].get("made_from"), group.digest)
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"map": self.map, "products": self.products}, indent=1, sort_keys=True))
 
 
 def export_heatmap(job: ExportJob) -> ExportResult:
-    """Find lesions and points of a map and write the files that were asked for and are not current."""
+    """Find lesions and points of a heatmap and write the files that were asked for and are not up to date."""
     settings = job.settings
-    heatmap = read_heatmap(job.map_file)
-    lesions = find_lesions(heatmap, settings.lesion_threshold, settings.min_lesion_mm2)
+    heatmap = read_heatmap(job.heatmap_file)
+    regions = find_lesions(heatmap, settings.lesion_threshold, settings.min_lesion_mm2)
     points = find_points(heatmap, settings.point_radius_um, settings.point_min)
-    products, warnings = _wanted(job, heatmap, lesions)
-    found = () if heatmap.only_ranks else lesions
-    num_made, failure = _make(job, heatmap.slide, products)
+    warnings = list(heatmap.warnings)
+    if settings.pictures and job.slide is None:
+        warnings.append(
+            "no overlay is drawn: the slide's file does not exist; heatmap, lesions and exports are written"
+        )
+    num_made, failure = _write_stale(job, heatmap.slide, _wanted_files(job, heatmap, regions))
+    lesions = () if heatmap.only_ranks else regions
     return ExportResult(
-        cells=_cells(heatmap, found),
-        lesions=tuple(_lesion_row(lesion, settings.staging) for lesion in found),
+        cells=_cells(heatmap, lesions),
+        lesions=tuple(_lesion_row(lesion, settings.staging) for lesion in lesions),
         points=tuple(tuple(row) for row in points.tolist()),
         num_made=num_made,
         shows=shown_words(heatmap),
         only_ranks=heatmap.only_ranks,
-        warnings=(*heatmap.warnings, *warnings),
+        warnings=tuple(warnings),
         failure=failure,
     )
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
-def _wanted(job: ExportJob, heatmap: Heatmap, lesions: Sequence[Lesion]) -> tuple[list[Product], list[str]]:
-    """The products that were asked for, and why one of them cannot be."""
-    settings, slide = job.settings, heatmap.slide
-    folder = job.map_file.parent
+def _wanted_files(job: ExportJob, heatmap: Heatmap, regions: Sequence[Lesion]) -> list[FileGroup]:
+    settings, path = job.settings, job.heatmap_file.parent / heatmap.slide
     on_lesions = settings.lesion_threshold, settings.min_lesion_mm2
-    products: list[Product] = []
-    warnings: list[str] = []
+    groups: list[FileGroup] = []
 
-    def add(name: str, make: Callable[[], Sequence[Path]], *parts: Any) -> None:
-        products.append(Product(name, hash_of(VERSION, *parts), make))
+    def add(name: str, write: Callable[[], Sequence[Path]], *depends_on: Any) -> None:
+        groups.append(FileGroup(name, hash_of(VERSION, *depends_on), write))
 
     if settings.geojson != "none":
-        file = folder / f"{slide}.geojson{'.gz' * (settings.geojson == 'gzip')}"
-        add("geojson", partial(_geojson, file, heatmap, lesions), on_lesions, settings.geojson)
+        file = path.with_name(f"{path.name}.geojson{'.gz' * (settings.geojson == 'gzip')}")
+        add("geojson", lambda: [write_geojson(file, heatmap, regions)], on_lesions, settings.geojson)
     if settings.asap:
-        add("asap", partial(_asap, folder / f"{slide}.xml", heatmap, lesions), on_lesions)
+        add("asap", lambda: [write_asap(path.with_name(f"{path.name}.xml"), heatmap, regions)], on_lesions)
     if settings.tiff:
-        add("tiff", partial(_tiff, folder / f"{slide}.tiff", heatmap))
-    if settings.pictures and job.slide is None:
-        warnings.append("no picture is drawn, for the slide's file is not there; map, lesions and exports are made")
-    elif settings.pictures and job.slide is not None:
+        add("tiff", lambda: [write_pyramid(path.with_name(f"{path.name}.tiff"), heatmap)])
+    if settings.pictures and job.slide is not None:
         annotation = None if job.annotation is None else file_fingerprint(job.annotation)
         inputs = annotation, fingerprint(job.slide.path)
-        draw = partial(_pictures, job, job.slide, heatmap, lesions)
+        draw = partial(_draw_overlays, job, job.slide, heatmap, regions)
         add("pictures", draw, on_lesions, settings.colors, settings.picture_px, inputs)
-    return products, warnings
+    return groups
 
 
-def _make(job: ExportJob, slide: str, products: Sequence[Product]) -> tuple[int, Failure | None]:
-    """Make what is not current; how many files that were, and the failure among them."""
-    folder, record_file = job.map_file.parent, job.map_file.with_suffix(".json")
-    record, origin = ExportRecord.read(record_file), heatmap_made_from(job.map_file) or ""
-    origin = hash_of(origin)
-    if record.map != origin:  # what an earlier map gave and nobody makes anew would show what is no longer so
-        _remove(folder, [name for product in record.products for name in record.files(product)])
+def _write_stale(job: ExportJob, slide: str, groups: Sequence[FileGroup]) -> tuple[int, Failure | None]:
+    """Write what is not up to date; return how many files that were, and the failure among them."""
+    folder, record_file = job.heatmap_file.parent, job.heatmap_file.with_suffix(".json")
+    record, origin = ExportRecord.read(record_file), hash_of(heatmap_made_from(job.heatmap_file) or "")
+    if record.map != origin:  # files of an earlier heatmap that are not rebuilt would show what is no longer so
+        _remove(folder, [name for group in record.products for name in record.files(group)])
         record = ExportRecord(origin)
     num_made, failure = 0, None
-    for product in products:
-        if record.freshness(folder, product).is_up_to_date:
+    for group in groups:
+        if record.freshness(folder, group).is_up_to_date:
             continue
-        _remove(folder, record.files(product.name))
-        record.products.pop(product.name, None)
-        record.write(record_file)  # before: should we be killed, what is half new must not pass for what was there
+        _remove(folder, record.files(group.name))
+        record.products.pop(group.name, None)
+        record.write(record_file)  # before: if we are killed, what is half new must not pass for what was there
         try:
-            files = [path.name for path in product.make()]
+            files = [path.name for path in group.write()]
         except (SelfVitMilError, OSError) as error:
             failure = Failure.of(slide, "localize", error)
             continue
-        record.products[product.name] = {"made_from": product.made_from, "files": files}
+        record.products[group.name] = {"made_from": group.digest, "files": files}
         num_made += len(files)
     record.write(record_file)
     return num_made, failure
@@ -345,34 +338,13 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
         (folder / Path(name).name).unlink(missing_ok=True)
 
 
-def _geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
-
-    write_geojson(path, heatmap, lesions)
-    return [path]
-
-
-def _asap(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
-
-    write_asap(path, heatmap, lesions)
-    return [path]
-
-
-def _tiff(path: Path, heatmap: Heatmap) -> list[Path]:
-
-    write_pyramid(path, heatmap)
-    return [path]
-
-
-def _pictures(job: ExportJob, slide: SlideRef, heatmap: Heatmap, lesions: Sequence[Lesion]) -> list[Path]:
-    outlines = () if job.annotation is None else read_annotations(job.annotation, repair=True)
+def _draw_overlays(job: ExportJob, slide: SlideRef, heatmap: Heatmap, regions: Sequence[Lesion]) -> list[Path]:
+    annotations = () if job.annotation is None else read_annotations(job.annotation, repair=True)
     if job.annotation is not None:
-        check_annotations(outlines, heatmap.frame.size_l0, job.annotation.name)
+        check_annotations(annotations, heatmap.frame.size_l0, job.annotation.name)
     with slide.at_mpp(heatmap.frame.slide_mpp).open() as opened:
-        found = () if heatmap.only_ranks else lesions
-        return write_overlays(job.map_file.parent, heatmap, opened, job.settings, outlines, found)
-
-
-# ---------------------------------------------------------------------------------------------------- rows
+        lesions = () if heatmap.only_ranks else regions
+        return write_overlays(job.heatmap_file.parent, heatmap, opened, job.settings, annotations, lesions)
 
 
 def _lesion_row(lesion: Lesion, staging: str) -> tuple[Any, ...]:
@@ -387,10 +359,10 @@ def _cells(heatmap: Heatmap, lesions: Sequence[Lesion]) -> tuple[str, ...]:
     prediction = heatmap.prediction
     largest = max(lesions, key=lambda lesion: lesion.area_mm2, default=None)
     measured = "" if largest is None else f"{largest.area_mm2:.3g} mm2, {largest.size_words('none')}"
-    hottest = ""
+    highest = ""
     if heatmap.score.any():
         x, y = heatmap.coords_l0[highest_scoring_tile(heatmap)].tolist()
-        hottest = f"at {x}, {y}"
+        highest = f"at {x}, {y}"
     probability = f"{prediction.shown_probability:.3f} {prediction.shown}"
     number = "-" if heatmap.only_ranks else str(len(lesions))
-    return probability, prediction.decision, heatmap.kind, number, measured, hottest
+    return probability, prediction.decision, heatmap.kind, number, measured, highest

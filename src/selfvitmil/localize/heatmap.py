@@ -42,10 +42,12 @@ from selfvitmil.untrusted import open_hdf5
 SCHEMA = "selfvitmil.map"
 FORMAT_VERSION = 1
 MAIN_METHOD = "self-vit-mil"
-"""Stands first, and for the study, where there are maps or results of several methods."""
+"""Comes first where there are heatmaps or results of several methods."""
 COLUMNS = ("attention", "instance", "product", "effect")
-"""What a map may be made from: weight in the bag, probability of the tile alone, their product, and what the slide's
-probability loses when the tile is taken out."""
+"""Evidence that a heatmap may show: weight in the bag, probability of the tile alone, their product, and the drop of
+the slide's probability when the tile is left out."""
+STORED = ("slide", "model", "method", "kind", "scale", "gated")
+"""Fields of a heatmap that its file stores as they are."""
 
 Floats = NDArray[np.float32]
 
@@ -70,7 +72,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class SlidePrediction:
-    """What the model said of the slide; the very numbers of the evaluation."""
+    """The model's prediction for the slide; the same numbers as in the evaluation."""
 
     probability: tuple[float, ...]
     """Of being positive, or of each of several classes; mean over the seeds."""
@@ -82,22 +84,22 @@ class SlidePrediction:
     threshold_from: str
     classes: tuple[str, ...]
     shown: str
-    """Name of the class that the map shows evidence for."""
+    """Name of the class that the heatmap shows evidence for."""
     split: str
-    """Whose models made it."""
+    """The split whose models predict."""
     part: str
     """`test`, `val` or `train`: whether these models were trained on the slide; `new` for slides of no split."""
     seeds: tuple[int, ...]
 
     @property
     def is_positive(self) -> bool:
-        """Whether the decision is the class that the map shows, and of several classes none that means negative."""
+        """Whether the decision is the class that the heatmap shows, and of several classes none that means negative."""
         means_negative = len(self.classes) > 2 and is_negative_name(self.decision)
         return self.decision == self.shown and not means_negative
 
     @property
     def shown_probability(self) -> float:
-        """Probability of the class that the map shows."""
+        """Probability of the class that the heatmap shows."""
         if len(self.probability) == 1:
             return self.probability[0]
         return self.probability[self.classes.index(self.shown)]
@@ -105,7 +107,7 @@ class SlidePrediction:
 
 @dataclass(frozen=True, eq=False)
 class Heatmap:
-    """The map of one slide by one model."""
+    """The heatmap of one slide by one model."""
 
     slide: str
     model: str
@@ -113,11 +115,11 @@ class Heatmap:
     method: str
     """The aggregator."""
     kind: str
-    """What `score` was made from: one of `COLUMNS`."""
+    """The evidence behind `score`: one of `COLUMNS`."""
     scale: str
-    """How: `winsor`, `zero-outliers`, `percentile` or `none`."""
+    """Its scale: `winsor`, `zero-outliers`, `percentile` or `none`."""
     gated: bool
-    """Whether scores of slides that were not found positive are 0."""
+    """Whether scores of slides that are not called positive are 0."""
     frame: Frame
     prediction: SlidePrediction
     coords_l0: NDArray[np.int64]
@@ -165,7 +167,7 @@ class Heatmap:
         return self.coords_l0.astype(np.float64) + self.frame.extent_l0 / 2
 
     def as_grid(self, values: Floats | None = None) -> Floats:
-        """[row, column] of the scores, or of other (N,) values; NaN where there is no tile."""
+        """Return the scores, or other (N,) values, as an array [row, column]; NaN where there is no tile."""
         columns, rows = self.grid.max(axis=0, initial=-1) + 1
         picture = np.full((rows, columns), np.nan, np.float32)
         picture[self.grid[:, 1], self.grid[:, 0]] = self.score if values is None else values
@@ -173,7 +175,7 @@ class Heatmap:
 
 
 def main_first(model: str) -> tuple[bool, str]:
-    """Sorts names of models: those of the main method, then the others, by the alphabet."""
+    """Return the sort key of a model's name: those of the main method come first, each group in alphabetical order."""
     return MAIN_METHOD not in model, model
 
 
@@ -181,14 +183,9 @@ def main_first(model: str) -> tuple[bool, str]:
 
 
 def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
-    """Write atomically; equal maps give equal bytes."""
-    told = {
-        "slide": heatmap.slide,
-        "model": heatmap.model,
-        "method": heatmap.method,
-        "kind": heatmap.kind,
-        "scale": heatmap.scale,
-        "gated": heatmap.gated,
+    """Write a heatmap atomically; equal heatmaps give equal bytes."""
+    stored = {name: getattr(heatmap, name) for name in STORED}
+    stored |= {
         "verdict": asdict(heatmap.prediction),
         "warnings": list(heatmap.warnings),
         "details": dict(heatmap.details),
@@ -198,7 +195,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["made_from"] = made_from
         file.attrs["frame"] = json.dumps(asdict(heatmap.frame))
-        file.attrs["told"] = json.dumps(told, ensure_ascii=False)
+        file.attrs["told"] = json.dumps(stored, ensure_ascii=False)
         file.create_dataset("coords", data=heatmap.coords_l0.astype(np.int64))
         file.create_dataset("grid", data=heatmap.grid)
         for name, values in (("score", heatmap.score), ("detection", heatmap.detection)):
@@ -211,43 +208,38 @@ def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
 
 
 def read_heatmap(path: Path) -> Heatmap:
-    """Read a map; ArtefactError where the file is damaged or of another version."""
+    """Read a heatmap; raises ArtefactError where the file is damaged or of another version."""
     try:
         with open_hdf5(path) as file:
             heatmap = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
         why = without_folders(str(error)).strip("'\"")
-        raise ArtefactError(f"{path.name}: not a readable map", why, "Remove it and localize again") from None
+        raise ArtefactError(f"{path.name}: not a readable heatmap", why, "Remove it and localize again") from None
     if not all(len(values) == len(heatmap) for values in (heatmap.score, heatmap.detection)):
-        raise ArtefactError(f"{path.name}: not a readable map", "its parts differ in length", "Localize again")
+        raise ArtefactError(f"{path.name}: not a readable heatmap", "its parts differ in length", "Localize again")
     return heatmap
 
 
 def _read(file: Any) -> Heatmap:
     _check_version(file)
-    told, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
-    check_slide_name(told["slide"])
+    stored, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
+    check_slide_name(stored["slide"])
     return Heatmap(
-        slide=told["slide"],
-        model=told["model"],
-        method=told["method"],
-        kind=told["kind"],
-        scale=told["scale"],
-        gated=told["gated"],
+        **{name: stored[name] for name in STORED},
         frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
-        prediction=prediction_from_json(told["verdict"]),
+        prediction=prediction_from_json(stored["verdict"]),
         coords_l0=file["coords"][:],
         score=file["score"][:],
         detection=file["detection"][:],
         columns={name: values[:] for name, values in file.get("columns", {}).items()},
         annotated=file["annotated"][:] if "annotated" in file else None,
-        warnings=tuple(told["warnings"]),
-        details=told["details"],
+        warnings=tuple(stored["warnings"]),
+        details=stored["details"],
     )
 
 
 def heatmap_made_from(path: Path) -> str | None:
-    """What a map on disk was made from; None where there is none, or none that can be read."""
+    """Return what a heatmap on disk was built from; None where there is none, or none that can be read."""
     try:
         with open_hdf5(path) as file:
             _check_version(file)
@@ -281,7 +273,7 @@ MOST_OUTSIDE = 0.1
 
 @dataclass(frozen=True)
 class SlideGeometry:
-    """What a map needs to know of a slide beside its tiles; None where it is not known."""
+    """Resolution and size of a slide; None where unknown."""
 
     mpp: float | None = None
     size_l0: tuple[int, int] | None = None
@@ -304,15 +296,15 @@ def place_tiles(
     if bag.coords is None:
         raise BagError(
             f"{bag.slide}: its feature file has no coordinates",
-            "a map needs to know where each vector comes from",
+            "a heatmap needs the position of each embedding",
             "Give feature files with coordinates (.h5), or tile and embed the slide again",
         )
     facts = _facts(bag, table, look)
     if facts.mpp is None or facts.size_l0 is None:
-        missing = "its microns per pixel" if facts.mpp is None else "its size in pixels"
+        missing = "microns per pixel" if facts.mpp is None else "size in pixels"
         raise BagError(
-            f"{bag.slide}: neither its feature file nor anything else tells {missing}",
-            "so its tiles have no place in the slide",
+            f"{bag.slide}: {missing} is unknown: neither the feature file nor anything else has it",
+            "so the positions of its tiles are undefined",
             "Put the slide's file where cohort.csv names it; microns per pixel may also stand in its column mpp",
         )
     pixel = facts.mpp if bag.unit == "um" else 1.0
@@ -337,11 +329,11 @@ def place_tiles(
 
 
 def _facts(bag: Bag, table: TileTable | None, look: Callable[[], SlideGeometry] | None) -> SlideGeometry:
-    told = bag.attributes
-    mpp = float(told["level0_mpp"]) if "level0_mpp" in told else None
+    stored = bag.attributes
+    mpp = float(stored["level0_mpp"]) if "level0_mpp" in stored else None
     size = None
-    if "level0_width" in told and "level0_height" in told:
-        size = int(told["level0_width"]), int(told["level0_height"])
+    if "level0_width" in stored and "level0_height" in stored:
+        size = int(stored["level0_width"]), int(stored["level0_height"])
     if table is not None:
         mpp, size = mpp or table.slide_mpp, size or table.size_l0
     if look is not None and (mpp is None or size is None):
@@ -351,7 +343,7 @@ def _facts(bag: Bag, table: TileTable | None, look: Callable[[], SlideGeometry] 
 
 
 def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[float, int, tuple[str, ...]]:
-    """Edge of a tile in level-0 pixels, as the encoder saw it, and what to warn of."""
+    """Return the edge of a tile in level-0 pixels, as the encoder saw it, and warnings."""
     size_px = bag.attributes.get("patch_size", bag.attributes.get("tile_size_px"))
     if bag.tile_extent is not None:
         extent = bag.tile_extent / pixel
@@ -359,12 +351,12 @@ def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[fl
     steps = np.concatenate([np.diff(np.unique(axis)) for axis in coords_l0.T])
     if not len(steps):
         raise BagError(
-            f"{bag.slide}: its feature file does not say how large its tiles are",
-            "and its only tile has no neighbour to tell it by",
+            f"{bag.slide}: its feature file does not have the size of its tiles",
+            "and with one tile it cannot be measured",
             "Give feature files of TRIDENT, STAMP or selfvitmil",
         )
     extent = float(steps.min())
-    warning = f"its feature file does not say how large tiles are: taken as their least distance, {extent:g} px"
+    warning = f"its feature file does not have the size of tiles: taken as their least distance, {extent:g} px"
     return extent, int(size_px or round(extent)), (warning,)
 
 
@@ -383,15 +375,15 @@ def read_slide_geometry(ref: SlideRef) -> SlideGeometry:
 # ---------------------------------------------------------------------------------------------------- annotations
 
 
-def check_annotations(outlines: tuple[Annotation, ...], size_l0: tuple[int, int], name: str) -> tuple[str, ...]:
-    """Warnings on outlines that leave the slide; AnnotationError where they are most likely another slide's.
+def check_annotations(regions: tuple[Annotation, ...], size_l0: tuple[int, int], name: str) -> tuple[str, ...]:
+    """Return warnings on annotations that leave the slide; raises AnnotationError where they are another slide's.
 
-    The one rule of maps, pictures and lesion scores: points outside by more than `SLIP` are told of, and a file with a
-    larger share of them than `MOST_OUTSIDE` is refused. What lies outside counts nowhere. `name` is that of the file.
+    Heatmaps, overlays and lesion scores share this rule: points outside by more than `SLIP` are warned of, and a file
+    with a larger share of them than `MOST_OUTSIDE` is refused. What lies outside counts nowhere.
     """
-    points = np.concatenate([ring for each in outlines for ring in each.rings] or [np.empty((0, 2))])
+    points = np.concatenate([ring for each in regions for ring in each.rings] or [np.empty((0, 2))])
     if not len(points):
-        return (f"{name} has no outline",)
+        return (f"{name} has no contour",)
     slack = SLIP * max(size_l0)
     share = float(((points < -slack) | (points > np.asarray(size_l0) + slack)).any(axis=1).mean())
     if share > MOST_OUTSIDE:
@@ -404,24 +396,24 @@ def check_annotations(outlines: tuple[Annotation, ...], size_l0: tuple[int, int]
 
 
 def annotated_shares(
-    placement: TilePlacement, table: TileTable | None, outlines: tuple[Annotation, ...] | None
+    placement: TilePlacement, table: TileTable | None, regions: tuple[Annotation, ...] | None
 ) -> tuple[Floats | None, tuple[str, ...]]:
-    """(N,) share of each tile inside annotated tumour: from the tile table where it knows these tiles, else computed.
+    """Return (N,) shares of tiles inside annotated tumour: from the tile table where it has these tiles, else computed.
 
-    None where the slide has no annotation. Warns where outlined tumour touches not one tile.
+    None where the slide has no annotation. Warns where annotated tumour touches no tile.
     """
     shares = _from_table(placement.coords_l0, table)
-    if shares is None and outlines is not None:
+    if shares is None and regions is not None:
         boxes = boxes_l0(placement.coords_l0, placement.frame.extent_l0)
-        shares = annotations.box_coverage(outlines, boxes).astype(np.float32)
-    tumour = [each for each in outlines or () if each.kind == "tumour" and each.has_area]
+        shares = annotations.box_coverage(regions, boxes).astype(np.float32)
+    tumour = [each for each in regions or () if each.kind == "tumour" and each.has_area]
     if shares is not None and tumour and not shares.any():
         return shares, ("no tile lies in its annotated tumour: is the annotation of another slide?",)
     return shares, ()
 
 
 def _from_table(coords_l0: NDArray[np.int64], table: TileTable | None) -> Floats | None:
-    """The table's shares in the order of the bag, which may have fewer tiles; None where it knows not all of them."""
+    """Return the table's shares in the order of the bag, which may have fewer tiles; None where some are missing."""
     if table is None or table.annotated is None:
         return None
     rows = {(x, y): row for row, (x, y) in enumerate(table.coords_l0.tolist())}

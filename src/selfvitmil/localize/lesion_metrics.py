@@ -1,26 +1,26 @@
-"""Maps beside annotations: how well a map finds outlined lesions, and what it shows where there is none.
+"""Score heatmaps against annotations: how well they find annotated lesions, and what they show where there is none.
 
-A case is the map of a slide and what is known of the slide's lesions. Slides that cannot be scored fairly, as positive
-ones without an outline or with some lesions not outlined, are left out of all numbers here and named with the reason.
+A case is the heatmap of a slide and its annotation. Slides that cannot be scored fairly, as positive ones without an
+annotation or with some lesions not annotated, are left out of all metrics and listed with the reason.
 
 Scores, of the test cases:
 
-* FROC as the challenge computes it (`metrics.froc`), of points that `find_points` takes from the map. The mask is
+* FROC as the challenge computes it (`metrics.froc`), of points that `find_points` takes from the heatmap. The mask is
   filled straight from the polygons at level 5. In the frame `microns` its pixels are 0.243 * 32 um on every slide, and
   points are moved accordingly, so that 75 and 275 um are what they say; in the frame `challenge` they are 32 level-0
   pixels, taken as 0.243 um each, as its program does.
-* Areas at one threshold of the map's score. A tile stands for the square around its centre that is as wide as the way
-  to the next tile (or as the tile, where tiles stand apart), so that overlapping tiles count once. Coverage: share of
-  outlined tumour under tiles that reach the threshold; tumour where no tile lies counts as missed. False-positive area:
-  of these tiles outside outlines. Dice: twice the overlap by the sum of both areas. Lesions touched: those of the
-  challenge's evaluation mask, isolated tumour cells apart, with outlined tumour under such a tile.
-* The threshold is that of `THRESHOLDS` with the largest mean Dice over outlined validation slides, the middle one of
-  equals; without such slides it is the setting `lesion_threshold`. No test slide has a say.
-* Single tiles: one is tumour from `TUMOUR_SHARE` of it outlined on, normal below `NORMAL_SHARE`, and neither between,
+* Areas at one threshold of the heatmap's score. A tile stands for the square around its centre that is as wide as the
+  stride (or the tile, where that is smaller), so that overlapping tiles count once. Coverage: share of annotated tumour
+  under tiles that reach the threshold; tumour without a tile counts as missed. False-positive area: of these tiles
+  outside annotations. Dice: twice the overlap by the sum of both areas. Lesions touched: those of the
+  challenge's evaluation mask, isolated tumour cells apart, with annotated tumour under such a tile.
+* The threshold is that of `THRESHOLDS` with the largest mean Dice over annotated validation slides, the middle one of
+  equals; without such slides it is the setting `lesion_threshold`. No test slide is used.
+* Single tiles: one is tumour from `TUMOUR_SHARE` of it annotated on, normal below `NORMAL_SHARE`, and neither between,
   where it is left out. AUC and average precision within each slide, by score; and of all tiles of all slides together,
-  by detection, which compares across slides. Slides of different splits have maps of different models: their tiles are
-  ranked within splits, and that FROC puts their detections into one order is told in a warning.
-* Hit rate: how often the hottest tile, by score and among equals by what the score was made from, has outlined tumour.
+  by detection, which compares across slides. Slides of different splits have heatmaps of different models: their tiles
+  are ranked within splits, and a warning says that FROC puts their detections into one order.
+* Hit rate: how often the highest-scoring tile (among equals by the evidence behind the score) has annotated tumour.
 
 Limits are percentiles of a bootstrap that draws patients whole, positive and negative ones apart; of hit rates,
 Wilson's.
@@ -57,7 +57,7 @@ THRESHOLDS = np.arange(1, 201) / 200
 _MARGIN_PX = 16
 """Of evaluation masks around tumour: more than it grows by, which is 5."""
 FEW = 10
-"""Limits from fewer positive slides are told to be rough."""
+"""With fewer positive slides a warning says that limits are rough."""
 
 ONE_ORDER = (
     "FROC puts detections of the models of {} splits into one order, although their scores may differ in offset: "
@@ -73,20 +73,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LesionCase:
-    """The map of a slide, and what is known of its lesions. AnnotationError where outlines are another slide's."""
+    """The heatmap of a slide and its annotation. Raises AnnotationError where the annotation is another slide's."""
 
     heatmap: Heatmap
     annotations: tuple[Annotation, ...] | None = None
     """None where the slide has no annotation, as normal slides."""
     positive: bool | None = None
-    """Whether its label is the class that the map shows; None means: where it has annotations."""
+    """Whether its label is the class that the heatmap shows; None means: where it has annotations."""
     complete: bool = True
-    """Whether all lesions are outlined."""
+    """Whether all lesions are annotated."""
     patient: str = ""
     file: str = "its annotation"
     """Name of the annotation's file."""
     warnings: tuple[str, ...] = field(default=(), init=False)
-    """Of outlines that leave the slide."""
+    """On annotations that leave the slide."""
 
     def __post_init__(self) -> None:
         if self.positive is None:
@@ -103,43 +103,41 @@ class LesionCase:
 
     @property
     def tumour(self) -> list[Annotation]:
-        """What is outlined as tumour."""
+        """Return what is annotated as tumour."""
         return [one for one in self.annotations or () if one.kind == "tumour" and one.has_area]
 
     @property
     def refused(self) -> str:
         """Why it cannot be scored; empty where it can."""
         if not len(self.heatmap):
-            return "its map has no tile"
+            return "its heatmap has no tile"
         if not self.complete:
-            return "not all of its lesions are outlined"
+            return "not all of its lesions are annotated"
         if self.positive and self.annotations is None:
             return "it is positive and has no annotation"
         if self.positive and not self.tumour:
             groups = sorted({one.group for one in self.annotations or ()}) or ["none"]
-            return f"it is positive and {self.file} outlines no tumour (groups: {listing(groups)})"
+            return f"it is positive and {self.file} has no tumour (groups: {listing(groups)})"
         if not self.positive and self.tumour:
-            return f"{self.file} outlines tumour, but its label is not {self.heatmap.prediction.shown}"
+            return f"{self.file} has tumour, but its label is not {self.heatmap.prediction.shown}"
         return ""
 
 
 def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
-    """The case of a cohort's slide from its map and the annotation that the cohort names.
+    """Return the case of a cohort's slide from its heatmap and the annotation that the cohort names.
 
-    Raises ArtefactError where the map is unreadable or of another slide, AnnotationError where the annotation is
+    Raises ArtefactError where the heatmap is unreadable or of another slide, AnnotationError where the annotation is
     unreadable or of another slide, CohortError where the slide has no label.
     """
     found = heatmap if isinstance(heatmap, Heatmap) else read_heatmap(heatmap)
     if found.slide != row.slide:
         raise ArtefactError(
-            f"{row.slide}: its map is of {found.slide}",
+            f"{row.slide}: its heatmap is of {found.slide}",
             "heatmaps are scored against the slide's own lesions",
             "Localize again",
         )
     if row.label is None:
-        raise CohortError(
-            f"{row.slide}: it has no label", "so a map of it is neither right nor wrong", "Fill the column label"
-        )
+        raise CohortError(f"{row.slide}: it has no label", "so its heatmap cannot be scored", "Fill the column label")
     return LesionCase(
         found,
         None if row.annotation is None else read_annotations(row.annotation, repair=True),
@@ -160,7 +158,7 @@ def common_cases(
     first = next(iter(cases.values()), ())
     kept = {name: [own[case.slide] for case in first if case.slide in everywhere] for name, own in slides.items()}
     warnings = [
-        f"{name} has no map of {listing(missing)}: left out for all"
+        f"{name} has no heatmap of {listing(missing)}: left out for all"
         for name, own in slides.items()
         if (missing := sorted(anywhere - own.keys()))
     ]
@@ -171,7 +169,7 @@ def common_cases(
 
 
 def tumour_shares(case: LesionCase, edge_l0: float) -> Floats:
-    """(N,) share of the square of this edge around each tile's centre that is outlined as tumour."""
+    """(N,) share of the square of this edge around each tile's centre that is annotated as tumour."""
     if not case.positive:
         return np.zeros(len(case.heatmap))
     centres = case.heatmap.centres_l0
@@ -181,14 +179,14 @@ def tumour_shares(case: LesionCase, edge_l0: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Areas:
-    """The tiles of a map against the outlines."""
+    """The tiles of a heatmap against the annotations."""
 
     score: NDArray[np.float32]
-    outlined: Floats
+    annotated: Floats
     """(N,) share of each tile's square."""
     square_mm2: float
     tumour_mm2: float
-    """Outlined in all, also where no tile lies."""
+    """Annotated in all, also where no tile lies."""
 
     @classmethod
     def of(cls, case: LesionCase) -> _Areas:
@@ -200,12 +198,12 @@ class _Areas:
         return cls(case.heatmap.score, shares, edge**2 * pixel_mm2, whole * width * height * pixel_mm2)
 
     def at(self, thresholds: Floats) -> tuple[Floats, Floats]:
-        """For each threshold the area of the tiles that reach it, and that of outlined tumour under them, in mm2."""
+        """For each threshold the area of the tiles that reach it, and that of annotated tumour under them, in mm2."""
         order = np.argsort(-self.score, kind="stable")
-        outlined = np.concatenate([[0.0], np.cumsum(self.outlined[order])])
+        annotated = np.concatenate([[0.0], np.cumsum(self.annotated[order])])
         # In float32, as lesions are found.
         count = np.searchsorted(-self.score[order], -thresholds.astype(np.float32), "right")
-        return count.astype(np.float64) * self.square_mm2, outlined[count] * self.square_mm2
+        return count.astype(np.float64) * self.square_mm2, annotated[count] * self.square_mm2
 
     def dice(self, thresholds: Floats) -> Floats:
         marked, covered = self.at(thresholds)
@@ -224,15 +222,15 @@ def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Scored
     heatmap, areas = case.heatmap, _Areas.of(case)
     marked, covered = (float(area[0]) for area in areas.at(np.array([threshold])))
     apart = heatmap.frame.stride_l0 >= heatmap.frame.extent_l0
-    share = areas.outlined if apart else tumour_shares(case, heatmap.frame.extent_l0)
+    share = areas.annotated if apart else tumour_shares(case, heatmap.frame.extent_l0)
     tumour, normal = share >= TUMOUR_SHARE, share < NORMAL_SHARE
     known = tumour | normal
     peaks, is_itc = _lesion_peaks(case, frame) if case.positive else (np.empty(0, np.float32), np.empty(0, bool))
     touched = peaks >= np.float32(threshold)
     two_kinds = tumour.any() and normal.any()
-    hottest = highest_scoring_tile(heatmap)
-    found = bool(heatmap.score[hottest] > 0)
-    x, y = heatmap.centres_l0[hottest].tolist()
+    highest = highest_scoring_tile(heatmap)
+    found = bool(heatmap.score[highest] > 0)
+    x, y = heatmap.centres_l0[highest].tolist()
     scored = ScoredSlide(
         slide=case.slide,
         patient=case.patient,
@@ -242,7 +240,7 @@ def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Scored
         threshold=threshold,
         tissue_mm2=len(heatmap) * areas.square_mm2,
         tumour_mm2=areas.tumour_mm2,
-        reachable_mm2=float(areas.outlined.sum()) * areas.square_mm2,
+        reachable_mm2=float(areas.annotated.sum()) * areas.square_mm2,
         covered_mm2=covered,
         marked_mm2=marked,
         false_mm2=max(0.0, marked - covered),
@@ -258,8 +256,8 @@ def _score_slide(case: LesionCase, threshold: float, frame: str) -> tuple[Scored
         tile_ap=metrics.average_precision(tumour[known], heatmap.score[known]) if two_kinds else math.nan,
         hottest_x_l0=x,
         hottest_y_l0=y,
-        hit=found and bool(share[hottest] >= NORMAL_SHARE) if case.positive else None,
-        hit_half=found and bool(tumour[hottest]) if case.positive else None,
+        hit=found and bool(share[highest] >= NORMAL_SHARE) if case.positive else None,
+        hit_half=found and bool(tumour[highest]) if case.positive else None,
     )
     return scored, _Tiles(heatmap.detection[known], tumour[known])
 
@@ -274,14 +272,14 @@ def _pixel_l0(heatmap: Heatmap, frame: str) -> float:
 
 
 def _mask(case: LesionCase, frame: str) -> NDArray[np.bool_]:
-    told = case.heatmap.frame
-    mpp = _pixel_l0(case.heatmap, frame) * told.slide_mpp
-    return to_mask(case.annotations or (), told.size_l0, told.slide_mpp, mpp)
+    slide = case.heatmap.frame
+    mpp = _pixel_l0(case.heatmap, frame) * slide.slide_mpp
+    return to_mask(case.annotations or (), slide.size_l0, slide.slide_mpp, mpp)
 
 
 def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """For each lesion of the evaluation mask the best score of a tile with its outlined tumour (-1 where no tile lies),
-    and whether it is isolated tumour cells."""
+    """Return for each lesion of the evaluation mask the best score of a tile with its annotated tumour (-1 where there
+    is no tile), and whether it is isolated tumour cells."""
     heatmap, tumour = case.heatmap, _mask(case, frame)
     columns, lines = (np.flatnonzero(tumour.any(axis=axis)) for axis in (0, 1))
     if not len(columns):
@@ -292,9 +290,9 @@ def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], ND
     labels = evaluation_mask(tumour, CHALLENGE_LEVEL, CHALLENGE_MPP)
     y, x = np.nonzero(tumour)
     centre = (np.stack([x + left, y + top], axis=1) + 0.5) * _pixel_l0(heatmap, frame)
-    told = heatmap.frame
-    corner = np.asarray(heatmap.origin_l0) + (told.extent_l0 - told.stride_l0) / 2
-    column, line = np.floor((centre - corner) / told.stride_l0).astype(np.int64).T
+    extent_l0, stride_l0 = heatmap.frame.extent_l0, heatmap.frame.stride_l0
+    corner = np.asarray(heatmap.origin_l0) + (extent_l0 - stride_l0) / 2
+    column, line = np.floor((centre - corner) / stride_l0).astype(np.int64).T
     picture = heatmap.as_grid()
     height, width = picture.shape
     inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
@@ -306,7 +304,7 @@ def _lesion_peaks(case: LesionCase, frame: str) -> tuple[NDArray[np.float32], ND
 
 
 class _FrocCases(Sequence[tuple[Any, Any]]):
-    """Cases for `metrics.froc`, each made when it is asked for: masks of a hundred slides would fill the memory."""
+    """Cases for `metrics.froc`, each built when it is asked for: masks of a hundred slides would fill the memory."""
 
     def __init__(self, cases: Sequence[LesionCase], settings: LocalizeSettings):
         self.cases, self.settings = cases, settings
@@ -327,7 +325,7 @@ class _FrocCases(Sequence[tuple[Any, Any]]):
 
 
 def choose_threshold(val_cases: Sequence[LesionCase], settings: LocalizeSettings) -> Threshold:
-    """That with the largest mean Dice over outlined validation slides; else the setting `lesion_threshold`."""
+    """Return that with the largest mean Dice over annotated validation slides; else the setting `lesion_threshold`."""
     usable = [case for case in val_cases if case.positive and not case.refused]
     fixed = f"localize.lesion_threshold {settings.lesion_threshold:g}"
     if not usable:
@@ -350,7 +348,7 @@ def score_lesions(
     settings: LocalizeSettings,
     evaluate: EvaluateSettings,
 ) -> LesionScores:
-    """All scores of the maps of one model.
+    """Score the heatmaps of one model.
 
     MetricError where no slide can be scored, or cases do not belong together.
     """
@@ -360,7 +358,9 @@ def score_lesions(
     if not cases:
         listed = listing(f"{slide}: {why}" for slide, why in left_out)
         raise MetricError(
-            f"none of {len(test_cases)} heatmaps can be scored", listed or "there is no map of a test slide", "Localize"
+            f"none of {len(test_cases)} heatmaps can be scored",
+            listed or "there is no heatmap of a test slide",
+            "Localize",
         )
     threshold = choose_threshold(val_cases, settings)
     scored = [_score_slide(case, threshold.value, settings.froc_frame) for case in cases]
@@ -400,22 +400,24 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
     names = [case.slide for case in (*test_cases, *val_cases)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MetricError(
-            f"several maps of {listing(twice)}", "a slide counts once, to choose or to evaluate", "Pass each slide once"
+            f"several heatmaps of {listing(twice)}",
+            "a slide counts once, to choose or to evaluate",
+            "Pass each slide once",
         )
-    told = {(case.heatmap.model, case.heatmap.kind, case.heatmap.scale, case.heatmap.gated,
+    kinds = {(case.heatmap.model, case.heatmap.kind, case.heatmap.scale, case.heatmap.gated,
              case.heatmap.prediction.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
-    if len(told) > 1:
-        listed = listing(sorted(", ".join(map(str, one)) for one in told))
+    if len(kinds) > 1:
+        listed = listing(sorted(", ".join(map(str, one)) for one in kinds))
         raise MetricError(
-            "maps of different kinds",
-            f"model, what is mapped, scale, gating and class are {listed}",
+            "heatmaps of different kinds",
+            f"model, evidence, scale, gating and class are {listed}",
             "Localize all slides by one model with the same settings",
         )
     for cases, parts, what in ((test_cases, ("test", "new"), "evaluate"), (val_cases, ("val",), "choose a threshold")):
         wrong = [f"{case.slide} ({part})" for case in cases if (part := case.heatmap.prediction.part) not in parts]
         if wrong:
             raise MetricError(
-                f"maps of slides that may not {what}: {listing(wrong)}",
+                f"heatmaps of slides that may not {what}: {listing(wrong)}",
                 "a model is evaluated on slides that neither trained it nor chose its threshold",
                 "Pass heatmaps of test slides to evaluate, of validation slides to choose the threshold",
             )

@@ -49,10 +49,10 @@ from selfvitmil.store.files import csv_text, write_text
 
 SCORES = {
     "froc": "FROC score: mean sensitivity at 1/4, 1/2, 1, 2, 4 and 8 false positives per slide",
-    "coverage": "share of outlined tumour area covered, mean over slides",
-    "coverage_pooled": "share of outlined tumour area covered, all slides together",
-    "lesions_touched": "share of outlined lesions touched, those under 0.2 mm apart",
-    "dice": "Dice overlap with the outlines, mean over positive slides",
+    "coverage": "share of annotated tumour area covered, mean over slides",
+    "coverage_pooled": "share of annotated tumour area covered, all slides together",
+    "lesions_touched": "share of annotated lesions touched, those under 0.2 mm apart",
+    "dice": "Dice overlap with the annotations, mean over positive slides",
     "false_mm2_positive": "false-positive area on positive slides, mm2 per slide",
     "false_share_positive": "share of normal tissue on positive slides that is false-positive",
     "false_mm2_negative": "false-positive area on negative slides, mm2 per slide",
@@ -60,10 +60,10 @@ SCORES = {
     "called_mm2_negative": "the same, counting only negative slides that the model calls positive",
     "tile_auc": "AUC of tiles within a slide, mean over positive slides",
     "tile_ap": "average precision of tiles within a slide, mean over positive slides",
-    "hit_rate": "share of positive slides whose hottest tile has outlined tumour",
-    "hit_rate_half": "share of positive slides whose hottest tile is tumour by the rule for tiles",
+    "hit_rate": "share of positive slides whose highest-scoring tile has annotated tumour",
+    "hit_rate_half": "share of positive slides whose highest-scoring tile is tumour by the rule for tiles",
 }
-"""Names and meanings of the scores that have limits."""
+"""Names and meanings of the scores that have confidence intervals."""
 
 Floats = NDArray[np.float64]
 Json = dict[str, Any]
@@ -84,15 +84,15 @@ class ScoredSlide:
     """Under tiles."""
     tumour_mm2: float
     reachable_mm2: float
-    """Outlined tumour under any tile."""
+    """Annotated tumour under any tile."""
     covered_mm2: float
-    """Outlined tumour under tiles that reach the threshold."""
+    """Annotated tumour under tiles that reach the threshold."""
     marked_mm2: float
     """Tiles that reach the threshold."""
     false_mm2: float
     dice: float
     lesions: int
-    """Outlined ones that count: not those under 0.2 mm, which the challenge takes for isolated tumour cells."""
+    """Annotated ones that count: not those under 0.2 mm, which the challenge takes for isolated tumour cells."""
     touched: int
     itc: int
     itc_touched: int
@@ -104,19 +104,19 @@ class ScoredSlide:
     hottest_x_l0: float
     hottest_y_l0: float
     hit: bool | None
-    """Whether the hottest tile has outlined tumour; None for negative slides."""
+    """Whether the highest-scoring tile has annotated tumour; None for negative slides."""
     hit_half: bool | None
     """Whether it is tumour by the rule for tiles."""
 
     @property
     def normal_mm2(self) -> float:
-        """Under tiles and not outlined."""
+        """Under tiles and not annotated."""
         return self.tissue_mm2 - self.reachable_mm2
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Where a map's score marks a tile, and where that comes from."""
+    """The score from which a tile is marked, and where that comes from."""
 
     value: float
     words: str
@@ -126,7 +126,7 @@ class Threshold:
 
 @dataclass(frozen=True, eq=False)
 class LesionScores:
-    """How the maps of one model agree with the outlines of the test slides."""
+    """How the heatmaps of one model agree with the annotations of the test slides."""
 
     slides: tuple[ScoredSlide, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -149,31 +149,31 @@ class LesionScores:
     @cached_property
     def ratios(self) -> dict[str, tuple[Floats, Floats]]:
         """Each score but FROC as two numbers per slide: its value is the sum of the first by that of the second."""
-        told = {
+        per_slide = {
             name: np.array([getattr(slide, name) for slide in self.slides], dtype=np.float64) for name in _PER_SLIDE
         }
         positive, called = self.positive, np.array([slide.called for slide in self.slides])
-        false, normal = told["false_mm2"], told["normal_mm2"]
+        false, normal = per_slide["false_mm2"], per_slide["normal_mm2"]
 
         def mean(values: Floats, among: NDArray[np.bool_]) -> tuple[Floats, Floats]:
             valid = among & np.isfinite(values)
             return np.where(valid, values, 0.0), valid.astype(np.float64)
 
-        covered, tumour = told["covered_mm2"], told["tumour_mm2"]
+        covered, tumour = per_slide["covered_mm2"], per_slide["tumour_mm2"]
         return {
             "coverage": mean(covered / np.where(tumour > 0, tumour, np.nan), positive),
             "coverage_pooled": (covered, tumour),
-            "lesions_touched": (told["touched"], told["lesions"]),
-            "dice": mean(told["dice"], positive),
+            "lesions_touched": (per_slide["touched"], per_slide["lesions"]),
+            "dice": mean(per_slide["dice"], positive),
             "false_mm2_positive": mean(false, positive),
             "false_share_positive": (false * positive, normal * positive),
             "false_mm2_negative": mean(false, ~positive),
             "false_share_negative": (false * ~positive, normal * ~positive),
             "called_mm2_negative": mean(false * called, ~positive),
-            "tile_auc": mean(told["tile_auc"], positive),
-            "tile_ap": mean(told["tile_ap"], positive),
-            "hit_rate": mean(told["hit"], positive),
-            "hit_rate_half": mean(told["hit_half"], positive),
+            "tile_auc": mean(per_slide["tile_auc"], positive),
+            "tile_ap": mean(per_slide["tile_ap"], positive),
+            "hit_rate": mean(per_slide["hit"], positive),
+            "hit_rate_half": mean(per_slide["hit_half"], positive),
         }
 
     @cached_property
@@ -273,8 +273,8 @@ def limits(value: float, values_R: Floats, level: float) -> Interval:
 
 
 def _plain(slide: ScoredSlide) -> dict[str, Any]:
-    told = {name: getattr(slide, name) for name in ScoredSlide.__dataclass_fields__}
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in told.items()}
+    values = {name: getattr(slide, name) for name in ScoredSlide.__dataclass_fields__}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def record_csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -446,15 +446,15 @@ class LesionTable:
         }
 
 
-def lesion_cells(told: Mapping[str, Any], *, intervals: bool = False) -> list[list[str]]:
+def lesion_cells(stored: Mapping[str, Any], *, intervals: bool = False) -> list[list[str]]:
     """Return header and rows of the table in a `lesions.json` of several models; headers may have two lines."""
-    methods: Mapping[str, Any] = told["methods"]
+    methods: Mapping[str, Any] = stored["methods"]
     found = (score for own in methods.values() for score in own["scores"].values() if score)
     level = next((f" [{percent(score['level'])}]" for score in found), "")
     rest = level if intervals else ""
     header = ["maps of", f"FROC{level}", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
     header += ["threshold", *(f"p\n{COLUMNS[name].replace(chr(10), ' ')}" for name in TESTED)]
-    rows = [_line(name, own, told["differences"].get(name, {}), intervals) for name, own in methods.items()]
+    rows = [_line(name, own, stored["differences"].get(name, {}), intervals) for name, own in methods.items()]
     return [header, *rows]
 
 
@@ -468,17 +468,17 @@ def _line(name: str, own: Mapping[str, Any], tests: Mapping[str, Any], intervals
     ]
 
 
-def lesion_notes(told: Mapping[str, Any]) -> list[str]:
+def lesion_notes(stored: Mapping[str, Any]) -> list[str]:
     """Return what stands below that table."""
-    methods: Mapping[str, Any] = told["methods"]
+    methods: Mapping[str, Any] = stored["methods"]
     first = next(iter(methods.values()))
     slides = f"{first['slides']['positive']} positive and {first['slides']['negative']} negative test slides"
     notes = [
-        f"Maps of {slides} beside their outlines; FROC in the frame {first['froc_frame']!r}.",
+        f"Heatmaps of {slides} against their annotations; FROC in the frame {first['froc_frame']!r}.",
         *(f"{head.replace(chr(10), ' ')}: {SCORES[score]}." for score, head in COLUMNS.items()),
     ]
     if len(methods) > 1:
-        notes.append(f"p: paired bootstrap over slides against {told['baseline']}, two-sided, not corrected.")
+        notes.append(f"p: paired bootstrap over slides against {stored['baseline']}, two-sided, not corrected.")
     origins = {name: own["threshold"]["from"] for name, own in methods.items()}
     if len(set(origins.values())) == 1:
         notes.append(f"Threshold of every row: {origins.popitem()[1]}.")
@@ -490,7 +490,9 @@ def lesion_notes(told: Mapping[str, Any]) -> list[str]:
 def compare_lesions(scores: Mapping[str, LesionScores], baseline: str) -> LesionTable:
     """Rows in the given order, each but the baseline compared with it; MetricError unless scored alike."""
     if baseline not in scores:
-        raise MetricError(f"no maps of the baseline {baseline!r}", f"there are those of {listing(scores)}", "Name one")
+        raise MetricError(
+            f"no heatmaps of the baseline {baseline!r}", f"there are those of {listing(scores)}", "Name one"
+        )
     _check_alike(scores)
     base, found = scores[baseline], {name: own for name, own in scores.items() if name != baseline}
     differences: dict[str, dict[str, Difference]] = {name: {} for name in found}
@@ -510,13 +512,13 @@ def compare_lesions(scores: Mapping[str, LesionScores], baseline: str) -> Lesion
 def _check_alike(scores: Mapping[str, LesionScores]) -> None:
     names = list(scores)
     first = scores[names[0]]
-    told = ("froc_frame", "point_radius_um", "point_min", "tumour_share")
+    rules = ("froc_frame", "point_radius_um", "point_min", "tumour_share")
     for name in names[1:]:
         own = scores[name]
         same_slides = [(s.slide, s.positive, s.patient) for s in own.slides] == [
             (s.slide, s.positive, s.patient) for s in first.slides
         ]
-        same_rules = own.evaluate == first.evaluate and all(own.about[key] == first.about[key] for key in told)
+        same_rules = own.evaluate == first.evaluate and all(own.about[key] == first.about[key] for key in rules)
         if not (same_slides and same_rules):
             raise MetricError(
                 f"heatmaps of {names[0]} and of {name} were scored on different slides or in different ways",
@@ -582,7 +584,7 @@ def _caption(scores: Mapping[str, LesionScores], curves: Mapping[str, Froc]) -> 
     froc, positive = next(iter(curves.values())), int(first.positive.sum())
     lesions = sum(case.num_lesions for case in froc.cases)
     itc = sum(len(case.itc_labels) for case in froc.cases)
-    told = [f"{name} {figures.with_limits(found)}" for name in curves if (found := scores[name].intervals["froc"])]
+    scored = [f"{name} {figures.with_limits(found)}" for name in curves if (found := scores[name].intervals["froc"])]
     level = figures.percent(first.evaluate.confidence)
     sizes = "true microns" if first.about["froc_frame"] == "microns" else "level-0 pixels taken as 0.243 um"
     sure = any(found and found.low == found.high for name in curves if (found := scores[name].intervals["froc"]))
@@ -590,7 +592,7 @@ def _caption(scores: Mapping[str, LesionScores], curves: Mapping[str, Froc]) -> 
     few = f", {itc} under 0.2 mm not counted" if itc else ""
     return [
         f"{positive} positive and {len(first.slides) - positive} negative slides, {lesions} lesions{few}.",
-        f"Marks: the six rates whose mean is the score: {'; '.join(told)} ({level} limits, bootstrap over slides).",
+        f"Marks: the six rates whose mean is the score: {'; '.join(scored)} ({level} limits, bootstrap over slides).",
         "Limits have no width where all resamples agree; that is no certainty." if sure else "",
         "Thin dots: no more points; the last sensitivity holds." if short else "",
         f"Points at least {first.about['point_radius_um']:g} um apart; sizes in {sizes}.",
@@ -615,8 +617,8 @@ def write_lesion_table(folder: Path, table: LesionTable, *, protocol: Protocol =
     return _write_figure(folder / "froc.svg", table.scores, protocol)
 
 
-def _write_json(path: Path, told: dict[str, Any]) -> None:
-    write_text(path, json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _write_figure(path: Path, scores: Mapping[str, LesionScores], protocol: Protocol) -> list[str]:

@@ -53,7 +53,7 @@ LINES_FROM_PX = 24
 
 @dataclass(frozen=True, eq=False)
 class Raster:
-    """The tiles of a map as rectangles of whole pixels of some picture."""
+    """The tiles of a heatmap as rectangles of whole pixels of some picture."""
 
     boxes_px: NDArray[np.int64]
     """(N, 4) x0, y0, x1, y1, half open, cut to the picture; none is empty."""
@@ -211,20 +211,20 @@ def scale_bar(mpp: float, most_px: float) -> tuple[float, str]:
 
 
 def score_words(heatmap: Heatmap) -> str:
-    """What the colours mean."""
+    """Return what the colours mean."""
     kind, scale = KINDS.get(heatmap.kind, heatmap.kind), SCALES.get(heatmap.scale, heatmap.scale)
     tile = f"Tiles of {heatmap.frame.extent_l0 * heatmap.frame.slide_mpp:.3g} µm."
     return f"Score: evidence for {heatmap.prediction.shown}, by {kind}; {scale}. {tile}"
 
 
 def shown_words(heatmap: Heatmap) -> str:
-    """What the heatmap shows, and why that and nothing else."""
+    """Return which evidence the heatmap shows, and why."""
     why = heatmap.details.get("shown_because", "")
     return f"{KINDS.get(heatmap.kind, heatmap.kind)}{f': {why}' if why else ''}"
 
 
 def prediction_words(heatmap: Heatmap) -> str:
-    """Probability, decision, and where its threshold came from."""
+    """Return probability, decision, and where its threshold came from."""
     prediction = heatmap.prediction
     if prediction.threshold is None:
         rule = "the most probable class" if not prediction.threshold_from else prediction.threshold_from
@@ -235,14 +235,14 @@ def prediction_words(heatmap: Heatmap) -> str:
 
 
 def caveats(heatmap: Heatmap) -> str:
-    """What must not be overlooked in this map; mostly nothing."""
+    """Return what must not be overlooked in this heatmap; mostly nothing."""
     prediction, words = heatmap.prediction, []
     if not prediction.is_positive:
         shown = "all scores are set to 0" if heatmap.gated else RANKS_ONLY
         instead = "" if prediction.decision == prediction.shown else f", not {prediction.shown}"
         words.append(f"Called {prediction.decision}{instead}: {shown}.")
     elif not heatmap.score.any():
-        words.append("The tiles do not differ: the map points nowhere.")
+        words.append("The tiles do not differ: the heatmap is uninformative.")
     if prediction.part == "train":
         words.append("The model was trained on this slide.")
     if heatmap.model.endswith("_optimistic"):
@@ -251,7 +251,7 @@ def caveats(heatmap: Heatmap) -> str:
 
 
 def model_words(heatmap: Heatmap) -> str:
-    """Whose map it is, and whether the slide was new to the model."""
+    """Return the model, and whether the slide was new to it."""
     prediction = heatmap.prediction
     trainings = f", mean of {len(prediction.seeds)} trainings" if len(prediction.seeds) > 1 else ""
     split = f", split {prediction.split}" if prediction.split else ""
@@ -350,7 +350,7 @@ def draw_overlay(
     frame_l0: BoxL0 | None = None,
     beside: bool = False,
 ) -> Image.Image:
-    """The page for one map.
+    """Draw the page for one heatmap.
 
     `thumbnail` shows `box_l0` of the slide, or all of it, at `thumbnail_mpp`. `annotations` are drawn, and `lesions`,
     regions that were found. `title` stands for the slide's name. `frame_l0` marks a region that another picture
@@ -498,7 +498,7 @@ class _Mark:
 
 
 def _marks(annotations: Sequence[Annotation], lesions: Sequence[Lesion], frame_l0: BoxL0 | None) -> list[_Mark]:
-    """What is drawn over the tiles; annotations last, since they are the truth."""
+    """Return what is drawn over the tiles; annotations last, since they are the ground truth."""
     words = {"tumour": ("annotated", ANNOTATED), "excluded": ("annotated: left out", EXCLUDED)}
     marks = [_Mark("found by the model", FOUND, lesion.annotation.rings) for lesion in lesions]
     for kind in ("other", "excluded", "tumour"):
@@ -540,7 +540,7 @@ def _marked(panel: Image.Image, marks: list[_Mark], view: _View, width: int) -> 
 
 
 def _thinned(points: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """Without points that lie in the same pixel as the one before: outlines may have very many."""
+    """Leave out points in the same pixel as the one before: contours may have very many."""
     pixel = np.rint(points)
     kept = np.append(True, (pixel[1:] != pixel[:-1]).any(axis=1))
     return [(float(x), float(y)) for x, y in points[kept]]
@@ -576,18 +576,18 @@ def _rgb(color: Pixels) -> tuple[int, int, int]:
 
 
 def zoom_box(heatmap: Heatmap, lesions: Sequence[Lesion] = ()) -> BoxL0 | None:
-    """The square around the hottest lesion, else the hottest tile; None where no tile has any score."""
+    """Return the square around the highest-scoring lesion, else tile; None where no tile has a score above 0."""
     if not len(heatmap) or heatmap.score.max() <= 0:
         return None
     frame = heatmap.frame
     least, most = (tiles * frame.extent_l0 for tiles in ZOOM_TILES)
     centre, edge = heatmap.centres_l0[highest_scoring_tile(heatmap)], least
     if lesions:
-        hottest = max(lesions, key=lambda lesion: (lesion.score, lesion.area_mm2))
-        low, high = hottest.annotation.polygon.min(axis=0), hottest.annotation.polygon.max(axis=0)
+        highest = max(lesions, key=lambda lesion: (lesion.score, lesion.area_mm2))
+        low, high = highest.annotation.polygon.min(axis=0), highest.annotation.polygon.max(axis=0)
         edge = max(float((high - low).max()) + 4 * frame.extent_l0, least)
-        # Of a lesion too large to be enlarged, the part around its hottest tile is shown.
-        centre = (low + high) / 2 if edge <= most else np.array(hottest.peak_l0)
+        # Of a lesion too large to be enlarged, the part around its highest-scoring tile is shown.
+        centre = (low + high) / 2 if edge <= most else np.array(highest.peak_l0)
     edge = min(edge, most, *frame.size_l0)
     x0, y0 = (
         round(float(np.clip(c - edge / 2, 0, size - edge))) for c, size in zip(centre, frame.size_l0, strict=True)
@@ -603,9 +603,9 @@ def write_overlays(
     annotations: Sequence[Annotation] = (),
     lesions: Sequence[Lesion] = (),
 ) -> list[Path]:
-    """Write `<slide>_<colours>.png` of the whole slide and `<slide>_zoom_<colours>.png` of its hottest region.
+    """Write `<slide>_<colours>.png` of the whole slide and `<slide>_zoom_<colours>.png` of its highest-scoring region.
 
-    A map without any score above 0 has no hottest region: no zoom is written, and one of an earlier run is removed.
+    Without any score above 0 there is no such region: no zoom is written, and one of an earlier run is removed.
     """
     _check_slide(heatmap, slide)
     mpp = max(max(slide.size_l0) * slide.mpp / settings.picture_px, slide.mpp)
@@ -634,8 +634,8 @@ def _check_slide(heatmap: Heatmap, slide: Slide) -> None:
     frame = heatmap.frame
     if slide.size_l0 != frame.size_l0 or not math.isclose(slide.mpp, frame.slide_mpp, rel_tol=1e-3):
         raise SlideError(
-            f"{slide.name}: not the slide of the map {heatmap.slide}",
-            f"it has {slide.size_l0[0]} x {slide.size_l0[1]} px of {slide.mpp:g} um, the map "
+            f"{slide.name}: not the slide of the heatmap {heatmap.slide}",
+            f"it has {slide.size_l0[0]} x {slide.size_l0[1]} px of {slide.mpp:g} um, the heatmap "
             f"{frame.size_l0[0]} x {frame.size_l0[1]} of {frame.slide_mpp:g}",
             "Correct the slide's path or mpp in cohort.csv, or tile, embed and localize it again",
         )

@@ -36,7 +36,7 @@ from selfvitmil.errors import BagError, ConfigError
 from selfvitmil.localize.heatmap import Floats, Frame, Heatmap, SlidePrediction
 from selfvitmil.settings import LocalizeSettings
 
-if TYPE_CHECKING:  # these load torch, and who draws maps needs none
+if TYPE_CHECKING:  # these load torch, which overlays do not need
     from selfvitmil.aggregate import Aggregator
     from selfvitmil.aggregate.scoring import BagScore, TileScores
     from selfvitmil.aggregate.train import BagStore
@@ -48,9 +48,9 @@ AUTO = ("instance", "attention", "effect")
 CANDIDATES = ("instance", "attention")
 """What annotated validation slides choose between; of equals the first."""
 TUMOUR_SHARE = 0.5
-"""A tile is tumour when at least this share of it is outlined."""
+"""A tile is tumour when at least this share of it is annotated."""
 NORMAL_SHARE = 0.01
-"""A tile is normal when less than this share of it is outlined: a line may brush it."""
+"""A tile is normal when less than this share of it is annotated: a contour may brush it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def choose_kind(wanted: str, columns: Mapping[str, Floats], method: str) -> str:
     if kind is None:
         raise ConfigError(
             f"localize.score {wanted!r} with {method}",
-            f"what it says of tiles is {' and '.join(columns) or 'nothing'}",
+            f"its per-tile evidence is {' and '.join(columns) or 'none'}",
             "Leave localize.score at auto, or use effect, which every method has",
         )
     return kind
@@ -106,10 +106,9 @@ def source_by_annotations(slides: Sequence[tuple[Mapping[str, Floats], Floats]])
         return None
     precision = {kind: float(np.mean(values)) for kind, values in found.items()}
     best = max(CANDIDATES, key=lambda kind: precision[kind])  # of equals the first
-    told = ", ".join(f"{kind} {value:.3f}" for kind, value in precision.items())
-    why = (
-        f"best on {num_slides} annotated validation slide{'s' * (num_slides > 1)} (average precision of tiles: {told})"
-    )
+    listed = ", ".join(f"{kind} {value:.3f}" for kind, value in precision.items())
+    chosen_by = f"{num_slides} annotated validation slide{'s' * (num_slides > 1)}"
+    why = f"best on {chosen_by} (average precision of tiles: {listed})"
     return HeatmapSource(best, why, precision, num_slides)
 
 
@@ -185,7 +184,7 @@ def mean_probabilities(rows: Sequence[tuple[float, ...] | None]) -> tuple[float,
 
 
 def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> str:
-    """The class whose evidence a map shows: the positive one of two, else `of_class`, else the predicted one."""
+    """Return the class that a heatmap shows: the positive one of two, else `of_class`, else the predicted one."""
     if of_class is not None and of_class not in classes:
         raise ConfigError(
             f"localize.of_class {of_class!r}", f"the classes are {', '.join(classes)}", "Name one of them"
@@ -195,15 +194,15 @@ def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> 
     if of_class is not None and of_class != classes[1]:
         raise ConfigError(
             f"localize.of_class {of_class!r}",
-            f"of two classes maps show the evidence for the positive one, {classes[1]}",
+            f"of two classes heatmaps show the evidence for the positive one, {classes[1]}",
             "Leave it out, or train with train.positive",
         )
     return classes[1]
 
 
 def score_by_seeds(modules: Iterable[Aggregator], bag: Bag, kind: str, store: BagStore) -> list[TileScores]:
-    """What the model of every seed says of a bag; each tile is left out once only where a map of `kind` needs it:
-    `effect` is wanted, or `auto` finds nothing else. BagError where the bag does not fit the models."""
+    """Return the per-tile evidence of every seed's model. Each tile is left out once only where `kind` needs it:
+    `effect` is wanted, or `auto` finds nothing else. Raises BagError where the bag does not fit the models."""
     from selfvitmil.aggregate.scoring import score_tiles
 
     modules = list(modules)
@@ -261,7 +260,7 @@ def combine(tile_scores: Sequence[TileScores], column: int) -> dict[str, Floats]
     }
 
 
-# ---------------------------------------------------------------------------------------------------- the map
+# ---------------------------------------------------------------------------------------------------- the heatmap
 
 
 def build_heatmap(
@@ -279,10 +278,10 @@ def build_heatmap(
     warnings: Sequence[str] = (),
     details: Mapping[str, Any] | None = None,
 ) -> Heatmap:
-    """The map of a slide from what each seed's model says of its tiles (`coords_l0`, (N, 2) top left corners).
+    """Build the heatmap of a slide from the per-tile evidence of every seed; `coords_l0` (N, 2) are top left corners.
 
     `prediction.shown` names the class; `source` what annotated validation slides chose to show, else `settings.score`
-    decides. A gated map of a slide that was not found positive is 0 throughout.
+    decides. A gated heatmap of a slide that is not called positive is 0 throughout.
     """
     column = 0 if len(prediction.probability) == 1 else prediction.classes.index(prediction.shown)
     columns = combine(tile_scores, column)
@@ -295,7 +294,7 @@ def build_heatmap(
     notes = list(warnings)
     if not score.any():
         notes.append(
-            f"the {kind} of its tiles does not differ after scaling ({settings.scale}): the map points nowhere"
+            f"the {kind} of its tiles does not differ after scaling ({settings.scale}): the heatmap is uninformative"
         )
     if settings.gate and not prediction.is_positive:
         score = np.zeros_like(score)
