@@ -51,9 +51,9 @@ class Failure:
 
 _REMEDIES_ANY = {
     **WRITE_REMEDIES,
-    errno.EACCES: "Give yourself the right to read or write it",
-    errno.EPERM: "Give yourself the right to read or write it",
-    errno.ENOENT: "See whether it was moved or renamed, or its drive is not mounted",
+    errno.EACCES: "Correct its permissions",
+    errno.EPERM: "Correct its permissions",
+    errno.ENOENT: "Check whether it was moved or renamed, or its drive is not mounted",
 }
 """For an OSError that may come from reading or from writing."""
 
@@ -147,17 +147,17 @@ def _put_aside(path: Path, error: ArtefactError) -> None:
 # ---------------------------------------------------------------------------------------------------- no folder names
 
 _WORD = r"""(?:[^\s"'/<>]|(?<=\w)'(?=\w))+"""
-"""Part of a folder's name without blanks; with the apostrophe of O'Brien, not with quotes around a path."""
+"""Part of a folder's name without spaces; with the apostrophe of O'Brien, not with quotes around a path."""
 _FILE = r"[^\s/]*\.(?:svs|svslide|tiff?|ndpi|scn|mrxs|bif|czi|dcm|vm[su]|h5|pt|png|jpe?g|json|geojson|csv|xml|toml)"
-"""Where a path ends, though blanks and slashes may follow."""
+"""Where a path ends, although spaces and slashes may follow."""
 _PAIRS = r"\d/\d(?= of )|(?:and|either)/or|[uµ]m/px|input/output|i/o|n/a|w/o|(?:tiles|slides|steps|[kmg]b)/s"
-"""Words with a slash that are no path."""
+"""Words with a slash that are not a path."""
 _FOLDER = rf"(?:(?!{_FILE},? ){_WORD}(?<![;:]) +(?!(?:{_PAIRS})\b(?!\.\w|/))){{0,5}}{_WORD}"
-"""A folder's name, which may have a few blanks: to cut too much does less harm than to tell whose home it is."""
+"""A folder's name, which may have a few spaces: removing too much does less harm than revealing a user's name."""
 _START = r"(?<![\w./~)\]}<>%*])"
 """Before the slash that an absolute path begins with: not in tiles/a.h5, ~/x, </p>, f(x)/2."""
 _ROOTS = re.compile(rf"{_START}/(?:home|Users|root|tmp|mnt|media|data|var|srv|scratch)(?![\w-]|\.\w)/*")
-"""What may stand for a whole path of one folder."""
+"""Folders that are a whole path by themselves."""
 
 
 def without_folders(text: str, known: Iterable[str | Path] = ()) -> str:
@@ -171,7 +171,7 @@ def without_folders(text: str, known: Iterable[str | Path] = ()) -> str:
 
 
 def _spellings(folder: str) -> Iterator[str]:
-    """Of an absolute folder other than the root; macOS takes accents apart."""
+    """Yield the Unicode forms of an absolute folder other than the root; macOS decomposes accents."""
     folder = folder.rstrip("/")
     if folder.startswith("/"):
         yield from (folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD")))
@@ -179,7 +179,7 @@ def _spellings(folder: str) -> Iterator[str]:
 
 @lru_cache(maxsize=32)
 def _paths(known: tuple[str, ...]) -> re.Pattern[str]:
-    """Addresses, which stay, and the folders of absolute paths, which do not."""
+    """Return the pattern of URLs, which stay, and of the folders of absolute paths, which are removed."""
     spelt = sorted({form for folder in known for form in _spellings(folder)}, key=len, reverse=True)
     one_of_known = rf"(?:\bfile://|{_START})(?=/)(?:{'|'.join(map(re.escape, spelt))})" if spelt else r"(?!)"
     name = r"""(?=[^\s"'/\\])"""  # of the file, which stays

@@ -82,8 +82,8 @@ def _sync(path: Path) -> None:
 WRITE_REMEDIES = {
     errno.ENOSPC: "Free some space on that disk and run the same command again",
     errno.EDQUOT: "Free some of your quota and run the same command again",
-    errno.EACCES: "Give yourself the right to write there, or choose another folder",
-    errno.EPERM: "Give yourself the right to write there, or choose another folder",
+    errno.EACCES: "Correct the permissions of that folder, or choose another",
+    errno.EPERM: "Correct the permissions of that folder, or choose another",
     errno.EROFS: "That file system is read-only; choose another folder",
 }
 

@@ -40,7 +40,7 @@ def study_lock(study: Path, command: str) -> Generator[None, None, None]:
         if holder and (not locked or f"host {socket.gethostname()}," not in holder):
             raise LockError(
                 f"{study.name}: another process works on this study, or was killed while it did ({holder})",
-                "this file system may not tell the two apart",
+                "this file system cannot distinguish the two",
                 "When that process is gone, remove the file .lock in the study and run the same command again",
                 code="study-locked",
             )
