@@ -398,7 +398,7 @@ def test_an_untrained_encoder_needs_one_of_the_study_to_be_like(fresh: Path):
 def test_an_encoder_that_does_not_fit_is_refused_before_any_work(fresh: Path):
     folder = fresh.parent / "other_scale"
     save_encoder(folder, build_encoder("mean_color", img_size=32, mpp=4.0))
-    with pytest.raises(EncoderError, match="made for 4 microns per pixel"):
+    with pytest.raises(EncoderError, match="is for 4 microns per pixel"):
         plan_run(fresh, Request(encoder=str(folder)), study_settings(fresh, {}))
     with pytest.raises(ConfigError, match=r"does not do as a folder's name.*a_b"):
         plan_run(fresh, Request(name="a b"), study_settings(fresh, {}))

@@ -35,7 +35,7 @@ from selfvitmil.encoder import (
     load_encoder,
     save_encoder,
 )
-from selfvitmil.encoder.known import by_content
+from selfvitmil.encoder.files import by_content
 from selfvitmil.encoder.network import ConvStem, class_token_blocks
 from selfvitmil.errors import EncoderError
 

@@ -1,7 +1,7 @@
-"""Encoders: networks that turn a tile into a vector. `network` says how, `files` loads and saves them.
+"""Encoders: networks that turn a tile into an embedding. `network` computes it, `files` loads and saves encoders.
 
-In come uint8 tiles (B, 3, H, W), out go vectors (B, dim). An `Encoder` is a timm network with an `EncoderConfig` that
-says what it was made for. `load_encoder` takes it from a folder, a checkpoint, timm or the Hugging Face hub.
+In come uint8 tiles (B, 3, H, W), out go embeddings (B, dim). An `Encoder` is a timm network with an `EncoderConfig`,
+which says which tiles it is for. `load_encoder` takes it from a folder, a checkpoint, timm or the Hugging Face hub.
 """
 
 from __future__ import annotations

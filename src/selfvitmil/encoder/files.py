@@ -2,11 +2,10 @@
 
 A folder of ours holds `model.safetensors` and a `config.json` that timm reads as well
 (`timm.create_model("local-dir:FOLDER", pretrained=True)`, timm >= 1.0.16; for a ResNet with instance norm or a ViT with
-a convolutional stem after importing selfvitmil.encoder). What timm has no word for lies under the key `selfvitmil`.
+a convolutional stem after importing selfvitmil.encoder). What timm has no field for is under the key `selfvitmil`.
 
-What is unusual: the architecture of a bare ViT checkpoint is read off the shapes of its weights, so nobody has to say
-it; only the number of heads leaves no trace there. Files other than safetensors are unpickled without running anything
-they hold.
+The architecture of a bare ViT checkpoint is inferred from the shapes of its weights, all but the number of heads. Files
+other than safetensors are unpickled without running anything they hold.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from selfvitmil.cohort.table import listing
-from selfvitmil.encoder.known import KnownEncoder, by_content, by_hub_name
 from selfvitmil.encoder.network import (
     Encoder,
     build_backbone,
@@ -40,6 +39,7 @@ from selfvitmil.encoder.network import (
     network_explained,
 )
 from selfvitmil.errors import EncoderError
+from selfvitmil.settings import TokenLayout
 from selfvitmil.store.files import sha256, write_bytes, write_text
 from selfvitmil.untrusted import UnsafeFile, load_torch, read_json
 
@@ -95,7 +95,7 @@ def load_encoder(
     layout: str | None = None,
     **config: Any,
 ) -> Encoder:
-    """An encoder ready for use (eval mode) from any of these; only names touch the internet.
+    """Load an encoder in evaluation mode from any of these; only names use the internet.
 
     - a folder of ours, or one downloaded from the Hugging Face hub
     - a checkpoint file of DINO, of a plain ViT or of DSMIL's ResNet-18
@@ -103,8 +103,9 @@ def load_encoder(
     - a hub name such as `MahmoodLab/UNI`, with or without `hf-hub:`
 
     `checkpoint_key` is the network taken from a checkpoint of several, `num_heads` the one number that weights do not
-    tell (width / 64 otherwise). `layout` is how tokens become the embedding of a tile; none means the encoder's own
-    (its config.json says it, or it is a known one). `config` replaces fields of the EncoderConfig: mean, std, mpp, ...
+    reveal (width / 64 otherwise). `layout` is how tokens become the embedding of a tile; None means the encoder's own
+    (from its config.json, or that of a known encoder). `config` replaces fields of the EncoderConfig: mean, std, mpp,
+    ... Raises EncoderError.
     """
     config |= {} if layout is None else {"layout": layout}
     path = Path(source).absolute()  # so that "." has a name
@@ -435,3 +436,81 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
             "Look for a version of the model for timm on the hub",
         )
     return content
+
+
+# ---------------------------------------------------------------------------------------------------- known encoders
+
+# Published pathology encoders: the customary embedding of each, and how a copy of one is recognized. By its hub name an
+# encoder is known at once. A folder that was copied to a machine without internet has lost that name: there the tag in
+# its config.json or the shape of its network decides. The shapes are of networks with gated MLPs (SwiGLU), which
+# distinguishes them from general ViTs of the same width, depth and patch. Layouts are those of the owners' model cards
+# and of TRIDENT. CONCH and Phikon-v2 are not in timm's form and cannot be loaded here.
+
+MEAN_TOLERANCE = 1e-3
+"""Largest difference of channel means that counts as the same normalization."""
+
+
+@dataclass(frozen=True)
+class KnownEncoder:
+    """One published encoder."""
+
+    name: str
+    hub: tuple[str, ...]
+    """Names on the Hugging Face hub, in lower case."""
+    layout: TokenLayout
+    tag: str | None = None
+    """`pretrained_cfg.tag` of its config.json."""
+    shape: tuple[int, int, int, int] | None = None
+    """Width, blocks, patch edge in pixels and registers of its network, whose MLPs are gated."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of the RGB channels, where others have the same shape."""
+
+
+KNOWN = (
+    KnownEncoder("UNI", ("mahmoodlab/uni",), "cls", tag="uni_mass100k"),
+    KnownEncoder("UNI2-h", ("mahmoodlab/uni2-h",), "cls", shape=(1536, 24, 14, 8)),
+    KnownEncoder("Prov-GigaPath", ("prov-gigapath/prov-gigapath",), "cls", shape=(1536, 40, 16, 0)),
+    KnownEncoder(
+        "H-optimus",
+        ("bioptimus/h-optimus-0", "bioptimus/h-optimus-1"),
+        "cls",
+        shape=(1536, 40, 14, 4),  # DINOv2's giant has it too
+        mean=(0.707223, 0.578729, 0.703617),
+    ),
+    KnownEncoder("Virchow", ("paige-ai/virchow",), "cls+patchmean", shape=(1280, 32, 14, 0)),
+    KnownEncoder("Virchow2", ("paige-ai/virchow2",), "cls+patchmean", tag="virchow_v2", shape=(1280, 32, 14, 4)),
+    KnownEncoder("Phikon", ("1aurent/vit_base_patch16_224.owkin_pancancer",), "cls", tag="owkin_pancancer"),
+)
+
+
+def by_hub_name(repository: str) -> KnownEncoder | None:
+    """Return the known encoder of this hub name, if any."""
+    return next((known for known in KNOWN if repository.lower() in known.hub), None)
+
+
+def by_content(described: Mapping[str, Any], backbone: Any) -> KnownEncoder | None:
+    """Return the known encoder by timm's description of the weights (`pretrained_cfg`) or by the network itself."""
+    tag, mean, shape = described.get("tag"), described.get("mean"), gated_shape(backbone)
+    for known in KNOWN:
+        if known.tag is not None and known.tag == tag:
+            return known
+        if known.shape is not None and known.shape == shape and _same_mean(known.mean, mean):
+            return known
+    return None
+
+
+def gated_shape(backbone: Any) -> tuple[int, int, int, int] | None:
+    """Return width, blocks, patch edge and registers of a ViT with gated MLPs; None for any other network."""
+    try:
+        mlp = backbone.blocks[0].mlp
+        if mlp.fc1.out_features != 2 * mlp.fc2.in_features:
+            return None
+        return backbone.embed_dim, len(backbone.blocks), backbone.patch_embed.patch_size[0], backbone.num_reg_tokens
+    except (AttributeError, IndexError, TypeError):
+        return None
+
+
+def _same_mean(known: tuple[float, ...] | None, found: Any) -> bool:
+    if known is None:
+        return True
+    return found is not None and max(abs(a - b) for a, b in zip(known, found, strict=True)) < MEAN_TOLERANCE

@@ -1,8 +1,8 @@
-"""The network of an encoder, what it was made for, and how its tokens become the vector of a tile.
+"""The network of an encoder, what it is for, and how its tokens become the embedding of a tile.
 
-Normalized images or uint8 tiles (B, 3, H, W) come in, vectors (B, dim) go out; nothing here reads or writes files.
-Only `pretrained=True` touches the internet. What is unusual: inner blocks' tokens go through the final norm too, as in
-DINO, and only those tokens that end up in the vector do: norms work on each token alone.
+Normalized images or uint8 tiles (B, 3, H, W) come in, embeddings (B, dim) go out; nothing here reads or writes files.
+Only `pretrained=True` uses the internet. As in DINO, tokens of inner blocks go through the final norm too; only the
+tokens that are part of the embedding do, since norms work on each token alone.
 
 Axes in names: B images, 3 is RGB, H and W height and width, P prefix tokens (class, registers), L patches, D width.
 """
@@ -15,22 +15,23 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import timm
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue, PositiveFloat, ValidationError
 from timm.layers.norm import LayerNorm2d
 from timm.layers.patch_embed import PatchEmbed
 from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
 
-from selfvitmil.encoder.images import Images, check_sequence, to_tiles
 from selfvitmil.errors import EncoderError
 from selfvitmil.settings import Settings, TokenLayout
 from selfvitmil.store.files import hash_of
@@ -60,18 +61,20 @@ LARGEST_SIZE_PX = 8192
 """Largest edge of an encoder's tiles."""
 LARGEST_ARG, LARGEST_DEPTH = 65_536, 512
 """Largest number among those arguments, and among those that count layers; real networks have tenths of these."""
+Images = NDArray[np.uint8] | Tensor | Sequence[Any]
+"""A uint8 array or tensor (N, H, W, 3), or a sequence of uint8 (H, W, 3) arrays or PIL images of one size."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class EncoderConfig(Settings):
-    """What an encoder is and what it was made for. None means that nobody said."""
+    """What an encoder is and which tiles it is for. None means unknown."""
 
     architecture: str
     """timm's name of the network, without the tag of its weights."""
     model_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of that network beyond timm's defaults."""
     layout: Layout = "cls4+patchmean"
-    """How tokens become the vector of a tile."""
+    """Which tokens make up the embedding of a tile (see `embed_tokens`)."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
     """Mean of the RGB channels, white = 1, that is subtracted from a tile."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
@@ -89,7 +92,17 @@ class EncoderConfig(Settings):
 
 
 class Encoder(nn.Module):
-    """A network and how a tile becomes a vector with it."""
+    """A network that turns a tile into an embedding.
+
+    >>> encoder = Encoder.load("study/encoders/dino")
+    >>> encoder.embed(images).shape                     # images: uint8 (N, H, W, 3)
+    torch.Size([N, encoder.dim])
+
+    `config` says which tiles it is for (`size_px` pixels at `mpp` microns per pixel, stain normalization), how pixels
+    are normalized and which tokens make up the embedding. The default `cls4+patchmean` is that of Self-ViT-MIL (Gul,
+    Cetin et al., SPIE Medical Imaging 2022): the class tokens of the last 4 blocks, as in DINO's linear evaluation
+    (Caron et al. 2021, arXiv 2104.14294), and the mean patch token.
+    """
 
     scale_311: Tensor
     shift_311: Tensor
@@ -107,10 +120,14 @@ class Encoder(nn.Module):
 
     @classmethod
     def load(cls, source: str | Path, **options: Any) -> Encoder:
-        """Load an encoder: a folder of this package, a checkpoint, a timm name or a Hugging Face hub name.
+        """Load an encoder in evaluation mode, on the CPU.
 
-        `source` and `options` are those of `selfvitmil.encoder.load_encoder`. Raises EncoderError where it cannot be
-        loaded.
+        Args:
+            source: A folder of this package, a checkpoint file, a timm name or a Hugging Face hub name.
+            options: Those of `selfvitmil.encoder.load_encoder`, such as `layout="cls"` or `mpp=0.5`.
+
+        Raises:
+            EncoderError: Files are missing, damaged or unsafe, weights do not fit, or the hub cannot be reached.
         """
         from selfvitmil.encoder.files import load_encoder  # files.py imports this module
 
@@ -118,29 +135,35 @@ class Encoder(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
+        """Length of an embedding: 5 times the width of a ViT with the default layout."""
         if self.config.layout == POOLED:
             return self.backbone.head_hidden_size
         blocks = class_token_blocks(self.config.layout, len(self.backbone.blocks))
         return (len(blocks) + self.config.layout.endswith("mean")) * self.backbone.num_features
 
     def normalize(self, tiles_B3HW: Tensor) -> Tensor:
-        """uint8 tiles as the float32 images that the network takes."""
+        """Return uint8 tiles (B, 3, H, W) as the float32 images that the network takes. Raises EncoderError."""
         if tiles_B3HW.dtype != torch.uint8:
             raise EncoderError(f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255")
         return torch.addcmul(self.shift_311, tiles_B3HW.float(), self.scale_311)
 
     def encode(self, tiles_B3HW: Tensor) -> Tensor:
-        """Vectors (B, dim) of uint8 tiles on the encoder's device."""
+        """Return the embeddings (B, dim) of uint8 tiles (B, 3, H, W) on the encoder's device."""
         return self(self.normalize(tiles_B3HW))
 
     def embed(self, images: Images, *, batch_size: int = 64, device: str | torch.device | None = None) -> Tensor:
         """Return the embeddings (N, dim) of images as a float32 tensor on the CPU.
 
-        `images` is a uint8 array (N, H, W, 3) or a list of uint8 arrays or PIL images, RGB, of `config.size_px` pixels
-        and `config.mpp` microns per pixel. They are normalized here and embedded `batch_size` at a time, in evaluation
-        mode and without gradients. `device` moves the encoder; None leaves it where it is. Raises EncoderError for
-        images of another dtype or size.
+        Pixels are normalized here; stains are not (see `selfvitmil.stain`). Runs in evaluation mode, without gradients.
+
+        Args:
+            images: A uint8 array (N, H, W, 3) or a sequence of uint8 arrays or PIL images, RGB, each of
+                `config.size_px` x `config.size_px` pixels at `config.mpp` microns per pixel.
+            batch_size: Images per forward pass.
+            device: Moves the encoder there, for instance `"cuda"`; None leaves it where it is.
+
+        Raises:
+            EncoderError: Images have another dtype or size.
         """
         check_sequence(images)
         if batch_size < 1:
@@ -162,9 +185,9 @@ class Encoder(nn.Module):
         return torch.cat([part.float().cpu() for part in parts]) if parts else torch.empty(0, self.dim)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        """Vectors (B, dim) of normalized images.
+        """Return the embeddings (B, dim) of normalized images (B, 3, H, W).
 
-        For weights of half precision call `encoder.backbone.bfloat16()`: then mean and std stay exact.
+        For weights in half precision call `encoder.backbone.bfloat16()`: then mean and std stay exact.
         """
         images_B3HW = images_B3HW.to(next(self.backbone.parameters()).dtype)
         if self.config.layout == POOLED:
@@ -172,7 +195,7 @@ class Encoder(nn.Module):
         return embed_tokens(self.backbone, images_B3HW, self.config.layout)
 
     def identity(self) -> str:
-        """Hash of all that the vectors depend on: weights, architecture, layout, mean and std."""
+        """Return a hash of all that embeddings depend on: weights, architecture, layout, mean and std."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.backbone.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -181,11 +204,11 @@ class Encoder(nn.Module):
         return hash_of(digest.hexdigest(), told)
 
 
-# ---------------------------------------------------------------------------------------------------- vectors
+# ---------------------------------------------------------------------------------------------------- embeddings
 
 
 def embed_tokens(vit: Any, images_B3HW: Tensor, layout: str = "cls4+patchmean") -> Tensor:
-    """Vectors (B, k * D) of normalized images, from the tokens of a timm ViT or of an `Encoder` with one.
+    """Return the embeddings (B, k * D) of normalized images (B, 3, H, W) from the tokens of a timm ViT or an `Encoder`.
 
     `cls4+patchmean` is [cls of the last 4 blocks, first to last | mean of the last block's patch tokens], each token
     after the final norm; `cls4+clsmean` ends in the mean of those 4 instead; `cls4spread` takes 4 blocks spread evenly
@@ -221,7 +244,7 @@ def patch_product(images_B3HW: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def class_token_blocks(layout: str, depth: int) -> list[int]:
-    """Blocks (from 0, ascending, the last always among them) whose class tokens a layout takes."""
+    """Return the blocks (from 0, ascending, always with the last) whose class tokens a layout takes."""
     kind = layout.partition("+")[0]
     if kind == "cls4spread":
         return [math.ceil(part * depth / 4) - 1 for part in (1, 2, 3, 4)]
@@ -229,7 +252,7 @@ def class_token_blocks(layout: str, depth: int) -> list[int]:
 
 
 def has_class_token(backbone: nn.Module) -> bool:
-    """Whether this is a ViT whose tokens can be had, with a class token among them."""
+    """Return whether this is a ViT with a class token whose tokens are accessible."""
     return getattr(backbone, "cls_token", None) is not None and hasattr(backbone, "forward_intermediates")
 
 
@@ -262,26 +285,60 @@ def _check_images(backbone: Any, images_B3HW: Tensor) -> None:
 
 
 def check_fits(config: EncoderConfig, tile_mpp: float, tile_size_px: int, stain_method: str) -> None:
-    """Raise EncoderError when tiles differ from those that the encoder was made for; what is not known fits."""
+    """Raise EncoderError when tiles differ from those that the encoder is for; what is unknown fits."""
     name = f"encoder {config.architecture}"
     if config.mpp is not None and abs(tile_mpp / config.mpp - 1) > MPP_TOLERANCE:
         raise EncoderError(
-            f"{name} was made for {config.mpp:g} microns per pixel, these tiles have {tile_mpp:g}",
-            "cells would have another size than it knows",
+            f"{name} is for {config.mpp:g} microns per pixel, these tiles have {tile_mpp:g}",
+            "cells would have another size than in its training",
             f"Tile with --tile.mpp {config.mpp:g}, or choose another encoder",
         )
     if tile_size_px != config.size_px:
         raise EncoderError(
-            f"{name} was made for tiles of {config.size_px} px, these have {tile_size_px}",
+            f"{name} is for tiles of {config.size_px} px, these have {tile_size_px}",
             "positions within a tile would mean something else",
             f"Tile with --tile.size-px {config.size_px}, or choose another encoder",
         )
     if config.stain is not None and stain_method != config.stain:
         raise EncoderError(
-            f"{name} was made for stain method {config.stain!r}, these tiles have {stain_method!r}",
-            "colours would differ from those it knows",
+            f"{name} is for stain method {config.stain!r}, these tiles have {stain_method!r}",
+            "colours would differ from those of its training",
             f"Use --stain.method {config.stain}, or choose another encoder",
         )
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+
+def check_sequence(images: Images) -> None:
+    """Raise EncoderError for a single image where several are expected."""
+    if getattr(images, "ndim", 4) != 4 or not hasattr(images, "__len__"):
+        shape = tuple(getattr(images, "shape", ()))
+        raise EncoderError(
+            f"{type(images).__name__}{f' of shape {shape}' if shape else ''} is not a batch of images",
+            "an array (N, H, W, 3) or a list of images is expected",
+            "For one image pass [image]",
+        )
+
+
+def to_tiles(images: Iterable[Any], size_px: int) -> Tensor:
+    """Return RGB images of `size_px` x `size_px` pixels as a uint8 tensor (B, 3, H, W).
+
+    PIL images are converted to RGB. Raises EncoderError for another dtype, shape or size.
+    """
+    return torch.stack([_to_tile(image, size_px) for image in images])
+
+
+def _to_tile(image: Any, size_px: int) -> Tensor:
+    if hasattr(image, "convert") and hasattr(image, "getbands"):
+        image = image.convert("RGB")
+    pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    if pixels.dtype != torch.uint8:
+        raise EncoderError(f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255")
+    if tuple(pixels.shape) != (size_px, size_px, 3):
+        what, why = f"image of shape {tuple(pixels.shape)}", f"the encoder takes ({size_px}, {size_px}, 3)"
+        raise EncoderError(what, why, "Resize the images to the encoder's tile size and microns per pixel")
+    return pixels.permute(2, 0, 1)
 
 
 # ---------------------------------------------------------------------------------------------------- build
@@ -359,7 +416,7 @@ def vit_base_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn
 
 
 class MeanColor(nn.Module):
-    """Mean and spread of each channel: what a tile's colours tell without any network. Built by timm's interface."""
+    """Mean and standard deviation of each channel: a baseline of colour without a trained network."""
 
     num_features = head_hidden_size = 6
 
@@ -381,7 +438,7 @@ def mean_color(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def check_model_args(name: str, args: Mapping[str, Any]) -> None:
-    """EncoderError for arguments in a config.json that are not sizes or kinds of layers."""
+    """Raise EncoderError for arguments in a config.json that are not sizes or kinds of layers."""
     for key, value in args.items():
         if key not in MODEL_ARGS:
             raise EncoderError(
@@ -411,7 +468,7 @@ def _is_plain(value: Any, largest: int) -> bool:
 def build_backbone(
     architecture: str, model_args: Mapping[str, Any] | None = None, *, pretrained: bool = False
 ) -> nn.Module:
-    """A timm network without classifier.
+    """Return a timm network without classifier. Raises EncoderError.
 
     The student of an encoder: build_backbone(config.architecture, {**config.model_args, "drop_path_rate": 0.1}).
     """
@@ -442,7 +499,7 @@ def build_encoder(
     pretrained: bool = False,
     **config: Any,
 ) -> Encoder:
-    """An encoder with random weights, or with timm's; `config` gives further fields of its EncoderConfig.
+    """Return an encoder with random weights, or with timm's; `config` gives further fields of its EncoderConfig.
 
     ViTs interpolate their positions, so that images of other sizes than `img_size` work too. `model_args` makes them
     as small as wanted, for instance {"embed_dim": 96, "depth": 6, "num_heads": 3}.
@@ -460,14 +517,14 @@ def build_encoder(
 
 
 def describe_weights(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an EncoderConfig from timm's description of weights."""
+    """Return fields of an EncoderConfig from timm's description of weights."""
     facts: dict[str, Any] = {key: tuple(pretrained_cfg[key]) for key in ("mean", "std") if pretrained_cfg.get(key)}
     from_imagenet = re.search(r"in(1|12|21|22)k|^(dino|mae)$", pretrained_cfg.get("tag") or "")
     return facts | {"trained_on": "imagenet" if from_imagenet else "unknown"}
 
 
 def make_config(**fields: Any) -> EncoderConfig:
-    """An EncoderConfig, or an EncoderError that names the wrong field."""
+    """Return an EncoderConfig; raises an EncoderError that names the invalid field."""
     try:
         return EncoderConfig(**fields)
     except ValidationError as error:
@@ -481,7 +538,7 @@ def make_config(**fields: Any) -> EncoderConfig:
 
 @contextmanager
 def _forced_weights_only() -> Iterator[None]:
-    """Old versions of timm unpickle some downloads in full, unless torch itself is told to refuse."""
+    """Make torch refuse pickles within the block: old versions of timm unpickle some downloads in full."""
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
@@ -494,7 +551,7 @@ def _forced_weights_only() -> Iterator[None]:
 
 @contextmanager
 def network_explained(name: str) -> Iterator[None]:
-    """Turn what goes wrong while weights are fetched into an EncoderError that helps."""
+    """Turn errors while weights are downloaded into an EncoderError that says what to do."""
     by_hand = "download config.json and the weights elsewhere and pass the folder that holds them"
     try:
         yield
