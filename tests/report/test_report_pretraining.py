@@ -21,7 +21,7 @@ from selfvitmil import stain
 from selfvitmil.bags import read_bag, write_bag
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
 from selfvitmil.data.sources import SlideTiles, TrainSlide
-from selfvitmil.pretrain import train
+from selfvitmil.pretrain import step, train
 from selfvitmil.pseudonyms import Names, give_pseudonyms
 from selfvitmil.report import encoders, neighbors, write_report
 from selfvitmil.report.data import StudyFiles
@@ -93,7 +93,7 @@ class Trained:
             write_bag(study / "bags" / TILING / "features_dino" / f"{row.slide}.h5", features, table, "dino", {})
 
     def _train(self, source: SlideTiles) -> None:
-        make_views = train.make_views
+        make_views = step.make_views
 
         def recorded(tiles: torch.Tensor, ids: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
             views = make_views(tiles, ids, *args, **kwargs)
@@ -102,7 +102,7 @@ class Trained:
 
         folder = self.study / "encoders" / "dino"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "make_views", recorded)
+            patch.setattr(step, "make_views", recorded)
             train.pretrain(source, folder, SETTINGS.pretrain, train.Origin("train split"), device="cpu")
         (folder / "slides.txt").write_text("".join(f"{name}\n" for name in sorted(source.names)))
         (folder / "settings.toml").write_text(to_toml(SETTINGS, {"preset", "slide", "stain", "tile", "pretrain"}))
