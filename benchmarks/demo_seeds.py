@@ -21,7 +21,7 @@ from selfvitmil.commands import demo as demo_command
 from selfvitmil.commands.demo import SLIDES, start_demo
 from selfvitmil.commands.synth import synth
 from selfvitmil.engine import Engine
-from selfvitmil.study.folder import study_settings
+from selfvitmil.study import study_settings
 
 ROWS = ("untrained encoder", "mean colour", "supervised probe")
 

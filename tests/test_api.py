@@ -11,11 +11,11 @@ from PIL import Image
 
 import selfvitmil as sv
 from selfvitmil import metrics
-from selfvitmil.api import Comparison
+from selfvitmil.commands.run import StageState
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.formatting import html_table
 from selfvitmil.slides import synthetic
-from selfvitmil.study.folder import Summary
+from selfvitmil.stages.base import StageResult
 
 SETTINGS: dict[str, Any] = {
     "tile": {"mpp": 1.0, "size_px": 32},
@@ -84,10 +84,12 @@ def test_settings_of_the_constructor_are_on_top(study: sv.Study):
 
 
 def test_run_returns_what_was_done(study: sv.Study):
-    summary = study.run(until="tile")
-    assert isinstance(summary, Summary)
-    assert [row[0] for row in summary.table] == ["stage", "check", "tile"]
-    assert not summary.interrupted
+    done = study.run(until="tile")
+    assert {name: report.state for name, report in done.stages.items()} == dict.fromkeys(
+        ("check", "tile"), StageState.UP_TO_DATE
+    )
+    assert not done.results
+    assert not done.interrupted
 
 
 def test_comparison_has_the_stored_metrics(study: sv.Study):
@@ -120,7 +122,6 @@ def test_unknown_methods_are_named(study: sv.Study):
 
 def test_compare_takes_methods(study: sv.Study):
     table = study.compare(["mean", "max"])
-    assert isinstance(table, Comparison)
     assert table.methods == ("mean", "max")
     assert not table.failures
     html = table._repr_html_()
@@ -147,5 +148,5 @@ def test_heatmap_is_the_picture_that_localize_drew(study: sv.Study):
 
 def test_summaries_escape_what_users_named(study: sv.Study):
     assert "&lt;b&gt;" in html_table([("a",), ("<b>",)])
-    assert "&lt;i&gt;" in Summary(("<i>",))._repr_html_()
+    assert "&lt;i&gt;" in StageResult(notes=("<i>",))._repr_html_()
     assert "<table>" in study._repr_html_()

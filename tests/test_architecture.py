@@ -108,3 +108,31 @@ def test_a_wrong_folder_is_said_before_torch_is_loaded():
 def test_public_names():
     assert selfvitmil.__all__ == ["Encoder", "Slide", "Study", "__version__", "aggregators", "metrics", "open_slide"]
     assert all(hasattr(selfvitmil, name) for name in selfvitmil.__all__)
+
+
+def test_there_is_one_list_of_stages():
+    """No other tuple or list in the package names stages one by one."""
+    from selfvitmil.stages import STAGES as ALL
+
+    names = {stage.name for stage in ALL}
+    assert len(names) == len(ALL)
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Tuple | ast.List):
+                texts = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+                listed = len(texts) == len(node.elts) > 1 and names.issuperset(texts)
+                assert not listed, f"{path.relative_to(ROOT)}:{node.lineno} lists stages"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 2000:
+                mentioned = names & {word.strip("`,.") for word in node.value.split()}
+                assert len(mentioned) < len(names) - 2, f"{path.relative_to(ROOT)}:{node.lineno} lists stages in words"
+
+
+def test_only_the_command_line_prints():
+    """Results are returned; progress and warnings of long work go to standard error through `engine.progress`."""
+    printing = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert printing <= {"cli.py", "engine/progress.py", "store/failures.py"}

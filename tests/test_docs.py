@@ -199,7 +199,7 @@ def test_python_in_pages_compiles_and_imports_what_there_is(page: Path):
 def test_the_examples_of_the_python_page_run(tmp_path: Path):
     page = (DOCS / "reference" / "python-api.md").read_text(encoding="utf-8")
     code = "\n".join(body for language, body in fences(page) if language == "python")
-    code += "\nassert found.value > 0.8, found\nassert len(table) > 20\nassert not summary.failures\n"
+    code += "\nassert found.value > 0.8, found\nassert len(table) > 20\nassert not tiled.failures\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "missing.svs: no such file" in done.stdout

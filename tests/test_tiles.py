@@ -22,7 +22,7 @@ from selfvitmil.settings import EngineSettings, StudySettings, parse
 from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.stages import tile as tile_stage
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
-from selfvitmil.study.folder import CohortSource
+from selfvitmil.study import CohortSource, Study
 from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
 from selfvitmil.tissue import Tissue, grey_of
 
@@ -363,7 +363,7 @@ def test_no_file_beside_the_tables_names_the_folder_of_own_masks(made, tmp_path:
     Image.fromarray(np.full((64, 80), 255, np.uint8)).save(tmp_path / "masks" / "s.png")
     study = parse({"tissue": {"method": "own", "folder": str(tmp_path / "masks")}}, "test")
     with Engine(EngineSettings(workers=0)) as engine:
-        tile_stage.tile(tmp_path / "study", CohortSource(folder), study, engine)
+        tile_stage.tile(Study(tmp_path / "study", study, CohortSource(folder)), engine)
     files = [path for path in (tmp_path / "study" / "tiles").rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"s.h5", "settings.toml", "tiles.csv"}
     assert not [path.name for path in files if str(tmp_path).encode() in path.read_bytes()]

@@ -24,8 +24,7 @@ from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine
 from selfvitmil.settings import EngineSettings
 from selfvitmil.stages.compare import compare
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, study_settings
+from selfvitmil.study import CohortSource, FeatureChoice, open_study
 
 # %% A folder of feature files and a table of labels
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
@@ -49,25 +48,21 @@ with (folder / "labels.csv").open("w", newline="") as file:
         table.writerow([slide, f"patient_{k:02d}", label])
 
 # %% Train and evaluate several methods on the same slides, splits and seeds
-study = folder / "study"
-settings = study_settings(
-    study,
-    {
-        "train": {"split": "k-fold", "folds": 3, "seeds": 2, "epochs": 20},
-        "compare": {"methods": ("mean", "max", "dsmil")},
-        "evaluate": {"bootstrap": 500},
-    },
-)
-source = CohortSource(cohort=folder / "labels.csv", features=features)
+settings = {
+    "train": {"split": "k-fold", "folds": 3, "seeds": 2, "epochs": 20},
+    "compare": {"methods": ("mean", "max", "dsmil")},
+    "evaluate": {"bootstrap": 500},
+}
+study = open_study(folder / "study", settings, CohortSource(cohort=folder / "labels.csv", features=features))
 with Engine(EngineSettings(workers=0)) as workers:
-    summary = compare(study, source, FeatureChoice(folder=features), settings, workers)
-print(*summary.lines, sep="\n")
+    compared = compare(study, FeatureChoice(folder=features), workers)
+print({method: compared.auc(method) for method in compared.methods})
 
 # %% The table: AUC with its interval, and p-values against the mean of all tiles
-print((study / "results" / "compare" / "table.md").read_text(encoding="utf-8"))
+print((study.root / "results" / "compare" / "table.md").read_text(encoding="utf-8"))
 
 # %% What one of the models looked at, on a slide that it was not trained on
-folder_of_model = study / "models" / "external" / "features_made" / "dsmil" / "fold0" / "seed0"
+folder_of_model = study.root / "models" / "external" / "features_made" / "dsmil" / "fold0" / "seed0"
 module, config = load_model(folder_of_model)
 seen = {*config["trained_on"], *config["chosen_on"]}
 for slide in [name for name, number in planted.items() if number and name not in seen][:3]:

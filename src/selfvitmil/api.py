@@ -9,52 +9,42 @@
     table.plot_roc()
     study.heatmap("slide_7")
 
-Everything here calls the functions of the commands and reads the files that they write; nothing is computed twice.
-Results have `_repr_html_`, so that a notebook shows them as tables.
+Everything here calls the functions of the commands and returns their results, which have `_repr_html_`, so that a
+notebook shows them as tables, and `to_frame()`.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfvitmil import study as core
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.formatting import html_table
 from selfvitmil.settings import StudySettings, flags_to_toml
-from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import (
-    CohortSource,
-    Summary,
-    find_cohort,
-    join_summaries,
-    open_study,
-    study_cohort,
-    study_settings,
-)
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from PIL.Image import Image
 
-    from selfvitmil.commands.status import StudyStatus
-    from selfvitmil.evaluate.predictions import Prediction
+    from selfvitmil.commands.run import RunResult
+    from selfvitmil.commands.status import StatusResult
     from selfvitmil.localize.heatmap import Heatmap
+    from selfvitmil.stages.compare import CompareResult
+    from selfvitmil.stages.evaluate import EvaluateResult
 
-SHOWN_COLUMNS = ("method", "recipe", "AUC", "sensitivity", "specificity", "accuracy", "balanced accuracy")
 OVERLAYS = ("red", "inferno", "viridis")
 """Colour maps of heatmap pictures, the one of the paper first."""
 
 
 class Study:
-    """A study folder.
+    """A study folder, for notebooks and scripts.
+
+    Every method opens it anew (`selfvitmil.study.Study`, which the stages share), so that files which changed in the
+    meantime are seen.
 
     Parameters
     ----------
@@ -128,24 +118,28 @@ class Study:
             )
         kept = {**({} if preset is None else {"preset": preset}), **(settings or {})}
         text = flags_to_toml(kept)
-        source = CohortSource(
+        source = core.CohortSource(
             Path(cohort),
             None if labels is None else Path(labels),
             label_column,
             None if slides_folder is None else Path(slides_folder),
         )
-        find_cohort(layout.root, source)  # its errors come before anything is written
-        with open_study(layout.root, "create"):
+        study = core.Study(layout.root, StudySettings(), source)
+        study.cohort  # noqa: B018  its errors come before anything is written
+        with study.lock("create"):
             if kept:
                 write_text(layout.settings, text)
-            study_cohort(layout.root, source)
+            study.store_cohort()
         return cls(root, workers=workers)
 
     def __repr__(self) -> str:
         return f"Study({str(self.root)!r}), {len(self.cohort)} slides"
 
     def _repr_html_(self) -> str:
-        return self.status().summary()._repr_html_()
+        return self.status()._repr_html_()
+
+    def _open(self) -> core.Study:
+        return core.open_study(self.root, self._flags)
 
     @property
     def layout(self) -> StudyLayout:
@@ -155,14 +149,14 @@ class Study:
     @property
     def settings(self) -> StudySettings:
         """Settings of study.toml with those of the constructor on top."""
-        return study_settings(self.root, self._flags)
+        return self._open().settings
 
     @property
     def cohort(self) -> Cohort:
         """The table of slides as cohort.csv has it now."""
-        return find_cohort(self.root, CohortSource())[0]
+        return self._open().cohort
 
-    def status(self) -> StudyStatus:
+    def status(self) -> StatusResult:
         """Return what is done, what failed and what is next. Reads only."""
         from selfvitmil.commands.status import status
 
@@ -177,13 +171,13 @@ class Study:
         encoder: str | None = None,
         name: str | None = None,
         one_method: bool = False,
-    ) -> Summary:
+    ) -> RunResult:
         """Run all stages up to `until`; what is up to date is skipped.
 
         Parameters
         ----------
         until
-            Last stage: `check`, `tile`, `pretrain`, `embed`, `compare`, `evaluate`, `localize`, `lesions` or `report`.
+            Name of the last stage (`selfvitmil.stages.STAGES` lists them); None runs all of them.
         encoder
             Use this encoder (name, folder, timm or hub name) instead of training one.
         name
@@ -193,26 +187,23 @@ class Study:
 
         Returns
         -------
-        Summary
-            Lines, table and failures. A slide that fails raises nothing and is in `failures`.
+        RunResult
+            What became of every stage, with their results by name (`.results["compare"]`). A slide that fails raises
+            nothing and is in `failures`.
         """
-        from selfvitmil.commands.run import run
+        from selfvitmil.commands.run import RunResult, run
+        from selfvitmil.commands.run_plan import Request
         from selfvitmil.engine import Engine
-        from selfvitmil.stages.run_plan import Request
 
-        settings = self.settings
+        study = self._open()
         request = Request(encoder=encoder, name=name, one_method=one_method, until=until)
-        with Engine(settings.engine) as engine:
-            summaries = list(run(self.root, request, settings, engine))
-        last = [summary for summary in summaries if summary.table]
-        return Summary(
-            tuple(line for summary in summaries for line in summary.lines),
-            join_summaries(summaries).failures,
-            last[-1].table if last else (),
-            any(summary.interrupted for summary in summaries),
-        )
+        with Engine(study.settings.engine) as engine:
+            done = next(each for each in list(run(study, request, engine)) if isinstance(each, RunResult))
+        failures = (failure for each in done.results.values() for failure in each.failures)
+        interrupted = any(each.interrupted for each in done.results.values())
+        return replace(done, failures=tuple(dict.fromkeys(failures)), interrupted=interrupted)
 
-    def compare(self, methods: Sequence[str] | None = None, *, encoder: str | None = None) -> Comparison:
+    def compare(self, methods: Sequence[str] | None = None, *, encoder: str | None = None) -> CompareResult:
         """Train and evaluate methods on the same slides, splits and seeds; stored models are used again.
 
         Parameters
@@ -227,29 +218,47 @@ class Study:
         from selfvitmil.engine import Engine
         from selfvitmil.stages.compare import compare
 
-        settings = self.settings
+        study = self._open()
+        settings = study.settings
         if methods is not None:
             chosen: dict[str, Any] = {"methods": tuple(methods)}
             if settings.compare.baseline not in methods:
                 chosen["baseline"] = methods[0].replace(":published", " (published)")
             settings = settings.model_copy(update={"compare": settings.compare.model_copy(update=chosen)})
         with Engine(workers_for(settings.engine, settings.embed.device)) as engine:
-            summary = compare(self.root, CohortSource(), FeatureChoice(encoder), settings, engine)
-        return Comparison(self._results_folder(settings), summary.lines, summary.failures)
+            return compare(study.with_settings(settings), core.FeatureChoice(encoder), engine)
 
-    def comparison(self) -> Comparison:
+    def evaluate(self, method: str | None = None, *, encoder: str | None = None) -> EvaluateResult:
+        """Train and evaluate one method on the test set; stored models are used again.
+
+        Parameters
+        ----------
+        method
+            Name of the aggregator; None means train.aggregator of the settings.
+        encoder
+            Whose features to learn from; needed where the study has those of several encoders.
+        """
+        from selfvitmil.engine import Engine
+        from selfvitmil.stages.evaluate import evaluate
+
+        study = self._open()
+        if method is not None:
+            train = study.settings.train.model_copy(update={"aggregator": method})
+            study = study.with_settings(study.settings.model_copy(update={"train": train}))
+        with Engine(study.settings.engine) as engine:
+            return evaluate(study, core.FeatureChoice(encoder), engine)
+
+    def comparison(self) -> CompareResult:
         """Return the stored comparison. Raises ArtefactError where there is none."""
-        folder = self._results_folder(self.settings)
+        from selfvitmil.stages.compare import CompareResult
+        from selfvitmil.stages.train import results_name
+
+        folder = self.layout.results(results_name("compare", self.settings))
         if not (folder / "table.csv").exists():
             raise ArtefactError(
                 f"{self.root.name}: there is no comparison yet", how="Run study.compare() first", code="no-comparison"
             )
-        return Comparison(folder)
-
-    def _results_folder(self, settings: StudySettings) -> Path:
-        from selfvitmil.stages.train import results_name
-
-        return self.layout.results(results_name("compare", settings))
+        return CompareResult.read(folder)
 
     # ------------------------------------------------------------------------------------------------ heatmaps
 
@@ -301,99 +310,3 @@ class Study:
                 code="no-heatmap",
             )
         return self.layout.heatmap(model, slide)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Several methods on the same test slides: `table.csv` and `predictions.csv` of a folder of results."""
-
-    folder: Path
-    lines: tuple[str, ...] = ()
-    """Notes of the run that made it."""
-    failures: tuple[Failure, ...] = ()
-
-    @cached_property
-    def rows(self) -> tuple[dict[str, str], ...]:
-        """Rows of table.csv: every metric with its 95 % confidence interval, tests against the baseline, and more."""
-        with (self.folder / "table.csv").open(newline="", encoding="utf-8") as file:
-            return tuple(csv.DictReader(file))
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(row["display_name"] for row in self.rows)
-
-    @cached_property
-    def predictions(self) -> tuple[Prediction, ...]:
-        """Every prediction of every method, seed and split; `seed` None is the mean over seeds."""
-        from selfvitmil.evaluate.predictions import read_predictions
-
-        return tuple(read_predictions(self.folder / "predictions.csv")[0])
-
-    def auc(self, method: str) -> tuple[float, float, float]:
-        """Return AUC (macro AUC with several classes) with the limits of its 95 % confidence interval."""
-        row = self._row(method)
-        name = "macro_auc" if "macro_auc" in row else "auc"
-        value, low, high = (float(row[key]) for key in (name, f"{name}_low", f"{name}_high"))
-        return value, low, high
-
-    def to_frame(self) -> Any:
-        """Return table.csv as a pandas DataFrame, numbers as numbers. Needs pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError(
-                "to_frame needs pandas",
-                "it is not installed",
-                "Run pip install pandas, or use .rows",
-                code="no-pandas",
-            ) from None
-        return pandas.read_csv(self.folder / "table.csv").set_index("display_name")
-
-    def _repr_html_(self) -> str:
-        return html_table([SHOWN_COLUMNS, *map(self._cells, self.rows)])
-
-    def plot_roc(self, methods: Sequence[str] | None = None) -> Figure:
-        """Draw the ROC curves of methods (all by default) on the test slides, by the mean probability over seeds.
-
-        Two classes only. With several splits a curve is the mean over splits.
-        """
-        from matplotlib.figure import Figure
-
-        from selfvitmil.metrics import roc_curve
-
-        figure = Figure(figsize=(5, 5), layout="constrained")
-        axes = figure.add_subplot(xlabel="1 - specificity", ylabel="sensitivity", aspect="equal")
-        axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-        for method in methods or self.methods:
-            label, score, split = self._test_scores(method)
-            curve = roc_curve(label, score, folds=split)
-            value, low, high = self.auc(method)
-            name = f"{method}: {value:.3f} [{low:.3f}, {high:.3f}]"
-            axes.plot(curve.false_positive_rate, curve.sensitivity, label=name, linewidth=1.5)
-        axes.legend(title="AUC [95 % CI]", fontsize="small", loc="lower right")
-        return figure
-
-    def _test_scores(self, method: str) -> tuple[list[int], list[float], list[int]]:
-        self._row(method)
-        rows = [row for row in self.predictions if row.method == method and row.part == "test" and row.seed is None]
-        if rows and len(rows[0].score) > 1:
-            raise ConfigError(
-                "an ROC curve was asked for", "there are more than two classes", "Use .rows", code="not-binary"
-            )
-        splits = sorted({row.split for row in rows})
-        return [row.label for row in rows], [row.score[0] for row in rows], [splits.index(row.split) for row in rows]
-
-    def _row(self, method: str) -> Mapping[str, str]:
-        found = next((row for row in self.rows if row["display_name"] == method), None)
-        if found is None:
-            raise ConfigError(
-                f"unknown method {method!r}", how=f"There are {', '.join(self.methods)}", code="unknown-method"
-            )
-        return found
-
-    def _cells(self, row: Mapping[str, str]) -> tuple[str, ...]:
-        value, low, high = self.auc(row["display_name"])
-        auc = f"{value:.3f} [{low:.3f}, {high:.3f}]"
-        names = ("sensitivity", "specificity", "accuracy", "balanced_accuracy")
-        decided = (f"{float(row[name]):.3f}" if row.get(name) else "-" for name in names)
-        return (row["display_name"], row.get("recipe") or "-", auc, *decided)

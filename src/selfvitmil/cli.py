@@ -1,4 +1,4 @@
-"""The command line. Each command parses its flags, calls one function of `stages` or `commands` and prints its summary.
+"""The command line. Each command parses its flags, calls one function of `stages` or `commands` and prints its result.
 
 Exit status: 0 everything asked for exists; 2 the command or a setting is wrong; 3 some slides, or all, could not be
 done (see `failures.csv`); 130 interrupted. Stages are imported when their command runs, so that `--help` stays quick.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import cyclopts
 from cyclopts import App, Parameter
@@ -37,6 +37,9 @@ from selfvitmil.settings import (
     TrainSettings,
     describe,
 )
+
+if TYPE_CHECKING:
+    from selfvitmil.stages.base import StageResult
 
 app = App(
     name="selfvitmil",
@@ -95,7 +98,7 @@ class SlideFlags:
     )
 
     def source(self) -> Any:
-        from selfvitmil.study.folder import CohortSource
+        from selfvitmil.study import CohortSource
 
         return CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
 
@@ -180,13 +183,11 @@ def check(
     engine: EngineOption = EngineSettings(),
 ):
     """Open every slide, read some of it, and report what will cause problems."""
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import check as check_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.check import check as check_slides
 
-    settings = study_settings(study, _typed(slide=slide, engine=engine))
-    with Engine(settings.engine) as workers:
-        return _end([check_stage.check(study, slides.source(), settings, workers)])
+    opened = _open(study, slides.source(), slide=slide, engine=engine)
+    with _workers(opened) as workers:
+        return _end([check_slides(opened, workers)])
 
 
 @app.command
@@ -202,7 +203,7 @@ def split(
     """Hold out a test set by patient, stratified by label; writes the column split of the study's cohort.csv."""
     from selfvitmil.commands import split as split_command
 
-    return _end([split_command.split(study, slides.source(), test, seed, overwrite=overwrite)])
+    return _end([split_command.split(_open(study, slides.source()), test, seed, overwrite=overwrite)])
 
 
 @app.command
@@ -219,14 +220,12 @@ def tile(
     engine: EngineOption = EngineSettings(),
 ):
     """Segment tissue, cut it into tiles at an exact resolution, and fit the stains."""
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import tile as tile_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.tile import tile as tile_slides
 
-    flags = _typed(preset=preset, tile=tile, tissue=tissue, stain=stain, slide=slide, engine=engine)
-    settings = study_settings(study, flags)
-    with Engine(settings.engine) as workers:
-        return _end([tile_stage.tile(study, slides.source(), settings, workers)])
+    flags = {"preset": preset, "tile": tile, "tissue": tissue, "stain": stain, "slide": slide, "engine": engine}
+    opened = _open(study, slides.source(), **flags)
+    with _workers(opened) as workers:
+        return _end([tile_slides(opened, workers)])
 
 
 @app.command
@@ -252,12 +251,10 @@ def pretrain(
     With `--pretrain.per-split` one encoder for every split (`--train.split`, `--train.folds`).
     For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
     """
-    from selfvitmil.stages import pretrain as pretrain_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.pretrain import pretrain as train_encoder
 
-    flags = _typed(preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
-    settings = study_settings(study, flags)
-    return _end([pretrain_stage.pretrain(study, name or settings.pretrain.method, settings, images)])
+    opened = _open(study, preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
+    return _end([train_encoder(opened, name or opened.settings.pretrain.method, images)])
 
 
 @app.command
@@ -274,15 +271,11 @@ def embed(
     engine: EngineOption = EngineSettings(),
 ):
     """Embed every tile; writes one feature file per slide, which other tools can read."""
-    from selfvitmil.embed import workers_for
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import embed as embed_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.embed import embed as embed_slides
 
-    flags = _typed(preset=preset, embed=embed, tile=tile, stain=stain, slide=slide, engine=engine)
-    settings = study_settings(study, flags)
-    with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        return _end([embed_stage.embed(study, encoder, settings, workers)])
+    opened = _open(study, preset=preset, embed=embed, tile=tile, stain=stain, slide=slide, engine=engine)
+    with _workers(opened, with_encoder=True) as workers:
+        return _end([embed_slides(opened, encoder, workers)])
 
 
 @app.command
@@ -302,12 +295,10 @@ def export(
 ):
     """Write feature files in the format of another tool. Readers of TRIDENT files need no export."""
     from selfvitmil.commands import export as export_command
-    from selfvitmil.engine import Engine
-    from selfvitmil.study.folder import study_settings
 
-    settings = study_settings(study, _typed(tile=tile, engine=engine))
-    with Engine(settings.engine) as workers:
-        return _end([export_command.export(study, encoder, out, to, settings, workers, dtype)])
+    opened = _open(study, tile=tile, engine=engine)
+    with _workers(opened) as workers:
+        return _end([export_command.export(opened, encoder, out, to, workers, dtype)])
 
 
 @app.command
@@ -324,15 +315,12 @@ def train(
     engine: EngineOption = EngineSettings(),
 ):
     """Train an aggregator on slide labels with several seeds; the test set is not touched."""
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import train as train_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.train import train as train_models
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
-    settings = study_settings(study, flags)
-    with Engine(settings.engine) as workers:
-        return _end([train_stage.train(study, source, choice, settings, workers)])
+    opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
+    with _workers(opened) as workers:
+        return _end([train_models(opened, choice, workers)])
 
 
 @app.command
@@ -355,18 +343,16 @@ def evaluate(
 
     Models that are missing or stale are trained first.
     """
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import evaluate as evaluate_stage
-    from selfvitmil.stages import lesions as lesions_stage
-    from selfvitmil.study.folder import CohortSource, study_settings
+    from selfvitmil.stages.evaluate import evaluate as evaluate_models
+    from selfvitmil.stages.lesions import evaluate_lesions
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, engine=engine)
-    settings = study_settings(study, flags)
-    with Engine(settings.engine) as workers:
-        steps = [lambda: evaluate_stage.evaluate(study, source, choice, settings, workers, name)]
+    flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "engine": engine}
+    opened = _open(study, source, preset=preset, **flags)
+    with _workers(opened) as workers:
+        steps: list[Callable[[], StageResult]] = [lambda: evaluate_models(opened, choice, workers, name)]
         if lesions:
-            steps.append(lambda: lesions_stage.evaluate_lesions(study, CohortSource(), choice, settings, name))
+            steps.append(lambda: evaluate_lesions(opened, choice, name))
         return _end(step() for step in steps)
 
 
@@ -392,22 +378,19 @@ def compare(
     engine: EngineOption = EngineSettings(),
 ):
     """Compare all methods on the same slides, splits and seeds, in one table with the published results."""
-    from selfvitmil.embed import workers_for
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import compare as compare_stage
-    from selfvitmil.stages import lesions as lesions_stage
-    from selfvitmil.study.folder import CohortSource, study_settings
+    from selfvitmil.stages.compare import compare as compare_methods
+    from selfvitmil.stages.lesions import compare_lesions
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(
+    opened = _open(
+        study, source,
         preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
         localize=localize, tile=tile, stain=stain, slide=slide, engine=engine,
     )  # fmt: skip
-    settings = study_settings(study, flags)
-    with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        steps = [lambda: compare_stage.compare(study, source, choice, settings, workers, name)]
+    with _workers(opened, with_encoder=True) as workers:
+        steps: list[Callable[[], StageResult]] = [lambda: compare_methods(opened, choice, workers, name)]
         if lesions:
-            steps.append(lambda: lesions_stage.compare_lesions(study, CohortSource(), choice, settings, name))
+            steps.append(lambda: compare_lesions(opened, choice, name))
         return _end(step() for step in steps)
 
 
@@ -431,23 +414,18 @@ def localize(
     engine: EngineOption = EngineSettings(),
 ):
     """Draw heatmaps by trained models: scores per tile, lesions, pictures, files for QuPath and ASAP."""
-    from selfvitmil.engine import Engine
-    from selfvitmil.stages import localize as localize_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.localize import localize as draw_heatmaps
 
     source, choice = _to_learn_from(vectors, labels)
-    flags = _typed(
-        preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile, slide=slide, engine=engine
-    )
-    settings = study_settings(study, flags)
-    with Engine(settings.engine) as workers:
-        return _end([localize_stage.localize(study, source, choice, settings, workers, name, slides or ())])
+    flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "slide": slide, "engine": engine}
+    opened = _open(study, source, preset=preset, **flags)
+    with _workers(opened) as workers:
+        return _end([draw_heatmaps(opened, choice, workers, name, slides or ())])
 
 
 def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
     """Return where labels come from and which features are used, from the flags."""
-    from selfvitmil.study.features import FeatureChoice
-    from selfvitmil.study.folder import CohortSource
+    from selfvitmil.study import CohortSource, FeatureChoice
 
     two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
     if vectors.features is not None and (vectors.encoder is not None or two_scales):
@@ -497,9 +475,9 @@ class WholeWay(SlideFlags):
     engine: EngineOption = EngineSettings()
 
     def request(self) -> Any:
-        from selfvitmil.stages.run_plan import Request
+        from selfvitmil.commands.run_plan import Request
 
-        return Request(self.source(), self.encoder, self.name, self.one_method, self.until)
+        return Request(self.encoder, self.name, self.one_method, self.until)
 
     def flags(self) -> dict[str, Any]:
         return _typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
@@ -528,23 +506,22 @@ def run(
 ):
     """Run all stages from slides to the report, skipping what is up to date. The same command resumes a stopped run."""
     from selfvitmil.commands import run as run_command
-    from selfvitmil.engine import Engine
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.study import open_study
 
     if dry_run:
         return plan(study, way=way)
-    settings = study_settings(study, way.flags())
-    with Engine(settings.engine) as workers:
-        return _end(run_command.run(study, way.request(), settings, workers, way.flags()))
+    opened = open_study(study, way.flags(), way.source())
+    with _workers(opened) as workers:
+        return _end(run_command.run(opened, way.request(), workers, way.flags()))
 
 
 @app.command
 def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
     """Print what `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
     from selfvitmil.commands import plan as plan_command
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.study import open_study
 
-    return _end([plan_command.plan(study, way.request(), study_settings(study, way.flags()))])
+    return _end([plan_command.plan(open_study(study, way.flags(), way.source()), way.request())])
 
 
 @app.command
@@ -555,7 +532,7 @@ def status(study: Study, /, *, json: JsonOption = False):
     found = status_command.status(study)
     if json:
         return _print_json(found.to_json())
-    return _end([found.summary()])
+    return _end([found])
 
 
 @app.command
@@ -605,16 +582,20 @@ def view(
 ):
     """Show slides and heatmaps in a browser."""
     from selfvitmil.commands import view as view_command
-    from selfvitmil.study.folder import study_settings
 
-    settings = study_settings(study, _typed(slide=slide))
+    opened = _open(study, slide=slide)
     if export is not None:
         folder = {"slides": slides or (), "top_mpp": export_mpp}
-        return _end([view_command.export_view(study, settings, export, **folder, pseudonyms=pseudonyms)])
+        return _end([view_command.export_view(opened, export, **folder, pseudonyms=pseudonyms, say=_say)])
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides")
     place = {"host": host, "port": port, "require_token": require_token}
-    return _end([view_command.view(study, settings, **place, browser=browser, pseudonyms=pseudonyms)])
+    return _end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=_say)])
+
+
+def _say(line: str) -> None:
+    """Print at once: what comes next takes its time."""
+    print(line, flush=True)
 
 
 @app.command
@@ -638,11 +619,10 @@ def package(
 ):
     """Package a trained model as one portable folder: encoder, aggregators, threshold, model card."""
     from selfvitmil.commands import package as package_command
-    from selfvitmil.study.folder import study_settings
 
     source, choice = _to_learn_from(vectors)
-    flags = _typed(preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
-    return _end([package_command.package(study, out, source, choice, study_settings(study, flags), split, results)])
+    opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
+    return _end([package_command.package(opened, out, choice, split, results)])
 
 
 @app.command
@@ -698,26 +678,40 @@ def report(
     ] = None,
 ):
     """Write a self-contained HTML report: cohort, settings, metrics, heatmaps."""
-    from selfvitmil.stages import report as report_stage
-    from selfvitmil.study.folder import study_settings
+    from selfvitmil.stages.report import report as write_page
 
-    settings = study_settings(study, {})
-    return _end(
-        [report_stage.report(study, settings, out=out, pseudonyms=pseudonyms, results=results or (), slides=slides)]
-    )
+    asked = {"out": out, "pseudonyms": pseudonyms, "results": results or (), "slides": slides}
+    return _end([write_page(_open(study), **asked)])
 
 
 @app.command
 def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
     """Run the full pipeline on synthetic slides; no data needed."""
     from selfvitmil.commands import demo as demo_command
-    from selfvitmil.engine import Engine
-    from selfvitmil.study.folder import study_settings
 
     demo_command.start_demo(study)
-    settings = study_settings(study, _typed(engine=engine))
-    with Engine(settings.engine) as workers:
-        return _end(demo_command.demo(study, settings, workers))
+    opened = _open(study, engine=engine)
+    with _workers(opened) as workers:
+        return _end(demo_command.demo(study, opened.settings, workers))
+
+
+def _open(root: Path, source: Any = None, **sections: Any) -> Any:
+    """Return the study with the settings that were given as flags, and where its slides and labels come from."""
+    from selfvitmil.study import open_study
+
+    return open_study(root, _typed(**sections), source)
+
+
+def _workers(study: Any, *, with_encoder: bool = False) -> Any:
+    """Return the workers of a study, for a `with` statement: fewer where each needs a GPU for its encoder."""
+    from selfvitmil.engine import Engine
+
+    settings = study.settings
+    if not with_encoder:
+        return Engine(settings.engine)
+    from selfvitmil.embed import workers_for
+
+    return Engine(workers_for(settings.engine, settings.embed.device))
 
 
 def _typed(**sections: Any) -> dict[str, Any]:
@@ -729,7 +723,7 @@ def _typed(**sections: Any) -> dict[str, Any]:
     return {name: value for name, value in typed.items() if value not in (None, {})}
 
 
-def _end(results: Iterable[Any]) -> int:
+def _end(results: Iterable[StageResult]) -> int:
     """Print what was done; return the exit status."""
     status = 0
     for result in results:
@@ -738,7 +732,7 @@ def _end(results: Iterable[Any]) -> int:
     return status
 
 
-def _show(result: Any) -> None:
+def _show(result: StageResult) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -48,6 +49,18 @@ def duration(seconds: float | None) -> str:
     if seconds < 3600:
         return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def ago(moment: float | None) -> str:
+    """Return how long ago a moment (seconds since 1970) was; empty if there is none."""
+    return "" if moment is None else f"{duration(max(0.0, time.time() - moment))} ago"
+
+
+def cell(value: Any) -> str:
+    """Return a value as a cell of a CSV file: five digits of a float, several values joined by semicolons."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "; ".join(value) if isinstance(value, tuple | list) else "" if value is None else str(value)
 
 
 def shorten(text: str, most: int) -> str:

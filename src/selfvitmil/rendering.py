@@ -7,17 +7,46 @@ function per kind of result. Only `cli` prints them; `_repr_html_` of a result s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil.formatting import duration, html_table
+import numpy as np
+
+from selfvitmil import formatting
+from selfvitmil.cohort.table import listing
+from selfvitmil.formatting import html_table
+from selfvitmil.store.provenance import UP_TO_DATE, BuildOutcome, BuildStatus
 
 if TYPE_CHECKING:
-    from selfvitmil.stages.base import StageResult
+    from selfvitmil.commands.doctor import DoctorResult
+    from selfvitmil.commands.export import ExportResult
+    from selfvitmil.commands.init import InitResult
+    from selfvitmil.commands.package import PackageResult
+    from selfvitmil.commands.plan import PlanResult, StagePlan
+    from selfvitmil.commands.predict import PredictResult
+    from selfvitmil.commands.run import RunOutcome, RunResult, RunStart, StageReport
+    from selfvitmil.commands.status import StatusResult
+    from selfvitmil.commands.synth import SynthResult
+    from selfvitmil.commands.view import ViewResult
+    from selfvitmil.localize.lesion_results import LesionTable
+    from selfvitmil.stages.base import Estimate, StageResult
+    from selfvitmil.stages.check import CheckResult
+    from selfvitmil.stages.compare import CompareResult
+    from selfvitmil.stages.embed import EmbedResult
+    from selfvitmil.stages.evaluate import EvaluateResult
+    from selfvitmil.stages.lesions import LesionsResult
+    from selfvitmil.stages.localize import LocalizeResult
+    from selfvitmil.stages.pretrain import PretrainResult, SplitResult
+    from selfvitmil.stages.report import ReportResult
+    from selfvitmil.stages.tile import TileResult
+    from selfvitmil.stages.train import TrainResult
     from selfvitmil.store.failures import Failure
 
+Row = Mapping[str, str]
+"""A row of table.csv."""
 Table = tuple[tuple[str, ...], ...]
 """Rows of cells, header first."""
 
@@ -53,61 +82,204 @@ def _plain(result: StageResult) -> Rendered:
     return Rendered(result.notes)
 
 
-def _summary(result: Any) -> Rendered:
-    return Rendered(result.lines, result.table)
+# ---------------------------------------------------------------------------------------------------- slides
 
 
-# ---------------------------------------------------------------------------------------------------- commands
+def _check(result: CheckResult) -> Rendered:
+    rows = result.slides.values()
+    lines = _few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
+    lines.append(f"{len(rows)} of {result.num_slides} slides can be worked with; see check.csv")
+    shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
+    table = (shown, *(tuple(formatting.cell(getattr(row, name)) for name in shown) for row in rows))
+    return Rendered((*result.notes, *lines), table)
 
 
-def size(number: float) -> str:
-    """Return bytes in words: `3.2 GB`."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number / 1e3:.0f} kB"
+def _tile(result: TileResult) -> Rendered:
+    """Render changes, warnings, odd counts and totals."""
+    slides, name = result.slides, result.tiling
+    counts = {slide: found.num_tiles for slide, found in slides.items()}
+    warnings = [f"{slide}: {text}" for slide, found in slides.items() for text in found.attributes.get("warnings", ())]
+    if len(counts) >= 5:
+        middle = float(np.median(list(counts.values())))
+        warnings += [
+            f"{slide}: {count} tiles, where the median is {middle:.0f}: look at its picture"
+            for slide, count in counts.items()
+            if not middle / 10 <= count <= middle * 10
+        ]
+    up_to_date = _num_up_to_date(found.outcome for found in slides.values())
+    total = f"{sum(counts.values()):,} tiles of {len(slides)} of {result.num_slides} slides in tiles/{name}"
+    return Rendered((*result.notes, *_rebuilt(slides), *_few(warnings, f"tiles/{name}/tiles.csv"), total + up_to_date))
 
 
-def _plan(result: Any) -> Rendered:
-    measures, gpu = result.measures, result.measures.gpu
+def _synth(result: SynthResult) -> Rendered:
+    lines = [f"{len(result.slides)} slides written to {result.folder}"]
+    if result.hostile:
+        lines.append(f"{len(result.hostile)} hostile files written to {result.folder / 'hostile'}")
+    return Rendered(tuple(lines))
+
+
+def _split(result: SplitResult) -> Rendered:
+    return Rendered(result.notes, result.table)
+
+
+# ---------------------------------------------------------------------------------------------------- embeddings
+
+
+def _pretrain(result: PretrainResult) -> Rendered:
     lines = list(result.notes)
-    if measures.unreadable:
-        names = ", ".join(measures.unreadable[:5])
-        lines.append(f"{len(measures.unreadable)} slides cannot be opened and count as empty: {names}")
-    how = f"estimated from {measures.num_sampled} slides" if measures.num_sampled else "counted"
-    lines.append(f"{len(measures.tiles)} slides, {sum(measures.tiles.values()):,} tiles ({how})")
-    if measures.read_per_s:
-        lines.append(f"measured: one process reads {measures.read_per_s:,.0f} tiles/s; {measures.processes} are used")
-    if measures.encoder is not None:
-        lines.append(
-            f"measured: the encoder ({measures.encoder.num_weights / 1e6:.1f} million weights, feature dimension "
-            f"{measures.encoder.network.dim}) embeds {measures.encoder.tiles_per_s:,.1f} tiles/s on the "
-            f"{'GPU' if gpu else 'CPU'}"
+    for name, trained in result.encoders.items():
+        loss = f", loss {trained.metrics['loss']:.3f}" if "loss" in trained.metrics else ""
+        steps = f"step {trained.step} of {trained.total_steps}{loss}"
+        if trained.ending is not None and trained.ending.stopped_early:
+            steps = trained.ending.words
+        elif trained.ending is not None and trained.ending.words:
+            steps += f"; {trained.ending.words}"
+        lines += [f"note: {warning}" for warning in trained.warnings]
+        lines.append(f"encoders/{name}: {trained.note}, {steps}")
+    return Rendered(tuple(lines), result.split_table)
+
+
+def _embed(result: EmbedResult) -> Rendered:
+    encoders = {each.encoder: each for each in result.features}
+    lines = [f"{name}: layout {own.layout}, embeddings of {own.dim} dimensions" for name, own in encoders.items()]
+    for each in result.features:
+        slides = each.slides.values()
+        waited = [found.wait_share for found in slides if found.outcome != UP_TO_DATE]
+        wait = f", waiting for tiles {np.mean(waited):.0%} of the time" if waited else ""
+        total = f"{sum(found.num_tiles for found in slides):,} vectors of {len(slides)} of {result.num_slides} slides"
+        lines += _rebuilt(each.slides)
+        lines += [f"{slide}: {warning}" for slide, found in each.slides.items() for warning in found.warnings]
+        lines.append(f"{total} in {_last_parts(each.folder, 3)}{wait}")
+    return Rendered((*result.notes, *lines))
+
+
+def _export(result: ExportResult) -> Rendered:
+    line = f"{len(result.slides)} of {result.num_slides} slides written to {result.folder} for {result.tool}"
+    return Rendered((*result.notes, line))
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+
+def _train(result: TrainResult) -> Rendered:
+    header = ("split", "seed", "epoch", "validation AUC", "seconds", "")
+    rows = [
+        (
+            model.split,
+            str(model.seed),
+            str(model.epoch),
+            formatting.number(model.validation_auc),
+            f"{model.seconds:.0f}",
+            str(model.outcome),
         )
-    besides = f", plus {' and '.join(each.name for each in result.unknown)}" if result.unknown else ""
-    hours = f", {result.gpu_seconds / 3600:.1f} GPU-hours of it" if gpu else "; no GPU was found"
-    lines.append(f"in total about {duration(result.seconds)}{hours}{besides}; expect an error of a factor of 2 to 3")
-    short = "" if result.enough_disk else ": NOT ENOUGH"
-    lines.append(f"disk: {size(result.disk)} needed, {size(result.disk_free)} free{short}")
-    lines += [_memory_line(stage, result.memory_for(stage)) for stage in result.too_large]
-    lines.append("nothing was written; `run` with the same flags does it")
-    header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * gpu, "basis")
-    rows = [(each.name, each.pending.line, *_estimate_cells(each.estimate, gpu)) for each in result.stages]
-    return Rendered(tuple(lines), (header, *rows))
+        for model in result.models
+    ]
+    line = f"{len(result.models)} models in {_last_parts(result.folder, 4)}; evaluate them with `evaluate`"
+    return Rendered((*result.notes, line), (header, *rows))
 
 
-def _doctor(result: Any) -> Rendered:
-    rows = [(check.status, check.name, check.found) for check in result.checks]
-    lines = [f"{check.status} {check.name}: {check.remedy}" for check in result.checks if check.remedy]
-    end = {
-        "PASS": "everything is in place",
-        "WARN": "usable; the warnings say what would be better",
-        "FAIL": "something that is required does not work",
-    }[result.status]
-    return Rendered((*lines, end), (("", "what", "found"), *rows))
+SHOWN_METRICS = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "f1", "pr_auc", "brier", "ece")
+"""Metrics of `evaluate` that are shown; metrics.json has them all."""
 
 
-def _predict(result: Any) -> Rendered:
+def _evaluate(result: EvaluateResult) -> Rendered:
+    """Render the metrics of slides, and of patients where they differ."""
+    told = result.metrics
+    header = ("", "ensemble", f"{formatting.percent(result.confidence)} interval", "mean of seeds", "sd")
+    rows = [
+        (f"{name.replace('_', ' ')}, by {level}", *row)
+        for level in ("slide", "patient")
+        if "same_as" not in told[level]
+        for name in SHOWN_METRICS
+        if (row := _metric_cells(told[level], name)) is not None
+    ]
+    line = f"predictions.csv, metrics.json and figures in {_last_parts(result.folder, 2)}"
+    return Rendered((*result.notes, line), (header, *rows))
+
+
+def _metric_cells(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str] | None:
+    told = (level.get("ensemble") or {}).get(name)
+    value, limits = "-", ""
+    if isinstance(told, Mapping):
+        value, limits = formatting.value_and_limits(told)
+    elif isinstance(told, int | float):
+        value = f"{told:.3f}"
+    spread = (level.get("over_seeds") or {}).get(name) or {}
+    mean, sd = spread.get("mean"), spread.get("sd")
+    if value == "-" and mean is None:
+        return None
+    return value, limits, formatting.number(mean), formatting.number(sd)
+
+
+def _compare(result: CompareResult) -> Rendered:
+    from selfvitmil.evaluate.comparison_table import table_cells, table_notes
+
+    baselines = [line for each in result.baselines for line in render(each).lines]
+    below = [*(f"note: {text}" for text in result.advice), *table_notes(result.table)]
+    where = _last_parts(result.folder, 2)
+    below.append(f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {where}")
+    table = tuple(tuple(row) for row in table_cells(result.table))
+    return Rendered((*baselines, *result.notes, *below), table)
+
+
+def _lesions(result: LesionsResult) -> Rendered:
+    lines, table = list(result.notes), ()
+    *of_comparison, of_method = result.folders or ("",)
+    if result.comparison is not None:
+        compared = of_comparison[0] if of_comparison else of_method
+        lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {_last_parts(compared, 2)}")
+        table = tuple(tuple(row) for row in result.comparison.cells())
+    if result.scores is not None:
+        lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {_last_parts(of_method, 2)}")
+        level = formatting.percent(result.scores.evaluate.confidence)
+        table = table or (("lesions", "value", f"{level} interval"), *_lesion_rows(result.scores.to_json()["scores"]))
+    return Rendered(tuple(lines), table)
+
+
+def _lesion_rows(scores: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    found = [score for score in scores.values() if score is not None and score.get("value") is not None]
+    return [(str(score["words"]), *formatting.value_and_limits(score)) for score in found]
+
+
+def _localize(result: LocalizeResult) -> Rendered:
+    from selfvitmil.localize.detection import RANKS_ONLY
+
+    made, where = result.exports, _last_parts(result.folder, 2)
+    warned: dict[str, list[str]] = {}
+    for slide, product in made.items():
+        for warning in product.warnings:
+            warned.setdefault(warning, []).append(slide)
+    shown = dict.fromkeys(f"heatmaps show {product.shows}" for product in made.values() if product.shows)
+    up_to_date = _num_up_to_date(result.outcomes.values())
+    files = sum(product.num_made for product in made.values())
+    negative = sum(product.only_ranks for product in made.values())
+    lines = [
+        *result.notes,
+        *_rebuilt_lines(result.outcomes),
+        *_few([f"{listing(slides, 3)}: {text}" for text, slides in warned.items()], "the maps"),
+        *shown,
+        f"{len(result.outcomes)} maps{up_to_date}, {files} pictures and exports made, in {where}",
+        *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
+        f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
+    ]
+    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
+    return Rendered(tuple(lines), (header, *((slide, *product.cells) for slide, product in made.items())))
+
+
+def _report(result: ReportResult) -> Rendered:
+    lines = list(result.notes)
+    if result.num_with_heatmap > result.num_sections:
+        lines.append(
+            f"{result.num_sections} of {result.num_with_heatmap} slides with heatmaps have a section "
+            f"(--slides {result.most_slides})"
+        )
+    if result.key is not None:
+        lines.append(f"{result.key} in the study is the key to the pseudonyms: keep it to yourself")
+    lines.append(f"{result.shown_as}: one page of {result.size_bytes / 1e6:.1f} MB, for any browser")
+    return Rendered(tuple(lines))
+
+
+def _predict(result: PredictResult) -> Rendered:
     from selfvitmil.localize.detection import RANKS_ONLY
     from selfvitmil.package import RESEARCH_ONLY
 
@@ -135,42 +307,290 @@ def _predict(result: Any) -> Rendered:
     return Rendered(tuple(lines), (header, *rows))
 
 
-def _package(result: Any) -> Rendered:
+def _package(result: PackageResult) -> Rendered:
     lines = list(result.notes)
     if not result.evaluated:
         lines.append("note: no results of these models; run `selfvitmil evaluate` first, and the model card has them")
     lines.append(
         f"{result.num_models} models of split {result.split}, encoder and card in {result.out.name} "
-        f"({size(result.num_bytes)})"
+        f"({_size(result.num_bytes)})"
     )
     return Rendered(tuple(lines))
 
 
-def _estimate_cells(estimate: Any, with_gpu: bool) -> tuple[str, ...]:
+def _view(result: ViewResult) -> Rendered:
+    if result.folder is None:
+        return Rendered((*result.notes, "the viewer has ended"))
+    size = f"{result.size_bytes / 1e6:.1f} MB"
+    return Rendered((*result.notes, f"{result.folder.name}: {result.num_slides} slides, {size}; open its index.html"))
+
+
+# ---------------------------------------------------------------------------------------------------- the study
+
+
+def _init(result: InitResult) -> Rendered:
+    study = result.study
+    lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
+    if not result.has_cohort:
+        lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
+    return Rendered(tuple(lines))
+
+
+def _status(result: StatusResult) -> Rendered:
+    slides = "no readable cohort.csv" if result.slides is None else f"{result.slides} slides in the cohort"
+    lines = [f"{result.study}: {slides}; {result.running or 'nobody works on it'}"]
+    for stage in sorted({failure.stage for failure in result.failed}):
+        first, *others = [failure for failure in result.failed if failure.stage == stage]
+        lines.append(f"failed in {stage}: {1 + len(others)}, for instance {first.reason}. {first.remedy}")
+    rows = [
+        (
+            each.stage,
+            each.place,
+            str(each.done) if each.asked is None else f"{each.done} of {each.asked}",
+            str(each.failed or ""),
+            formatting.ago(each.newest),
+            each.words,
+        )
+        for each in result.stages
+    ]
+    table = (("stage", "where", "done", "failed", "newest", ""), *rows) if rows else ()
+    return Rendered((*lines, f"next: {result.next}"), table)
+
+
+def _size(number: float) -> str:
+    """Return bytes in words: `3.2 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number / 1e3:.0f} kB"
+
+
+def _plan(result: PlanResult) -> Rendered:
+    measures, gpu = result.measures, result.measures.gpu
+    lines = list(result.notes)
+    if measures.unreadable:
+        names = ", ".join(measures.unreadable[:5])
+        lines.append(f"{len(measures.unreadable)} slides cannot be opened and count as empty: {names}")
+    how = f"estimated from {measures.num_sampled} slides" if measures.num_sampled else "counted"
+    lines.append(f"{len(measures.tiles)} slides, {sum(measures.tiles.values()):,} tiles ({how})")
+    if measures.read_per_s:
+        lines.append(f"measured: one process reads {measures.read_per_s:,.0f} tiles/s; {measures.processes} are used")
+    if measures.encoder is not None:
+        lines.append(
+            f"measured: the encoder ({measures.encoder.num_weights / 1e6:.1f} million weights, feature dimension "
+            f"{measures.encoder.network.dim}) embeds {measures.encoder.tiles_per_s:,.1f} tiles/s on the "
+            f"{'GPU' if gpu else 'CPU'}"
+        )
+    besides = f", plus {' and '.join(each.name for each in result.unknown)}" if result.unknown else ""
+    hours = f", {result.gpu_seconds / 3600:.1f} GPU-hours of it" if gpu else "; no GPU was found"
+    lines.append(
+        f"in total about {formatting.duration(result.seconds)}{hours}{besides}; expect an error of a factor of 2 to 3"
+    )
+    short = "" if result.enough_disk else ": NOT ENOUGH"
+    lines.append(f"disk: {_size(result.disk)} needed, {_size(result.disk_free)} free{short}")
+    lines += [_memory_line(stage, result.memory_for(stage)) for stage in result.too_large]
+    lines.append("nothing was written; `run` with the same flags does it")
+    header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * gpu, "basis")
+    rows = [(each.name, each.pending.line, *_estimate_cells(each.estimate, gpu)) for each in result.stages]
+    return Rendered(tuple(lines), (header, *rows))
+
+
+def _estimate_cells(estimate: Estimate, with_gpu: bool) -> tuple[str, ...]:
     """Return the cells of a plan's table from disk on."""
     if not estimate.basis or estimate.basis == "unknown":
         return ("", "", "", *[""] * with_gpu, estimate.basis)
     hours = f"{estimate.seconds / 3600:.2f}" if estimate.on_gpu else ""
-    memory = f"{'GPU ' * estimate.on_gpu}{size(estimate.memory)}"
-    return (size(estimate.disk), memory, duration(estimate.seconds), *[hours] * with_gpu, estimate.basis)
+    memory = f"{'GPU ' * estimate.on_gpu}{_size(estimate.memory)}"
+    return (_size(estimate.disk), memory, formatting.duration(estimate.seconds), *[hours] * with_gpu, estimate.basis)
 
 
-def _memory_line(stage: Any, memory: int) -> str:
+def _memory_line(stage: StagePlan, memory: int) -> str:
     """Return the warning that a stage does not fit into memory, with what makes it smaller."""
     needed, how = stage.estimate.memory, "fewer --workers"
     if stage.name == "pretrain":
         how = f"--pretrain.accumulate {1 << math.ceil(math.log2(needed / memory))}, which changes no result"
     elif stage.name == "embed":
         how = "a smaller --embed.batch"
-    return f"memory: {stage.name} needs about {size(needed)} of {size(memory)}: NOT ENOUGH; use {how}"
+    return f"memory: {stage.name} needs about {_size(needed)} of {_size(memory)}: NOT ENOUGH; use {how}"
+
+
+def _doctor(result: DoctorResult) -> Rendered:
+    rows = [(check.status, check.name, check.found) for check in result.checks]
+    lines = [f"{check.status} {check.name}: {check.remedy}" for check in result.checks if check.remedy]
+    end = {
+        "PASS": "everything is in place",
+        "WARN": "usable; the warnings say what would be better",
+        "FAIL": "something that is required does not work",
+    }[result.status]
+    return Rendered((*lines, end), (("", "what", "found"), *rows))
+
+
+def _run_start(result: RunStart) -> Rendered:
+    rows = [(stage, pending.line) for stage, pending in result.pending.items()]
+    lines = (*result.notes, f"{result.num_slides} slides in the cohort")
+    return Rendered(lines, (("stage", "what will be done"), *rows))
+
+
+def _run(result: RunResult) -> Rendered:
+    rows = [
+        (name, _stage_words(report), "" if report.seconds is None else formatting.duration(report.seconds))
+        for name, report in result.stages.items()
+    ]
+    lines = list(result.notes)
+    if slides := {failure.slide for each in result.results.values() for failure in each.failures}:
+        lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
+    lines.append(f"all of it took {formatting.duration(result.seconds)}")
+    return Rendered(tuple(lines), (("stage", "what was done", "time"), *rows))
+
+
+def _stage_words(report: StageReport) -> str:
+    if report.state.name == "UP_TO_DATE":
+        return report.pending.line
+    if report.state.name == "STOPPED":
+        return f"{report.state.value}: see the message below"
+    return report.state.value + (f", {report.num_failed} slides failed" if report.num_failed else "")
+
+
+BINARY = {"sensitivity": "sens.", "specificity": "spec."}
+SEVERAL = {"accuracy": "acc.", "balanced_accuracy": "bal. acc."}
+"""Columns of decisions and their titles, with two classes and with more."""
+
+
+def _run_outcome(result: RunOutcome) -> Rendered:
+    """Render how well each method does, and whether its heatmaps show why.
+
+    With more than two classes the AUC is the macro AUC, and accuracies stand where sensitivity and specificity would.
+    """
+    lines: list[str] = []
+    table: Table = ()
+    if result.comparison is not None and result.comparison.rows:
+        rows = result.comparison.rows
+        lesions = result.lesions.comparison if result.lesions is not None else None
+        table = _outcome_table(rows, lesions)
+        lines += [_outcome_line(row) for row in rows if row["display_name"] == result.method]
+    if result.page is not None:
+        lines += [f"report: {result.page}", f"viewer: selfvitmil view {result.study}"]
+    return Rendered(tuple(lines), table)
+
+
+def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
+    first = rows[0]
+    level = first["auc_limits"].partition(",")[0]  # `95 %, DeLong ...`
+    decided = SEVERAL if _auc_column(first) == "macro_auc" else BINARY
+    auc = _auc_title(first)
+    method = "method, OPTIMISTIC" if first["protocol"] == "optimistic" else "method"
+    header = (method, "recipe", f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "hottest tile in a lesion")
+    body = [
+        (
+            row["display_name"] + " (transductive)" * _is_transductive(row),
+            row.get("recipe") or "-",
+            _interval(row),
+            f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}",
+            *(_number(row, name) for name in decided),
+            _hit_rate(row["display_name"], lesions),
+        )
+        for row in rows
+    ]
+    return (header, *body)
+
+
+def _hit_rate(method: str, lesions: LesionTable | None) -> str:
+    """Return how often the hottest tile lies in a lesion, or a dash."""
+    found = lesions.scores.get(method) if lesions is not None else None
+    hits = found.intervals.get("hit_rate") if found is not None else None
+    return formatting.number(None if hits is None else hits.value, digits=2)
+
+
+def _outcome_line(row: Row) -> str:
+    """Return the AUC of the study's own method in words."""
+    counts = " and ".join(" ".join(reversed(part.split("="))) for part in row["test_slides"].split(";"))
+    doubt = "; OPTIMISTIC: epochs and thresholds were chosen on these" if row["protocol"] == "optimistic" else ""
+    seen = "; transductive: the encoder was trained, without labels, on slides of these patients"
+    return (
+        f"{_auc_title(row)} of {row['display_name']}: {_interval(row)}, by the mean probability of {row['num_seeds']} "
+        f"trainings, on {counts} slides ({row['test']}){doubt}{seen * _is_transductive(row)}"
+    )
+
+
+def _auc_column(row: Row) -> str:
+    return "macro_auc" if "macro_auc" in row else "auc"
+
+
+def _auc_title(row: Row) -> str:
+    return _auc_column(row).replace("_", " ").replace("auc", "AUC")
+
+
+def _is_transductive(row: Row) -> bool:
+    """Return whether the encoder has seen test slides."""
+    return row.get("transductive") == "yes"
+
+
+def _interval(row: Row) -> str:
+    name = _auc_column(row)
+    return f"{_number(row, name)} [{_number(row, f'{name}_low')}, {_number(row, f'{name}_high')}]"
+
+
+def _number(row: Row, name: str) -> str:
+    text = row.get(name) or ""
+    return f"{float(text):.3f}" if text else "-"
+
+
+# ---------------------------------------------------------------------------------------------------- shared
+
+
+def _last_parts(folder: Path | str, number: int) -> str:
+    """Return a folder of the study as users read it: relative to the study, which is `number` folders up."""
+    return "/".join(Path(folder).parts[-number:])
+
+
+def _few(lines: list[str], where: str, most: int = 40) -> list[str]:
+    """Return the first lines, and where the others are to be found."""
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"... and {more} more, see {where}"]
+
+
+def _rebuilt(slides: Mapping[str, Any]) -> list[str]:
+    return _rebuilt_lines({slide: found.outcome for slide, found in slides.items()})
+
+
+def _rebuilt_lines(outcomes: Mapping[str, BuildOutcome]) -> list[str]:
+    """Return why slides were rebuilt, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for slide, outcome in outcomes.items():
+        if outcome.status is BuildStatus.REBUILT:
+            reasons.setdefault(str(outcome), []).append(slide)
+    return [f"{slides[0] if len(slides) == 1 else f'{len(slides)} slides'} {why}" for why, slides in reasons.items()]
+
+
+def _num_up_to_date(outcomes: Iterable[BuildOutcome]) -> str:
+    number = sum(outcome == UP_TO_DATE for outcome in outcomes)
+    return f" ({number} were up to date)" if number else ""
 
 
 _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "StageResult": _plain,
-    "Summary": _summary,
-    "PlanResult": _plan,
-    "DoctorResult": _doctor,
+    "CheckResult": _check,
+    "TileResult": _tile,
+    "PretrainResult": _pretrain,
+    "EmbedResult": _embed,
+    "TrainResult": _train,
+    "CompareResult": _compare,
+    "EvaluateResult": _evaluate,
+    "LocalizeResult": _localize,
+    "LesionsResult": _lesions,
+    "ReportResult": _report,
+    "SynthResult": _synth,
+    "SplitResult": _split,
+    "ExportResult": _export,
+    "ViewResult": _view,
+    "InitResult": _init,
+    "StatusResult": _status,
     "PackageResult": _package,
     "PredictResult": _predict,
+    "PlanResult": _plan,
+    "DoctorResult": _doctor,
+    "RunStart": _run_start,
+    "RunResult": _run,
+    "RunOutcome": _run_outcome,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

@@ -11,7 +11,7 @@ from selfvitmil import aggregate
 from selfvitmil.aggregate.recipes import MAX_LR, UNPUBLISHED, note_of, recipe_of, recipe_warnings
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings, resolve_settings
-from selfvitmil.study.methods import options_for
+from selfvitmil.stages.train import options_for
 
 EACH = pytest.mark.parametrize("name", aggregate.NAMES)
 PUBLISHED = TrainSettings(recipe="published")

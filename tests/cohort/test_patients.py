@@ -14,7 +14,8 @@ from helpers.error_codes import has_code
 from helpers.planted import write_features
 from selfvitmil.cohort import Cohort, SlideRow, guess_patients, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.errors import CohortError
-from selfvitmil.study.folder import CohortSource, find_cohort, study_cohort
+from selfvitmil.settings import StudySettings
+from selfvitmil.study import CohortSource, Study
 
 BARCODES = {
     "TCGA-A1-A0SB-01Z-00-DX1.B34C": "TCGA-A1-A0SB",
@@ -57,21 +58,23 @@ def test_doubtful_names_are_not_guessed_from(names: list[str]):
 def test_a_study_stores_the_guess_and_does_not_guess_again(tmp_path: Path):
     study = tmp_path / "study"
     given = cohort_file(tmp_path / "given", list(BARCODES), {"label": ["a", "b", "b"]})
-    cohort, lines = study_cohort(study, CohortSource(given))
+    opened = Study(study, StudySettings(), CohortSource(given))
+    cohort, lines = opened.store_cohort(), opened.cohort_notes
     assert {row.slide: row.patient for row in cohort.rows} == BARCODES
     assert any("TCGA barcodes" in line and "column patient" in line for line in lines)
     stored = read_cohort(study / "cohort.csv")
     assert {row.slide: row.patient for row in stored.rows} == BARCODES
-    assert find_cohort(study, CohortSource())[1] == []
+    assert Study(study, StudySettings()).cohort_notes == ()
 
 
 def test_patients_that_are_stated_stay_also_where_each_slide_has_its_own(tmp_path: Path):
     names = list(BARCODES)
     study = tmp_path / "study"
     cohort_file(study, names, {"patient": names})
-    cohort, lines = study_cohort(study, CohortSource())
+    opened = Study(study, StudySettings())
+    cohort, lines = opened.store_cohort(), opened.cohort_notes
     assert [row.patient for row in cohort.rows] == names
-    assert lines == []
+    assert lines == ()
     assert cohort.patient_warning == ""
     write_cohort(tmp_path / "copy.csv", cohort)  # the statement survives writing
     assert all(row.patient_stated for row in read_cohort(tmp_path / "copy.csv").rows)

@@ -17,12 +17,12 @@ from helpers.planted import row
 from helpers.studies import MICRO
 from selfvitmil.cohort import Cohort, hold_out, read_cohort
 from selfvitmil.cohort.splits import split_table
+from selfvitmil.commands.run_plan import Request, plan_run
 from selfvitmil.errors import CohortProblems
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
-from selfvitmil.stages.run_plan import Request, plan_run
-from selfvitmil.study.folder import CohortSource, study_settings
-from selfvitmil.study.splits import MIN_PATIENTS, propose_split
+from selfvitmil.stages.pretrain import MIN_PATIENTS, propose_split
+from selfvitmil.study import Study, open_study
 
 
 def cohort_of(**patients: int) -> Cohort:
@@ -63,14 +63,23 @@ def test_unlabelled_slides_go_with_their_patient_else_to_training():
         assert drawn[f"n{p}"].split == drawn[f"a{p}_x"].split
 
 
+def proposed(folder: Path, cohort: Cohort, settings: StudySettings) -> tuple[Cohort, list[str], object]:
+    """The cohort of a study as `propose_split` leaves it, with what it returns."""
+    (folder / "cohort.csv").write_text("slide,path\ns,s.svs\n")
+    study = Study(folder, settings)
+    study.change_cohort(cohort)
+    lines, table = propose_split(study, "dino")
+    return study.cohort, lines, table
+
+
 def test_a_split_is_proposed_only_where_one_is_needed_and_patients_suffice(tmp_path: Path):
     enough, few = cohort_of(a=MIN_PATIENTS, b=MIN_PATIENTS), cohort_of(a=MIN_PATIENTS, b=MIN_PATIENTS - 1)
     settings = StudySettings()
-    drawn, lines, table = propose_split(tmp_path, "dino", enough, settings)
+    drawn, lines, table = proposed(tmp_path, enough, settings)
     assert {each.split for each in drawn.rows} == {"train", "test"}
     assert table == split_table(drawn)
     assert any("--overwrite" in line for line in lines)
-    kept, lines, table = propose_split(tmp_path, "dino", few, settings)
+    kept, lines, table = proposed(tmp_path, few, settings)
     assert (kept, table) == (few, ())
     assert any(f"b ({MIN_PATIENTS - 1})" in line for line in lines)
     for asked in (
@@ -78,8 +87,8 @@ def test_a_split_is_proposed_only_where_one_is_needed_and_patients_suffice(tmp_p
         StudySettings(pretrain=PretrainSettings(transductive=True)),
         StudySettings(pretrain=PretrainSettings(per_split=True)),
     ):
-        assert propose_split(tmp_path, "dino", enough, asked) == (enough, [], ())
-    assert propose_split(tmp_path, "dino", drawn, settings) == (drawn, [], ())
+        assert proposed(tmp_path, enough, asked) == (enough, [], ())
+    assert proposed(tmp_path, drawn, settings) == (drawn, [], ())
 
 
 # ---------------------------------------------------------------------------------------------------- the command
@@ -181,7 +190,7 @@ def test_labels_and_files_that_do_not_do_are_told_together_before_any_work(tmp_p
     study.mkdir()
     (study / "cohort.csv").write_text("slide,path,label\na,a.svs,x\nb,b.svs,x\n")
     with pytest.raises(CohortProblems) as caught:
-        plan_run(study, Request(CohortSource()), study_settings(study, {}))
+        plan_run(open_study(study), Request())
     first, second = map(str, caught.value.problems)
     assert "one class only" in first
     assert "do not exist: a, b" in second

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ import pytest
 from helpers.cli import Done, rows_of, selfvitmil
 from helpers.studies import MICRO, TILING
 from selfvitmil import stages as all_stages
+from selfvitmil import study as study_module
 from selfvitmil.cohort import read_cohort
 from selfvitmil.cohort.camelyon16 import PAPER_TILES
 from selfvitmil.commands.init import commented_settings
 from selfvitmil.commands.plan import PlanResult, plan
-from selfvitmil.commands.run import camelyon16_lines
-from selfvitmil.commands.run_record import RunRecord, read_record, write_record
+from selfvitmil.commands.run import RunRecord, camelyon16_lines, read_record, write_record
+from selfvitmil.commands.run_plan import Request, plan_run
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
+from selfvitmil.evaluate import dataset
+from selfvitmil.report import data as report_data
 from selfvitmil.settings import (
     STUDY_ENGINE,
     CompareSettings,
@@ -39,11 +43,10 @@ from selfvitmil.settings import (
 )
 from selfvitmil.slides import synthetic
 from selfvitmil.stages.base import Basis, Estimate
-from selfvitmil.stages.run_plan import Request, plan_run
+from selfvitmil.stages.train import heatmap_settings, lesion_baseline
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.lock import study_lock
-from selfvitmil.study.folder import study_settings
-from selfvitmil.study.methods import heatmap_settings, lesion_baseline
+from selfvitmil.study import Study, open_study, study_settings
 
 STAGES = tuple(stage.name for stage in all_stages.STAGES if stage.in_run)
 
@@ -353,10 +356,10 @@ def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_
 def test_what_learning_would_refuse_is_refused_before_any_work(fresh: Path, flags: dict[str, Any], says: str):
     settings = study_settings(fresh, flags)
     with pytest.raises(ConfigError) as refused:
-        plan_run(fresh, Request(), settings)
+        plan_run(Study(fresh, settings), Request())
     assert says in str(refused.value)
     assert "Nothing was done" in str(refused.value)
-    plan_run(fresh, Request(until="tile"), settings)  # who stops before that need not care
+    plan_run(Study(fresh, settings), Request(until="tile"))  # who stops before that need not care
 
 
 def test_three_classes_are_refused_what_is_for_two(fresh: Path):
@@ -372,7 +375,7 @@ def test_three_classes_are_refused_what_is_for_two(fresh: Path):
     for section, values in asked.items():
         settings = study_settings(fresh, {"train": {"folds": 2}, section: values})
         with pytest.raises(ConfigError, match=f"{section}.{next(iter(values))}"):
-            plan_run(fresh, Request(), settings)
+            plan_run(Study(fresh, settings), Request())
 
 
 @pytest.mark.parametrize("section", ["embed", "train", "supervised"])
@@ -390,18 +393,18 @@ def test_an_untrained_encoder_needs_one_of_the_study_to_be_like(fresh: Path):
     settings = study_settings(fresh, {"compare": {"random_encoder": True}})
     request = Request(encoder=str(folder))
     with pytest.raises(ConfigError, match=r"Copy its folder to encoders/from_elsewhere"):
-        plan_run(fresh, request, settings)
+        plan_run(Study(fresh, settings), request)
     shutil.copytree(folder, fresh / "encoders" / "from_elsewhere")
-    plan_run(fresh, Request(encoder="from_elsewhere"), settings)
+    plan_run(Study(fresh, settings), Request(encoder="from_elsewhere"))
 
 
 def test_an_encoder_that_does_not_fit_is_refused_before_any_work(fresh: Path):
     folder = fresh.parent / "other_scale"
     save_encoder(folder, build_encoder("mean_color", img_size=32, mpp=4.0))
     with pytest.raises(EncoderError, match="is for 4 microns per pixel"):
-        plan_run(fresh, Request(encoder=str(folder)), study_settings(fresh, {}))
+        plan_run(open_study(fresh), Request(encoder=str(folder)))
     with pytest.raises(ConfigError, match=r"does not do as a folder's name.*a_b"):
-        plan_run(fresh, Request(name="a b"), study_settings(fresh, {}))
+        plan_run(open_study(fresh), Request(name="a b"))
 
 
 def set_format(table: Path, version: int) -> None:
@@ -604,7 +607,7 @@ def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
 
 
 def planned(study: Path) -> PlanResult:
-    return plan(study, Request(), study_settings(study, {}))
+    return plan(open_study(study), Request())
 
 
 def test_a_plan_counts_what_is_there_estimates_what_is_not_and_writes_nothing(study: Path, fresh: Path):
@@ -721,8 +724,7 @@ def test_the_plan_is_what_happens(study: Path):
         (tables / f"{slide}.jpg").unlink()
     for slide in rng.choice(slides, 3, replace=False):
         (bags / f"{slide}.h5").write_bytes(b"damaged")
-    settings = study_settings(study, {})
-    run_plan = plan_run(study, Request(until="embed"), settings)
+    run_plan = plan_run(open_study(study), Request(until="embed"))
     before = snapshot(study)
     assert run(study, "--until", "embed").returncode == 0
     after = snapshot(study)
@@ -732,5 +734,25 @@ def test_the_plan_is_what_happens(study: Path):
         assert touched <= set(run_plan.pending(stage).todo)
         damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
         assert damaged <= touched
-    assert len(run_plan.pending("tile").todo) == 3
-    assert len(run_plan.pending("embed").todo) >= 3
+    assert len(plan.pending("tile").todo) == 3
+    assert len(plan.pending("embed").todo) >= 3
+
+
+# ---------------------------------------------------------------------------------------------------- read once
+
+
+def test_a_run_reads_its_cohort_and_every_feature_file_once_to_learn_from(study: Path, monkeypatch: pytest.MonkeyPatch):
+    """All stages share one `Study`; before, cohort.csv was read a dozen times and every feature file five times."""
+    reads: Counter[str] = Counter()
+    checked: Counter[str] = Counter()
+
+    def counted(place: Any, name: str, counter: Counter[str], key: Callable[[Any], str]) -> None:
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda what, **named: counter.update([key(what)]) or function(what, **named))
+
+    counted(study_module, "read_cohort", reads, lambda path: path.name)
+    counted(report_data, "read_cohort", reads, lambda path: f"{path.name} by the report")
+    counted(dataset, "check_bag", checked, lambda bag: bag.slide)
+    assert run(study).returncode == 0
+    assert reads == {"cohort.csv": 1, "cohort.csv by the report": 1}
+    assert checked == {row["slide"]: 1 for row in cohort_of(study)}

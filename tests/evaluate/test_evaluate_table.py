@@ -15,44 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.comparisons import ON, YOUDEN, row
 from selfvitmil import metrics
-from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
 from selfvitmil.errors import MetricError
-from selfvitmil.evaluate.comparison import PUBLISHED, ComparisonRow, EvaluatedOn, PairedRow, holm, paired_rows
+from selfvitmil.evaluate.comparison import PUBLISHED, ComparisonRow, holm, paired_rows
 from selfvitmil.evaluate.comparison_table import read_table, table_cells, table_csv, table_markdown, table_notes
 from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.metrics import Interval, multiclass_auc, paired_auc_test
-from selfvitmil.settings import EvaluateSettings, StudySettings
-from selfvitmil.store.files import write_text
-
-YOUDEN = "Youden's point of the validation slides"
-ON = EvaluatedOn("demo", "given test split", (("normal", 80), ("tumor", 49)))
-
-
-def interval(value: float) -> Interval:
-    return Interval(value, value - 0.1, value + 0.05, "DeLong on the logit scale")
-
-
-def row(method: str, auc: float = 0.8, **changed) -> ComparisonRow:
-    paired = PairedRow(method, "mean", interval(0.02), "paired DeLong test", 0.01234, 0.0491, 0.0005, 0.002, 4)
-    told = {
-        "method": method,
-        "display_name": method,
-        "features": "DINO ViT-S/16 at 0.5 mpp",
-        "evaluated_on": ON,
-        "seed_aucs": (0.79, 0.81, 0.83),
-        "auc": interval(auc),
-        "accuracy": interval(0.75),
-        "balanced_accuracy": interval(0.74),
-        "sensitivity": interval(0.7),
-        "specificity": interval(0.78),
-        "threshold_from": YOUDEN,
-        "paired": paired if method != "mean" else None,
-        "training_seconds": 61.24,
-        "published": PUBLISHED.get(method),
-    }
-    return ComparisonRow(**(told | changed))
-
 
 # ---------------------------------------------------------------------------------------------------- published
 
@@ -424,40 +393,3 @@ def test_rows_judged_otherwise_do_not_stand_in_one_table():
             render([row("dsmil"), row("max", evaluated_on=replace(ON, protocol="optimistic"))])
         with pytest.raises(MetricError, match="without rows"):
             render([])
-
-
-# ---------------------------------------------------------------------------------------------------- ends of runs
-
-
-@pytest.mark.parametrize(
-    ("protocol", "folder"), [("honest", "results/compare"), ("optimistic", "results/compare_optimistic")]
-)
-def test_a_run_ends_with_the_table_of_its_own_protocol(protocol: Any, folder: str, tmp_path: Path):
-    for place, auc in (("results/compare", 0.7), ("results/compare_optimistic", 0.9)):
-        made = row("self-vit-mil", auc, evaluated_on=replace(ON, protocol=place.partition("_")[2] or "honest"))
-        write_text(tmp_path / place / "table.csv", table_csv([made]))
-        write_text(tmp_path / place / "lesions.csv", f"maps_of,hit_rate\nself-vit-mil,{auc}\n")
-    settings = StudySettings(evaluate=EvaluateSettings(protocol=protocol))
-    header, line = outcome_table(tmp_path, settings)
-    expected = 0.9 if protocol == "optimistic" else 0.7
-    assert header[1:] == ("recipe", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
-    assert ("OPTIMISTIC" in header[0]) == (protocol == "optimistic")
-    assert line[1:2] == ("-",)
-    assert line[2].startswith(f"{expected:.3f} [")
-    assert line[4:] == ("0.700", "0.780", f"{expected:.2f}")
-    (told,) = outcome_lines(tmp_path, settings)
-    assert told.startswith(f"AUC of self-vit-mil: {expected:.3f} [")
-    assert ("OPTIMISTIC" in told) == (protocol == "optimistic")
-
-
-def test_a_run_on_three_classes_ends_with_the_macro_auc(tmp_path: Path):
-    on = replace(ON, counts=(("a", 3), ("b", 4), ("c", 5)))
-    made = row("self-vit-mil", 0.876, evaluated_on=on, sensitivity=None, specificity=None)
-    write_text(tmp_path / "results" / "compare" / "table.csv", table_csv([made]))
-    header, line = outcome_table(tmp_path, StudySettings())
-    shown = dict(zip(header, line, strict=True))
-    assert shown["macro AUC [95 %]"] == "0.876 [0.776, 0.926]"
-    assert (shown["acc."], shown["bal. acc."]) == ("0.750", "0.740")
-    (told,) = outcome_lines(tmp_path, StudySettings())
-    assert told.startswith("macro AUC of self-vit-mil: 0.876 [0.776, 0.926]")
-    assert "3 a and 4 b and 5 c slides" in told

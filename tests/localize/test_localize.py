@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from helpers import planted
 from helpers.heatmaps import PREDICTION, make_heatmap
+from helpers.outcomes import changed
 from selfvitmil import aggregate, cli, evaluate
 from selfvitmil.aggregate import scoring
 from selfvitmil.aggregate.scoring import TileScores, score, score_tiles
@@ -35,14 +36,14 @@ from selfvitmil.localize.detection import LESION_GROUP, RANKS_ONLY, REGION_GROUP
 from selfvitmil.localize.export import ExportJob, export_heatmap
 from selfvitmil.localize.heatmap import Frame, Heatmap, read_heatmap, write_heatmap
 from selfvitmil.localize.scores import source_by_annotations
+from selfvitmil.rendering import render
 from selfvitmil.settings import EngineSettings, LocalizeSettings, TrainSettings, resolve_settings
 from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.stages import evaluate as evaluate_stage
 from selfvitmil.stages import localize as localize_stage
 from selfvitmil.stages import train as train_stage
-from selfvitmil.store.provenance import Provenance
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, Summary
+from selfvitmil.store.provenance import UP_TO_DATE, Provenance
+from selfvitmil.study import CohortSource, FeatureChoice, Study
 from selfvitmil.tiles import FORMAT_VERSION, TileTable, write_tiles
 
 DIM = 6
@@ -505,9 +506,9 @@ class StudyAt:
         return twin
 
     def run(
-        self, command: Callable[..., Summary], name: str | None = None, slides: Sequence[str] = (),
+        self, command: Callable[..., Any], name: str | None = None, slides: Sequence[str] = (),
         *, method: str = "dsmil", **flags: Any,
-    ) -> Summary:  # fmt: skip
+    ) -> Any:  # fmt: skip
         source = CohortSource(cohort=self.folder / "labels.csv", features=self.foreign / "features_vit")
         choice = FeatureChoice(folder=self.foreign / "features_vit")
         told = {key: dict(value) for key, value in flags.items()}
@@ -516,8 +517,8 @@ class StudyAt:
         chosen = resolve_settings(None, told)
         with Engine(EngineSettings(workers=0)) as engine:
             if command is not localize_stage.localize:
-                return command(self.study, source, choice, chosen, engine)
-            return localize_stage.localize(self.study, source, choice, chosen, engine, name, slides)
+                return command(Study(self.study, chosen, source), choice, engine)
+            return localize_stage.localize(Study(self.study, chosen, source), choice, engine, name, slides)
 
     def maps(self, model: str = "features_vit_dsmil") -> dict[str, Heatmap]:
         return {path.stem: read_heatmap(path) for path in sorted((self.study / "maps" / model).glob("*.h5"))}
@@ -570,9 +571,9 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
         if slide.startswith("tumor"):
             assert np.argmax(made.columns["attention"]) < len(bag) // 3
             assert prediction.is_positive
-    assert not any("label" in cell for cell in summary.table[0])
-    assert {row[0] for row in summary.table[1:]} == set(maps)
-    assert any("no overlay is drawn" in line for line in summary.lines)
+    assert not any("label" in cell for cell in render(summary).table[0])
+    assert set(summary.exports) == set(summary.outcomes) == set(maps)
+    assert any("no overlay is drawn" in text for product in summary.exports.values() for text in product.warnings)
 
 
 def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
@@ -584,10 +585,11 @@ def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
     assert {row["slide"] for row in rows} == {slide for slide, positive in called.items() if positive}
     assert all(float(row["tile_um"]) == 112 and row["size"].split(", ")[0] for row in rows)
     assert not any("metasta" in row["size"] or "tumour cells" in row["size"] for row in rows)
-    lesions = {row[0]: row[summary.table[0].index("lesions")] for row in summary.table[1:]}
+    table = render(summary).table
+    lesions = {row[0]: row[table[0].index("lesions")] for row in table[1:]}
     assert {slide for slide, number in lesions.items() if number == "-"} == {s for s, yes in called.items() if not yes}
     negative = sum(not positive for positive in called.values())
-    assert f"{negative} slides are not called positive: there {RANKS_ONLY}" in summary.lines
+    assert f"{negative} slides are not called positive: there {RANKS_ONLY}" in render(summary).lines
     for slide, positive in called.items():
         told = json.loads((work.study / "maps" / "features_vit_dsmil" / f"{slide}.geojson").read_text())
         outlines = [one["properties"] for one in told["features"] if one["properties"]["objectType"] == "annotation"]
@@ -639,19 +641,23 @@ def test_what_is_current_is_left_alone_and_the_rest_says_why(work: StudyAt):
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")}
     again = work.run(localize_stage.localize)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")} == before
-    assert any("4 maps (4 were up to date), 0 pictures and exports made" in line for line in again.lines)
+    assert set(again.outcomes.values()) == {UP_TO_DATE}
+    assert sum(product.num_made for product in again.exports.values()) == 0
+    assert any("4 maps (4 were up to date), 0 pictures and exports made" in line for line in render(again).lines)
     told = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert "4 slides rebuilt: localize.scale winsor -> percentile" in told.lines
+    assert [changed(outcome) for outcome in told.outcomes.values()] == [["localize.scale"]] * 4
+    assert "4 slides rebuilt: localize.scale winsor -> percentile" in render(told).lines
     assert {made.scale for made in work.maps().values()} == {"percentile"}
     assert len(list(folder.glob("*.geojson.gz"))) == 4
     assert not list(folder.glob("*.geojson"))  # of maps that are no more
     lower = work.run(
         localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip", "lesion_threshold": 0.9}
     )
-    assert any("4 were up to date" in line and "4 pictures and exports" in line for line in lower.lines)
+    assert set(lower.outcomes.values()) == {UP_TO_DATE}
+    assert sum(product.num_made for product in lower.exports.values()) == 4
     (folder / f"{work.test_slides[0]}.h5").write_bytes(b"broken")
     mended = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
-    assert f"{work.test_slides[0]} rebuilt: {work.test_slides[0]}.h5 damaged" in mended.lines
+    assert changed(mended.outcomes[work.test_slides[0]]) == [f"{work.test_slides[0]}.h5"]
 
 
 def test_equal_runs_give_equal_bytes(work: StudyAt, tmp_path: Path):
@@ -718,9 +724,9 @@ def test_named_slides_and_other_parts(work: StudyAt):
     summary = work.run(localize_stage.localize, "mine", [trained_on, work.test_slides[0]])
     maps = work.maps("mine")
     assert set(maps) == {trained_on, work.test_slides[0]}
-    assert maps[trained_on].prediction.part in ("train", "val")
-    if maps[trained_on].prediction.part == "train":
-        assert any("were trained on" in line for line in summary.lines)
+    assert maps[trained_on].verdict.part in ("train", "val")
+    if maps[trained_on].verdict.part == "train":
+        assert any("were trained on" in line for line in summary.notes)
     work.run(localize_stage.localize, "others", localize={"parts": ["val"]})
     config = json.loads(next(work.study.rglob("seed0/config.json")).read_text())
     assert set(work.maps("others")) == set(config["chosen_on"])
@@ -739,7 +745,7 @@ def test_a_test_slide_of_several_splits_is_mapped_by_the_first(work: StudyAt):
     }
     work.run(train_stage.train, method="max", **flags)
     summary = work.run(localize_stage.localize, method="max", **flags)
-    assert any("several splits; mapped by the models of the first" in line for line in summary.lines)
+    assert any("several splits; mapped by the models of the first" in line for line in summary.notes)
     models = work.study / "models" / "external" / "features_vit" / "max"
     for slide, made in work.maps("features_vit_max").items():
         config = json.loads((models / made.prediction.split / "seed0" / "config.json").read_text())
@@ -750,7 +756,7 @@ def test_the_optimistic_protocol_says_so(work: StudyAt):
     flags: dict[str, Any] = {"evaluate": {"protocol": "optimistic"}}
     work.run(train_stage.train, method="mean", **flags)
     summary = work.run(localize_stage.localize, method="mean", **flags)
-    assert any("OPTIMISTIC" in line for line in summary.lines)
+    assert any("OPTIMISTIC" in line for line in summary.notes)
     made = work.maps("features_vit_mean_optimistic")
     assert all("TEST" in each.prediction.threshold_from for each in made.values())
     assert {each.kind for each in made.values()} == {"instance"}
@@ -824,8 +830,8 @@ def test_two_scales(tmp_path: Path):
     told = {"train": {**QUICK, "aggregator": "dsmil-lc", "options": {"bottleneck": 4}}, "tile": {"parent_mpp": [2.0]}}
     chosen = resolve_settings(None, told)
     with Engine(EngineSettings(workers=0)) as engine:
-        train_stage.train(study, CohortSource(), FeatureChoice(), chosen, engine)
-        summary = localize_stage.localize(study, CohortSource(), FeatureChoice(), chosen, engine)
+        train_stage.train(Study(study, chosen), FeatureChoice(), engine)
+        summary = localize_stage.localize(Study(study, chosen), FeatureChoice(), engine)
     assert [failure.slide for failure in summary.failures] == ["s19"]
     assert "it is of another slide" in summary.failures[0].reason
     assert not (study / "maps" / "vit_dsmil-lc" / "s19.h5").exists()

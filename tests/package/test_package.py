@@ -29,8 +29,7 @@ from selfvitmil.slides import open_slide, synthetic
 from selfvitmil.slides.synthetic.pyramid import encode_pyramid, write_pyramid
 from selfvitmil.stain import StainFit
 from selfvitmil.store.files import file_fingerprint, hash_of
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, study_settings
+from selfvitmil.study import FeatureChoice, open_study
 
 SIZE = (1536, 1536)
 TILING, COARSE = "1mpp_48px_0px", "2mpp_48px_0px"
@@ -456,7 +455,7 @@ def test_what_cannot_be_packaged_is_refused(
 ):
     choice, options = options.get("choice", FeatureChoice()), {k: v for k, v in options.items() if k != "choice"}
     with pytest.raises(ConfigError) as refused:
-        package(study, tmp_path / "model", CohortSource(), choice, study_settings(study, flags), **options)
+        package(open_study(study, flags), tmp_path / "model", choice, **options)
     assert refused.value.code == code
     assert not list(tmp_path.iterdir())
 

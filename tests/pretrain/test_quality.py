@@ -42,11 +42,13 @@ from selfvitmil.pretrain.quality import (
     view_recipe,
 )
 from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
+from selfvitmil.rendering import render
 from selfvitmil.report.encoders import describe_steps
 from selfvitmil.runtime.distributed import Worker
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage
+from selfvitmil.study import Study
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -512,8 +514,8 @@ def test_the_summary_of_pretrain_says_which_weights_were_kept(
     result = TrainedEncoder(tmp_path, ending.ended_step, 3400, True, "built", {"loss": 1.25}, (), ending)
     monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
     source = SimpleNamespace(names=("s1",))
-    lines, interrupted = stage._train(source, tmp_path, "dino", "train split", resolve_settings())
-    assert (lines, interrupted) == ([words], False)
+    trained = stage._train(source, Study(tmp_path, resolve_settings()), "dino", "train split")
+    assert render(stage.PretrainResult({"dino": trained})).lines == (words,)
 
 
 @pytest.mark.parametrize(

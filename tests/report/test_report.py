@@ -56,6 +56,7 @@ from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE
+from selfvitmil.study import Study
 
 NASTY, GONE, TRAIN, WRONG = "Meier <b>H&E", "B-2044", "B-2045", "B-2046"
 PATIENTS = {NASTY: "Petra Meier", GONE: "P-77", TRAIN: "P-78", WRONG: "P-79"}
@@ -757,4 +758,4 @@ def test_command(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         cli.main(["report", str(tmp_path / "nowhere")])
     assert failed.value.code == 2
     with pytest.raises(ConfigError, match="--slides -1"):
-        report_stage.report(study, StudySettings(), slides=-1)
+        report_stage.report(Study(study, StudySettings()), slides=-1)

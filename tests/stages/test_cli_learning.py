@@ -23,7 +23,7 @@ from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.stages.compare import _make_baseline
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, BuildOutcome, Change, ChangeKind, rebuilt
-from selfvitmil.study.features import FeatureChoice, find_features
+from selfvitmil.study import FeatureChoice, find_features
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 12, "--evaluate.bootstrap", 100)
 

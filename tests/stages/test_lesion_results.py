@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.cli import rows_of
+from helpers.outcomes import changed
 from helpers.planted import planted
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import read_bag
@@ -19,11 +20,11 @@ from selfvitmil.engine import Engine
 from selfvitmil.localize.heatmap import Heatmap, read_heatmap
 from selfvitmil.settings import EngineSettings, StudySettings, resolve_settings
 from selfvitmil.stages.compare import compare
-from selfvitmil.stages.evaluate import evaluate
+from selfvitmil.stages.evaluate import EvaluateResult, evaluate
 from selfvitmil.stages.lesions import compare_lesions, evaluate_lesions
-from selfvitmil.stages.localize import localize
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, Summary
+from selfvitmil.stages.localize import LocalizeResult, localize
+from selfvitmil.store.provenance import BuildStatus
+from selfvitmil.study import FeatureChoice, Study
 
 TILE_L0 = 448
 
@@ -70,15 +71,15 @@ def choice_of(study: Path) -> FeatureChoice:
     return FeatureChoice(folder=study.parent / "foreign" / "features_vit")
 
 
-def evaluated(study: Path, settings: StudySettings) -> Summary:
+def evaluated(study: Path, settings: StudySettings) -> EvaluateResult:
     with Engine(EngineSettings(workers=0)) as engine:
-        return evaluate(study, CohortSource(), choice_of(study), settings, engine)
+        return evaluate(Study(study, settings), choice_of(study), engine)
 
 
 def test_lesions_of_one_method(study: Path):
     settings = settings_of()
     evaluated(study, settings)
-    summary = evaluate_lesions(study, CohortSource(), choice_of(study), settings)
+    summary = evaluate_lesions(Study(study, settings), choice_of(study))
     assert not summary.failures
     told = json.loads((study / "results" / "features_vit_dsmil" / "lesions.json").read_text())
     hits = []
@@ -89,7 +90,7 @@ def test_lesions_of_one_method(study: Path):
     assert told["scores"]["hit_rate"]["value"] == np.mean(hits)
     assert told["slides"]["positive"] == 3
     assert [left["slide"] for left in told["slides"]["left_out"]] == ["tumor_15_0"]
-    assert "tumor_15_0" in "\n".join(summary.lines)
+    assert "tumor_15_0" in "\n".join(summary.notes)
     assert told["threshold"]["validation_slides"], "the threshold was not chosen on validation"
     assert not {"tumor_12_0", "tumor_13_0"} & set(told["threshold"]["validation_slides"])
     assert (study / "results" / "features_vit_dsmil" / "froc.svg").exists()
@@ -101,9 +102,10 @@ def test_lesions_of_two_methods_side_by_side(study: Path):
     from selfvitmil.settings import EngineSettings
 
     with Engine(EngineSettings(workers=0)) as engine:
-        compare(study, CohortSource(), choice_of(study), settings, engine)
-    summary = compare_lesions(study, CohortSource(), choice_of(study), settings)
-    assert [row[0] for row in summary.table[1:]] == ["dsmil", "mean"]
+        compare(Study(study, settings), choice_of(study), engine)
+    summary = compare_lesions(Study(study, settings), choice_of(study))
+    assert summary.comparison is not None
+    assert list(summary.comparison.scores) == ["dsmil", "mean"]
     told = json.loads((study / "results" / "compare" / "lesions.json").read_text())
     assert set(told["methods"]) == {"dsmil", "mean"}
     text = (study / "results" / "compare" / "lesions.md").read_text()
@@ -123,10 +125,10 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
     table.write_text(table.read_text().replace(str(study.parent), str(copy.parent)))
     evaluated(copy, settings)
 
-    def localized(**chosen: object) -> Summary:
+    def localized(**chosen: object) -> LocalizeResult:
         own = settings.model_copy(update={"localize": settings.localize.model_copy(update=chosen)})
         with Engine(EngineSettings(workers=0)) as engine:
-            return localize(copy, CohortSource(), choice_of(copy), own, engine)
+            return localize(Study(copy, own), choice_of(copy), engine)
 
     def maps() -> dict[str, Heatmap]:
         return {path.stem: read_heatmap(path) for path in (copy / "maps" / "features_vit_dsmil").glob("*.h5")}
@@ -149,14 +151,13 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
     told = {one.details["shown_because"] for one in maps().values()}
     assert told == {f"best on {len(judges)} annotated validation slides (average precision of tiles: "
                     f"instance {found['instance']:.3f}, attention {found['attention']:.3f})"}  # fmt: skip
-    assert any(next(iter(told)) in line for line in summary.lines)
+    assert all(next(iter(told)) in product.shows for product in summary.exports.values())
     spoil("tumor_12_0")  # a test slide: its own map alone is rebuilt
-    again = [line for line in localized(parts=("test", "val")).lines if "rebuilt: " in line]
-    assert len(again) == 1
-    assert "tumor_12_0" in again[0]
+    again = localized(parts=("test", "val")).outcomes
+    assert [slide for slide, outcome in again.items() if outcome.status is BuildStatus.REBUILT] == ["tumor_12_0"]
     spoil(judges[0].slide)  # a validation slide: all maps are
-    again = [line for line in localized(parts=("test", "val")).lines if "validation annotations" in line]
-    assert again
+    again = localized(parts=("test", "val")).outcomes
+    assert all("validation annotations" in changed(outcome) for outcome in again.values())
     localized(score="attention")
     assert maps()["tumor_12_0"].kind == "attention"
     assert maps()["tumor_12_0"].details["shown_because"] == "set by localize.score"
@@ -164,21 +165,21 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
 
 def test_models_that_are_not_there_are_not_made(study: Path):
     with pytest.raises(Exception, match="no current models"):
-        evaluate_lesions(study, CohortSource(), choice_of(study), settings_of(aggregator="chowder"))
+        evaluate_lesions(Study(study, settings_of(aggregator="chowder")), choice_of(study))
 
 
 def test_an_older_map_of_a_slide_that_fails_now_is_not_judged(study: Path, tmp_path: Path):
     shutil.copytree(study.parent, tmp_path / "copy")
     copy, settings = tmp_path / "copy" / "study", settings_of()
     evaluated(copy, settings)
-    before = evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    before = evaluate_lesions(Study(copy, settings), choice_of(copy))
     assert not before.failures
     with h5py.File(copy.parent / "foreign" / "features_vit" / "tumor_12_0.h5", "r+") as file:
         coords = file["coords"][()]
         coords[0] = (10**7, 10**7)  # far outside of the slide
         file["coords"][...] = coords
     assert (copy / "maps" / "features_vit_dsmil" / "tumor_12_0.h5").exists()
-    summary = evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    summary = evaluate_lesions(Study(copy, settings), choice_of(copy))
     assert [failure.slide for failure in summary.failures] == ["tumor_12_0"]
     told = json.loads((copy / "results" / "features_vit_dsmil" / "lesions.json").read_text())
     assert told["slides"]["positive"] == 2
@@ -200,10 +201,10 @@ def test_results_keep_nothing_of_earlier_ones_and_all_that_is_the_users(study: P
         return {path.name for path in folder.iterdir()}
 
     def evaluate(settings: StudySettings) -> str:
-        return "\n".join(evaluated(copy, settings).lines)
+        return "\n".join(evaluated(copy, settings).notes)
 
     evaluate(settings)
-    evaluate_lesions(copy, CohortSource(), choice_of(copy), settings)
+    evaluate_lesions(Study(copy, settings), choice_of(copy))
     for name in ("my_roc.svg", "notes.txt"):
         (folder / name).write_text("mine")
     assert "removed" not in evaluate(settings)

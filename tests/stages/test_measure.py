@@ -22,7 +22,7 @@ from selfvitmil.stages.measure import (
     measure_encoder,
     measure_slides,
 )
-from selfvitmil.study.methods import compared_methods
+from selfvitmil.stages.train import compared_methods
 from selfvitmil.tiles import TileJob, count_tiles, tile_slide
 
 SETTINGS = StudySettings.model_validate({"tile": {"mpp": 1.0, "size_px": 32}})

@@ -13,8 +13,8 @@ from selfvitmil.engine import Engine
 from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits
 from selfvitmil.evaluate.protocol import Training, fit_method, trainings_of
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
-from selfvitmil.stages import parallel_training as pipeline_training
-from selfvitmil.stages.parallel_training import make_models
+from selfvitmil.stages import train as pipeline_training
+from selfvitmil.stages.train import make_models
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE
 
 TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")

@@ -19,7 +19,7 @@ from selfvitmil.cohort import Cohort, Split, k_fold, read_cohort
 from selfvitmil.evaluate.dataset import seen_slides
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic
-from selfvitmil.study.encoders import encoder_runs, settle_scope
+from selfvitmil.stages.pretrain import encoder_runs, settle_scope
 
 QUICK = ("--train.seeds", 1, "--train.epochs", 1, "--compare.methods", "mean", "--compare.baseline", "mean")
 QUICK += ("--train.folds", 3, "--evaluate.bootstrap", 100, "--workers", 0)
@@ -193,10 +193,10 @@ def test_models_of_a_fold_learn_from_the_features_of_its_encoder(per_split: tupl
     """Cases of a split point to the feature files of the split's own encoder."""
     study, _ = per_split
     from selfvitmil.stages.train import prepare
-    from selfvitmil.study.features import FeatureChoice
-    from selfvitmil.study.folder import CohortSource, study_settings
+    from selfvitmil.study import FeatureChoice, open_study
 
-    _, cases, splits, features = prepare(study, CohortSource(), FeatureChoice(), study_settings(study, {}), "train")
+    _, learning = prepare(open_study(study), FeatureChoice(), "train")
+    cases, splits, features = learning.cases, learning.splits, learning.features
     assert features.encoder == cases.encoder == "dino"
     for split in splits:
         own = cases.of_split(split.name)

@@ -7,13 +7,14 @@ from importlib import resources
 from pathlib import Path
 
 from selfvitmil.commands.run import run
+from selfvitmil.commands.run_plan import Request
 from selfvitmil.commands.synth import synth
 from selfvitmil.engine import Engine
 from selfvitmil.settings import StudySettings, SynthSettings
-from selfvitmil.stages.run_plan import Request
+from selfvitmil.stages.base import StageResult
 from selfvitmil.store.files import write_bytes
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import CohortSource, Summary
+from selfvitmil.study import CohortSource, Study
 
 SLIDES = SynthSettings(slides=64, size_px=2560)
 """A third of them is for testing."""
@@ -25,9 +26,10 @@ def start_demo(study: Path) -> None:
         write_bytes(StudyLayout(study).settings, (resources.files("selfvitmil") / "presets" / "demo.toml").read_bytes())
 
 
-def demo(study: Path, settings: StudySettings, engine: Engine) -> Iterator[Summary]:
-    """Run the full pipeline on synthetic slides, from writing them to the report; yields a summary after each step."""
-    slides = StudyLayout(study).synthetic_slides
-    if not (StudyLayout(slides).cohort).exists():
+def demo(root: Path, settings: StudySettings, engine: Engine) -> Iterator[StageResult]:
+    """Run the full pipeline on synthetic slides, from writing them to the report; yields a result after each step."""
+    slides = StudyLayout(root).synthetic_slides
+    table = StudyLayout(slides).cohort
+    if not table.exists():
         yield synth(slides, SLIDES, engine)
-    yield from run(study, Request(CohortSource(cohort=StudyLayout(slides).cohort), name="demo"), settings, engine)
+    yield from run(Study(root, settings, CohortSource(cohort=table)), Request(name="demo"), engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from pydantic import BaseModel
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import STUDY_ENGINE, EngineSettings, StudySettings, resolve_settings
+from selfvitmil.stages.base import StageResult
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import Summary
 
 HEAD = """\
 # Settings of this study. Lines that begin with # and a name show what holds: take the # away to change it.
@@ -21,7 +22,16 @@ HEAD = """\
 """
 
 
-def init(study: Path, preset: str = "default") -> Summary:
+@dataclass(frozen=True)
+class InitResult(StageResult):
+    """What `init` wrote."""
+
+    study: Path
+    has_cohort: bool
+    """Whether the study has a cohort.csv already."""
+
+
+def init(study: Path, preset: str = "default") -> InitResult:
     """Write `study.toml` with comments; refuses to overwrite one."""
     path = StudyLayout(study).settings
     if path.exists():
@@ -29,10 +39,7 @@ def init(study: Path, preset: str = "default") -> Summary:
             f"{study.name}: there is a study.toml already", "it is not overwritten", "Edit it, or remove it first"
         )
     write_text(path, commented_settings(preset))
-    lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
-    if not StudyLayout(study).cohort.exists():
-        lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
-    return Summary(tuple(lines))
+    return InitResult(study, StudyLayout(study).cohort.exists())
 
 
 def commented_settings(preset: str = "default") -> str:

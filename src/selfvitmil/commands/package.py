@@ -22,9 +22,7 @@ from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
 from selfvitmil.stages.train import prepare, results_name
 from selfvitmil.store.layout import StudyLayout, model_folder
-from selfvitmil.study.encoders import encoder_source, split_features_name
-from selfvitmil.study.features import FeatureChoice, Features
-from selfvitmil.study.folder import CohortSource, open_study
+from selfvitmil.study import FeatureChoice, Features, Study, encoder_source, split_features_name
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
@@ -50,13 +48,7 @@ class PackageResult(StageResult):
 
 
 def package(
-    study: Path,
-    out: Path,
-    source: CohortSource,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    split: str | None = None,
-    results: str | None = None,
+    of: Study, out: Path, choice: FeatureChoice, split: str | None = None, results: str | None = None
 ) -> PackageResult:
     """Write the models of one split, and all that inference on new slides needs, into the folder `out`.
 
@@ -65,10 +57,12 @@ def package(
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
+    study, settings = of.root, of.settings
     _check_asked(choice, settings)
     check_target(out)
-    with open_study(study, "package"):
-        lines, cases, splits, features = prepare(study, source, choice, settings, "package")
+    with of.lock("package"):
+        lines, learning = prepare(of, choice, "package")
+        cases, splits, features = learning.cases, learning.splits, learning.features
         chosen = _choose_split(splits, split)
         if features.by_split:
             choice = replace(choice, encoder=None)  # the split's own, which its features name

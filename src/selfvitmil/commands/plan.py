@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil.commands.doctor import existing_folder, memory_bytes
-from selfvitmil.commands.run import as_before, device_lines
-from selfvitmil.commands.run_record import read_record
+from selfvitmil.commands.run import as_before, device_lines, read_record
+from selfvitmil.commands.run_plan import Request, RunPlan, plan_run
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.settings import StudySettings
 from selfvitmil.stages.base import Estimate, Pending, StageResult
 from selfvitmil.stages.measure import Measures, measure_aggregators, measure_encoder, measure_slides
 from selfvitmil.stages.pretrain import untrained_network
-from selfvitmil.stages.run_plan import Request, RunPlan, plan_run
-from selfvitmil.study.methods import Compared, compared_methods
+from selfvitmil.stages.train import Compared, compared_methods
+from selfvitmil.study import Study
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
@@ -83,13 +82,13 @@ class PlanResult(StageResult):
         return tuple(each for each in self.stages if each.estimate.memory > self.memory_for(each))
 
 
-def plan(study: Path, request: Request, settings: StudySettings) -> PlanResult:
+def plan(study: Study, request: Request) -> PlanResult:
     """Return what a run would do, and what it takes. Reads only; takes some seconds."""
     import torch
 
-    before = read_record(study)
-    request = as_before(request, before, study)
-    run_plan = plan_run(study, request, settings, offline=True)
+    before = read_record(study.root)
+    request = as_before(request, before, study.root)
+    run_plan = plan_run(study, request, offline=True)
     measures, note = _measure(run_plan)
     header, *rows = run_plan.split_table or ((),)
     split = [f"split {'; '.join(map(' '.join, zip(header, row, strict=True)))}" for row in rows]
@@ -99,7 +98,7 @@ def plan(study: Path, request: Request, settings: StudySettings) -> PlanResult:
             for stage in run_plan.stages
         ),
         measures,
-        disk_free=shutil.disk_usage(existing_folder(study)).free,
+        disk_free=shutil.disk_usage(existing_folder(study.root)).free,
         memory=memory_bytes(),
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if measures.gpu else 0,
         notes=(*run_plan.lines(), *split, *device_lines(run_plan, before), *([note] if note else [])),
@@ -111,7 +110,7 @@ def _measure(plan: RunPlan) -> tuple[Measures, str]:
     import torch
 
     settings, engine, gpu = plan.settings, plan.settings.engine, torch.cuda.is_available()
-    measures = replace(measure_slides(plan.study, plan.cohort, settings), processes=max(num_cores(), 1), gpu=gpu)
+    measures = replace(measure_slides(plan.study.root, plan.cohort, settings), processes=max(num_cores(), 1), gpu=gpu)
     if engine.batch.kind != "none":
         measures = replace(measures, processes=engine.batch.jobs)
     elif engine.workers is not None:

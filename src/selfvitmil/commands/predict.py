@@ -32,7 +32,7 @@ from selfvitmil.stages.localize import MAP_SETTINGS, VERSION, write_tables
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import map_slides, num_tiles, open_study
+from selfvitmil.study import lock_study, map_slides, num_tiles
 
 if TYPE_CHECKING:
     from selfvitmil.package import Package, PredictedSlide, PredictionFiles, Predictor
@@ -90,7 +90,7 @@ def predict(
         raise ConfigError(what, why, "Name another --out", code="out-is-file")
     cohort = find_new_slides(slides)
     predictor = Predictor(package, settings.localize, settings.embed.device)
-    with open_study(out, "predict"):
+    with lock_study(out, "predict"):
         before = PredictionFiles.read(out)  # one that cannot be read is an error before hours of work
         tried = [row.slide for row in cohort.rows]
         rows, failures = _open(cohort, before)

@@ -1,58 +1,124 @@
 """`run`: all stages one after the other, from slides to the report.
 
-Prints first what it found and what it will do (`stages.run_plan`), then runs stage after stage, and prints last what
-was done and how long it took. Stages skip what is up to date by themselves; a slide that fails stops no other. The
-same command resumes a run that was stopped at any moment.
+Yields first what it found and what it will do (`run_plan`), then a result after each stage, and last what was done and
+how long it took. Stages skip what is up to date by themselves; a slide that fails stops no other. The same command
+resumes a run that was stopped at any moment.
+
+`run.json` in the study records what the last run was asked for, where it is and how it ended. `status` reads it from
+another terminal while the run goes on; the next run reads which encoder was meant and whether there was a GPU. It is a
+log, not an artefact: it holds times, and paths relative to the study.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from selfvitmil import __version__
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import compare_tile_counts, is_camelyon16_name
-from selfvitmil.commands.run_outcome import outcome_lines, outcome_table
-from selfvitmil.commands.run_record import RunRecord, new_record, read_record, write_record
+from selfvitmil.commands.run_plan import Request, RunPlan, plan_run
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError
-from selfvitmil.formatting import duration
 from selfvitmil.settings import StudySettings, flags_to_toml, tiling_name
-from selfvitmil.stages.base import Engines, Stage
-from selfvitmil.stages.run_plan import Request, RunPlan, plan_run
-from selfvitmil.store.failures import Failure
+from selfvitmil.stages.base import Engines, Pending, Stage, StageResult
+from selfvitmil.stages.compare import CompareResult
+from selfvitmil.stages.lesions import LesionsResult
+from selfvitmil.stages.pretrain import SplitResult
+from selfvitmil.stages.report import ReportResult
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import Summary, open_study, store_cohort
+from selfvitmil.study import Study
+
+
+class StageState(Enum):
+    """How a stage of a run ended."""
+
+    DONE = "done"
+    UP_TO_DATE = "up to date"
+    """There was nothing to do."""
+    INTERRUPTED = "interrupted"
+    """By a signal."""
+    STOPPED = "could not be done"
+    """By an error, which the run raises."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What became of one stage of a run."""
+
+    state: StageState
+    pending: Pending
+    """What was to do before."""
+    num_failed: int = 0
+    """Slides that failed."""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RunStart(StageResult):
+    """What a run found in the study and is about to do."""
+
+    pending: Mapping[str, Pending]
+    """Stage -> what is left to do."""
+    num_slides: int
+
+
+@dataclass(frozen=True)
+class RunResult(StageResult):
+    """What a run did, stage by stage."""
+
+    stages: Mapping[str, StageReport]
+    results: Mapping[str, StageResult] = field(repr=False)
+    """Results of the stages that had something to do, by name."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(report.seconds or 0.0 for report in self.stages.values())
+
+
+@dataclass(frozen=True)
+class RunOutcome(StageResult):
+    """How well the methods do, and where to look: what a finished run ends with."""
+
+    study: Path
+    method: str
+    """The study's own method."""
+    comparison: CompareResult | None
+    lesions: LesionsResult | None
+    page: Path | None
+    """The report."""
 
 
 def run(
-    study: Path,
-    request: Request,
-    settings: StudySettings,
-    engine: Engine,
-    typed: Mapping[str, Any] | None = None,
-) -> Iterator[Summary]:
-    """Run all stages that were asked for: yields the plan, a summary after each stage, and the outcome.
+    study: Study, request: Request, engine: Engine, typed: Mapping[str, Any] | None = None
+) -> Iterator[StageResult]:
+    """Run all stages that were asked for: yields the plan, a result after each stage, and the outcome.
 
     `typed` are the settings that came as flags: a study that has no study.toml gets one of them.
     """
     _refuse_torchrun()
-    before = read_record(study)
-    request = as_before(request, before, study)
-    plan = plan_run(study, request, settings)
+    before = read_record(study.root)
+    request = as_before(request, before, study.root)
+    plan = plan_run(study, request)
     if plan.split_table:
-        yield Summary((), table=plan.split_table)
-    first = [*plan.lines(), *device_lines(plan, before), f"{len(plan.cohort)} slides in the cohort"]
-    yield Summary(tuple(first), table=plan.table)
-    _store_cohort(study, plan.cohort)
-    yield from _remember(study, typed or {})
-    names = tuple(stage.name for stage in plan.stages)
-    course = _Course(plan, new_record(names, _relative(request, study), request.name, _device()))
+        yield SplitResult(plan.split_table)
+    pending = {stage.name: plan.pending(stage.name) for stage in plan.stages}
+    yield RunStart(pending, len(plan.cohort), notes=(*plan.lines(), *device_lines(plan, before)))
+    _store_cohort(study)
+    if _remember(study.root, typed or {}):
+        yield StageResult(
+            notes=("study.toml written: the settings given now hold for all later commands on this study",)
+        )
+    course = _Course(plan, new_record(tuple(pending), _relative(request, study.root), request.name, _device()))
     with _device_engine(plan.settings, engine) as device_engine:
         for stage in plan.stages:
             yield from course.take(stage, Engines(engine, device_engine))
@@ -68,74 +134,65 @@ def run(
 
 @dataclass
 class _Course:
-    """The stages as they are gone through: what each did, how long it took, what failed."""
+    """The stages as they are gone through."""
 
     plan: RunPlan
     record: RunRecord
-    did: dict[str, str] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    stages: dict[str, StageReport] = field(default_factory=dict)
+    results: dict[str, StageResult] = field(default_factory=dict)
     over: bool = False
     """Whether a signal ended a stage before its end."""
 
-    @property
-    def study(self) -> Path:
-        return self.plan.study
-
-    def take(self, stage: Stage, engines: Engines) -> Iterator[Summary]:
+    def take(self, stage: Stage, engines: Engines) -> Iterator[StageResult]:
         """Run one stage; on an error say what was done so far, then raise it."""
+        pending = self.plan.pending(stage.name)
         if stage.is_idle(self.plan):
-            self.did[stage.name] = self.plan.pending(stage.name).line
+            self.stages[stage.name] = StageReport(StageState.UP_TO_DATE, pending)
             return
-        self._note(self.record.entering(stage.name))
+        self._note(replace(self.record, now=stage.name))
         begin = time.perf_counter()
         try:
-            summary = stage.run(self.plan, engines)
+            result = stage.run(self.plan, engines)
         except SelfVitMilError:
-            self._end(stage.name, begin, "could not be done: see the message below", "stopped")
+            self._end(stage.name, begin, StageReport(StageState.STOPPED, pending), "stopped")
             yield self.closing()
             raise
         except BaseException as error:
             self._note(replace(self.record, ended="interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"))
             raise
-        self.failures += summary.failures
-        self.over = summary.interrupted
-        failed = f", {len(summary.failures)} slides failed" if summary.failures else ""
-        words = f"{'interrupted' if self.over else 'done'}{failed}"
-        self._end(stage.name, begin, words, "interrupted" if self.over else None)
-        yield summary
+        self.results[stage.name] = result
+        self.over = result.interrupted
+        state = StageState.INTERRUPTED if self.over else StageState.DONE
+        report = StageReport(state, pending, len(result.failures))
+        self._end(stage.name, begin, report, "interrupted" if self.over else None)
+        yield result
 
-    def _end(self, stage: str, begin: float, words: str, ended: str | None) -> None:
-        seconds = time.perf_counter() - begin
-        self.did[stage] = words
-        self._note(replace(self.record.leaving(stage, seconds), ended=ended))
+    def _end(self, stage: str, begin: float, report: StageReport, ended: str | None) -> None:
+        seconds = round(time.perf_counter() - begin, 1)
+        self.stages[stage] = replace(report, seconds=seconds)
+        self._note(replace(self.record, seconds={**self.record.seconds, stage: seconds}, ended=ended))
 
     def _note(self, record: RunRecord) -> None:
         self.record = record
-        write_record(self.study, record)
+        write_record(self.plan.study.root, record)
 
-    def closing(self) -> Summary:
-        """What was done."""
+    def closing(self) -> RunResult:
+        """Return what was done."""
         if self.record.ended is None:
             self._note(replace(self.record, now=None, ended="finished"))
-        taken = self.record.seconds
-        rows = [(stage, words, duration(taken[stage]) if stage in taken else "") for stage, words in self.did.items()]
-        lines = camelyon16_lines(self.study, self.plan.cohort, self.plan.settings)
-        if slides := sorted({failure.slide for failure in self.failures}):
-            lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
-        lines.append(f"all of it took {duration(sum(taken.values()))}")
-        return Summary(tuple(lines), table=(("stage", "what was done", "time"), *rows))
+        notes = camelyon16_lines(self.plan.study.root, self.plan.cohort, self.plan.settings)
+        return RunResult(dict(self.stages), dict(self.results), notes=tuple(notes))
 
-    def outcome(self) -> Summary:
-        """The results, and where to look."""
-        table: tuple[tuple[str, ...], ...] = ()
-        lines: list[str] = []
-        if "compare" in self.did:
-            table = outcome_table(self.study, self.plan.settings)
-            lines += outcome_lines(self.study, self.plan.settings)
-        page = StudyLayout(self.study).report
-        if "report" in self.did and page.exists():
-            lines += [f"report: {page}", f"viewer: selfvitmil view {self.study}"]
-        return Summary(tuple(lines), table=table)
+    def outcome(self) -> RunOutcome:
+        """Return the results, and where to look."""
+        found = self.results.values()
+        return RunOutcome(
+            self.plan.study.root,
+            self.plan.settings.train.aggregator,
+            next((each for each in found if isinstance(each, CompareResult)), None),
+            next((each for each in found if isinstance(each, LesionsResult)), None),
+            next((each.page for each in found if isinstance(each, ReportResult)), None),
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- before
@@ -166,11 +223,11 @@ def _relative(request: Request, study: Path) -> str | None:
     return os.path.relpath(encoder, study) if encoder is not None and Path(encoder).exists() else encoder
 
 
-def _store_cohort(study: Path, cohort: Cohort) -> None:
+def _store_cohort(study: Study) -> None:
     """Write the study's cohort.csv; the first thing that is written, so it meets a folder that cannot be."""
     try:
-        with open_study(study, "run"):
-            store_cohort(study, cohort)
+        with study.lock("run"):
+            study.store_cohort()
     except LockError:
         raise
     except ArtefactError as error:
@@ -181,14 +238,14 @@ def _store_cohort(study: Path, cohort: Cohort) -> None:
         ) from None
 
 
-def _remember(study: Path, typed: Mapping[str, Any]) -> Iterator[Summary]:
-    """Flags of a study without a study.toml become one, so that later commands mean the same."""
+def _remember(study: Path, typed: Mapping[str, Any]) -> bool:
+    """Write flags of a study without a study.toml as one, so that later commands mean the same; whether it was done."""
     kept = {key: value for key, value in typed.items() if key != "engine"}
     if not kept or StudyLayout(study).settings.exists():
-        return
+        return False
     head = "# The settings that the first `selfvitmil run` of this study was given.\n"
     write_text(StudyLayout(study).settings, head + flags_to_toml(_absolute(kept)))
-    yield Summary(("study.toml written: the settings given now hold for all later commands on this study",))
+    return True
 
 
 def _absolute(value: Any) -> Any:
@@ -212,7 +269,8 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
     from selfvitmil.runtime.device import choose_device
 
     settings = plan.settings
-    device, busy = _device(), [stage for stage in ("pretrain", "embed") if plan.pending(stage).todo]
+    device = _device()
+    busy = [stage.name for stage in plan.stages if stage.runs_encoder and plan.pending(stage.name).todo]
     for section in ("embed", "train", "supervised"):
         wanted = getattr(settings, section).device
         if wanted.startswith("cuda") and device == "CPU":
@@ -247,8 +305,6 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
 
 def _device_engine(settings: StudySettings, engine: Engine) -> Any:
     """The workers that embed tiles: those of all stages, unless a GPU wants fewer of them."""
-    from contextlib import nullcontext
-
     from selfvitmil.embed import workers_for
 
     wanted = workers_for(settings.engine, settings.embed.device)
@@ -259,7 +315,7 @@ def _device_engine(settings: StudySettings, engine: Engine) -> Any:
 
 
 def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> list[str]:
-    """How many tiles there are beside the paper's, for Camelyon16 under a preset that cuts as the paper does."""
+    """Return how many tiles there are beside the paper's, for Camelyon16 under a preset that cuts as the paper does."""
     if settings.preset not in ("paper", "authors-code") or not all(
         is_camelyon16_name(f"{slide}.tif") for slide in cohort.slides
     ):
@@ -272,3 +328,64 @@ def camelyon16_lines(study: Path, cohort: Cohort, settings: StudySettings) -> li
         if (count := count_tiles(folder / f"{row.slide}.h5")) is not None:
             counts.setdefault(row.split or "", []).append(count)
     return compare_tile_counts(counts)
+
+
+# ---------------------------------------------------------------------------------------------------- run.json
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of a study."""
+
+    stages: tuple[str, ...] = ()
+    """All that were asked for, in their order."""
+    encoder: str | None = None
+    """As it was asked for; a path starts at the study."""
+    name: str | None = None
+    device: str = "CPU"
+    """Name of the GPU, or `CPU`."""
+    version: str = __version__
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    """Seconds since 1970."""
+    now: str | None = None
+    """The stage it is in, or was in when it ended."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Stage -> how long it took, for those that are over."""
+    ended: str | None = None
+    """None while it runs (or when it was killed); `finished`, `interrupted` or `stopped`."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs; one on another machine is believed to."""
+        return self.ended is None and (self.host != socket.gethostname() or process_exists(self.pid))
+
+
+def new_record(stages: tuple[str, ...], encoder: str | None, name: str | None, device: str) -> RunRecord:
+    host, pid = socket.gethostname(), os.getpid()
+    return RunRecord(stages, encoder, name, device, host=host, pid=pid, started=round(time.time(), 1))
+
+
+def write_record(study: Path, record: RunRecord) -> None:
+    write_text(StudyLayout(study).run_record, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def read_record(study: Path) -> RunRecord | None:
+    """None when there is none, or none that can be read: it is only a log."""
+    try:
+        told: dict[str, Any] = json.loads(StudyLayout(study).run_record.read_text(encoding="utf-8"))
+        known = {key: value for key, value in told.items() if key in RunRecord.__dataclass_fields__}
+        return RunRecord(**{**known, "stages": tuple(known["stages"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

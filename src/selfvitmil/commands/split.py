@@ -6,35 +6,31 @@ and `pretrain` propose a held-out test set instead, print it and store it, so th
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from selfvitmil.cohort import hold_out, write_cohort
+from selfvitmil.cohort import hold_out
 from selfvitmil.cohort.splits import split_table
 from selfvitmil.errors import ConfigError
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import CohortSource, Summary, open_study, study_cohort
-from selfvitmil.study.splits import TEST_FRACTION, describe_split
+from selfvitmil.stages.pretrain import TEST_FRACTION, SplitResult, describe_split
+from selfvitmil.study import Study
 
 
-def split(
-    study: Path, source: CohortSource, test: float = TEST_FRACTION, seed: int = 0, *, overwrite: bool = False
-) -> Summary:
+def split(study: Study, test: float = TEST_FRACTION, seed: int = 0, *, overwrite: bool = False) -> SplitResult:
     """Draw a test set by patient, stratified by label, and write it to the column split of the study's cohort.csv."""
-    with open_study(study, "split"):
-        cohort, lines = study_cohort(study, source)
+    with study.lock("split"):
+        cohort = study.store_cohort()
         if any(row.split for row in cohort.rows) and not overwrite:
             raise ConfigError(
                 f"{study.name}: cohort.csv has a column split already",
                 "it is not replaced unasked",
                 "Add --overwrite to draw another one, or edit the column",
             )
-        drawn = hold_out(cohort, test=test, seed=seed)
-        write_cohort(StudyLayout(study).cohort, drawn)
-    lines += [describe_split(drawn, test, seed), "the column split of cohort.csv holds it; edit it there as you like"]
+        study.change_cohort(hold_out(cohort, test=test, seed=seed))
+        drawn = study.store_cohort()
+    notes = [*study.cohort_notes, describe_split(drawn, test, seed)]
+    notes.append("the column split of cohort.csv holds it; edit it there as you like")
     if cohort.patient_warning:
-        lines.append(f"warning: {cohort.patient_warning}")
-    if any(StudyLayout(study).encoders_folder.glob("*/config.json")):
-        lines.append(
+        notes.append(f"warning: {cohort.patient_warning}")
+    if any(study.layout.encoders_folder.glob("*/config.json")):
+        notes.append(
             "note: encoders that are there may have seen slides of this test set; `run` and `compare` check it"
         )
-    return Summary(tuple(lines), table=split_table(drawn))
+    return SplitResult(split_table(drawn), notes=tuple(notes))

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.commands.run_record import RunRecord, process_exists, read_record
+from selfvitmil.commands.run import RunRecord, process_exists, read_record
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.formatting import duration
+from selfvitmil.formatting import ago
+from selfvitmil.settings import StudySettings
 from selfvitmil.stages import STAGES
-from selfvitmil.stages.base import Progress, Snapshot
+from selfvitmil.stages.base import Progress, Snapshot, StageResult, data_frame
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import CohortSource, Summary, find_cohort
+from selfvitmil.study import Study
 
 
 @dataclass(frozen=True)
-class StudyStatus:
+class StatusResult(StageResult):
     """A study as it is at the moment."""
 
     study: str
@@ -34,30 +34,24 @@ class StudyStatus:
     running: str
     """Who works on it, in words; empty when nobody does."""
     stages: tuple[Progress, ...]
-    failures: tuple[Failure, ...]
+    failed: tuple[Failure, ...]
+    """Rows of failures.csv."""
     next: str
+    """What to do now, in words."""
     run: RunRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
         told = asdict(self)
-        return {**told, "failed_by_stage": dict(Counter(failure.stage for failure in self.failures))}
+        kept = {key: told[key] for key in ("study", "slides", "running", "stages")}
+        by_stage = dict(Counter(failure.stage for failure in self.failed))
+        return {**kept, "failures": told["failed"], "next": self.next, "run": told["run"], "failed_by_stage": by_stage}
 
-    def summary(self) -> Summary:
-        """For people."""
-        slides = "no readable cohort.csv" if self.slides is None else f"{self.slides} slides in the cohort"
-        lines = [f"{self.study}: {slides}; {self.running or 'nobody works on it'}"]
-        for stage, number in sorted(Counter(failure.stage for failure in self.failures).items()):
-            reasons = [failure for failure in self.failures if failure.stage == stage]
-            lines.append(f"failed in {stage}: {number}, for instance {reasons[0].reason}. {reasons[0].remedy}")
-        rows = [
-            (each.stage, each.place, _count(each), str(each.failed or ""), _ago(each.newest), each.words)
-            for each in self.stages
-        ]
-        table = (("stage", "where", "done", "failed", "newest", ""), *rows) if rows else ()
-        return Summary((*lines, f"next: {self.next}"), table=table)
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with a row for every folder of every stage."""
+        return data_frame([asdict(each) for each in self.stages], "stage")
 
 
-def status(study: Path) -> StudyStatus:
+def status(study: Path) -> StatusResult:
     """Look at a study; ConfigError when the folder is not there."""
     if not study.is_dir():
         what = "this is a file, and a study is a folder" if study.exists() else "there is no such folder"
@@ -70,13 +64,13 @@ def status(study: Path) -> StudyStatus:
     running = _running(study, record)
     number = None if slides is None else len(slides)
     following = trouble or _next(study, stages, record, running)
-    return StudyStatus(study.resolve().name, number, running, stages, tuple(failures), following, record)
+    return StatusResult(study.resolve().name, number, running, stages, tuple(failures), following, record)
 
 
 def _slides(study: Path) -> tuple[frozenset[str] | None, str]:
     """The slides of the cohort, or what is wrong with it."""
     try:
-        return frozenset(find_cohort(study, CohortSource())[0].slides), ""
+        return frozenset(Study(study, StudySettings()).cohort.slides), ""
     except SelfVitMilError as error:
         return None, str(error)
 
@@ -95,7 +89,7 @@ def _running(study: Path, record: RunRecord | None) -> str:
     if host == socket.gethostname() and not process_exists(pid):
         return ""
     where = "" if host == socket.gethostname() else f" on {host} (or was killed there)"
-    run = f", as part of a run that began {_ago(record.started)}" if record is not None and record.pid == pid else ""
+    run = f", as part of a run that began {ago(record.started)}" if record is not None and record.pid == pid else ""
     return f"`{command}` works on it, process {pid}{where}{run}"
 
 
@@ -118,13 +112,15 @@ def _next(study: Path, stages: tuple[Progress, ...], record: RunRecord | None, r
         return f"the last run {how} in {record.now or 'its beginning'}: `{again}` goes on from there"
     if any(each.failed for each in stages):
         return f"see failures.csv, put right what it names, then `{again}`"
-    missing = [
-        stage for stage in ("tile", "embed") if any(each.stage == stage and not each.complete for each in stages)
-    ]
     there = {each.stage for each in stages}
-    missing += [stage for stage in ("tile", "embed", "evaluate", "localize", "report") if stage not in there]
+    unfinished = {each.stage for each in stages if not each.complete}
+    missing = [
+        stage.name
+        for stage in STAGES
+        if (stage.is_essential and stage.name not in there) or (stage.by_slide and stage.name in unfinished)
+    ]
     if missing:
-        return f"`{again}` does what is missing ({', '.join(dict.fromkeys(missing))}); `plan` says what that takes"
+        return f"`{again}` does what is missing ({', '.join(missing)}); `plan` says what that takes"
     return f"all stages have results: `selfvitmil view {study.name}` shows them"
 
 
@@ -132,14 +128,3 @@ def _left(record: RunRecord | None) -> tuple[str, ...]:
     if record is None or record.now not in record.stages:
         return ()
     return record.stages[record.stages.index(record.now) + 1 :]
-
-
-# ---------------------------------------------------------------------------------------------------- words
-
-
-def _count(progress: Progress) -> str:
-    return str(progress.done) if progress.asked is None else f"{progress.done} of {progress.asked}"
-
-
-def _ago(moment: float | None) -> str:
-    return "" if moment is None else f"{duration(max(0.0, time.time() - moment))} ago"

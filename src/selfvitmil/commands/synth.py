@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import SynthSettings
-from selfvitmil.study.folder import Summary, map_slides
+from selfvitmil.stages.base import StageResult
+from selfvitmil.study import map_slides
 
 
-def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
+@dataclass(frozen=True)
+class SynthResult(StageResult):
+    """What `synth` wrote."""
+
+    folder: Path
+    slides: tuple[str, ...]
+    hostile: tuple[str, ...] = ()
+    """Damaged and unusual files, for tests."""
+
+
+def synth(folder: Path, settings: SynthSettings, engine: Engine) -> SynthResult:
     """Write a cohort of synthetic slides into `folder`."""
     from selfvitmil.slides import synthetic
 
@@ -31,10 +43,8 @@ def synth(folder: Path, settings: SynthSettings, engine: Engine) -> Summary:
     jobs = {plan.name: (plan, folder) for plan in plans}
     truths, failures = map_slides(engine, folder, "synth", _write_planned, jobs)
     synthetic.finish_cohort(folder, list(truths.values()))
-    lines = [f"{len(truths)} slides written to {folder}"]
-    if settings.hostile:
-        lines.append(f"{len(synthetic.make_hostile(folder / 'hostile'))} hostile files written to {folder / 'hostile'}")
-    return Summary(tuple(lines), tuple(failures))
+    hostile = synthetic.make_hostile(folder / "hostile") if settings.hostile else ()
+    return SynthResult(folder, tuple(truths), tuple(map(str, hostile)), failures=tuple(failures))
 
 
 def _write_planned(job: Any) -> Any:

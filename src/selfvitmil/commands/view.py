@@ -5,69 +5,73 @@ The study is only read (but for its key of pseudonyms), so no lock is taken and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import StudySettings
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import Summary
+from selfvitmil.stages.base import StageResult
+from selfvitmil.study import Study
 
 if TYPE_CHECKING:
     from selfvitmil.view.study import ViewedStudy
 
 
+@dataclass(frozen=True)
+class ViewResult(StageResult):
+    """What `view` did: nothing but notes where it served the study."""
+
+    folder: Path | None = None
+    """Where the exported study is."""
+    num_slides: int = 0
+    size_bytes: int = 0
+
+
 def view(
-    study: Path,
-    settings: StudySettings,
+    study: Study,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     browser: bool = True,
     require_token: bool = False,
     pseudonyms: bool = False,
-) -> Summary:
-    """Serve the study until interrupted."""
+    say: Callable[[str], None],
+) -> ViewResult:
+    """Serve the study until interrupted; `say` prints its address."""
     from selfvitmil.view.server import listen, serve
 
-    viewed = _viewed(study, settings, pseudonyms)
-    serve(viewed, listen(host, port, require_token=require_token), open_browser=browser, say=_say)
-    return Summary(("the viewer has ended",))
+    viewed = _viewed(study, pseudonyms)
+    serve(viewed, listen(host, port, require_token=require_token), open_browser=browser, say=say)
+    return ViewResult()
 
 
 def export_view(
-    study: Path,
-    settings: StudySettings,
+    study: Study,
     out: Path,
     *,
     slides: Sequence[str] = (),
     top_mpp: float = 2.0,
     pseudonyms: bool = False,
-) -> Summary:
-    """Write a folder that opens from disk."""
+    say: Callable[[str], None],
+) -> ViewResult:
+    """Write a folder that opens from disk; `say` prints how it goes."""
     from selfvitmil.view.export import write_folder
 
-    viewed = _viewed(study, settings, pseudonyms)
-    made = write_folder(viewed, out, slides=slides, top_mpp=top_mpp, say=_say)
-    lines = [f"note: {note}" for note in made.notes]
-    lines.append(f"{out.name}: {made.num_slides} slides, {made.size_bytes / 1e6:.1f} MB; open its index.html")
-    return Summary(tuple(lines), made.failures)
+    made = write_folder(_viewed(study, pseudonyms), out, slides=slides, top_mpp=top_mpp, say=say)
+    notes = tuple(f"note: {note}" for note in made.notes)
+    return ViewResult(out, made.num_slides, made.size_bytes, failures=made.failures, notes=notes)
 
 
-def _viewed(study: Path, settings: StudySettings, pseudonyms: bool) -> ViewedStudy:
+def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
+    from selfvitmil.cohort import read_cohort
     from selfvitmil.pseudonyms import names_of
     from selfvitmil.view.study import ViewedStudy
 
-    if not StudyLayout(study).cohort.is_file():
+    if not study.layout.cohort.is_file():
         raise ConfigError(
             f"{study.name}: there is no study here", "it has no cohort.csv", "Name a study; `selfvitmil demo` makes one"
         )
-    cohort = read_cohort(StudyLayout(study).cohort)
-    return ViewedStudy(study, cohort, settings, names_of(study, cohort, pseudonyms=pseudonyms))
-
-
-def _say(line: str) -> None:
-    """At once: what comes next takes its time."""
-    print(line, flush=True)
+    cohort = read_cohort(study.layout.cohort)
+    names = names_of(study.root, cohort, pseudonyms=pseudonyms)
+    return ViewedStudy(study.root, cohort, study.settings, names)

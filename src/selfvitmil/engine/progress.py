@@ -111,3 +111,9 @@ def _number(value: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def announce(*lines: str) -> None:
+    """Write lines to standard error at once: what a user must know before or while something takes long."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

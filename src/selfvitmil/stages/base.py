@@ -7,22 +7,25 @@ it is (`status`).
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.provenance import MISSING, Freshness, describe_changes
 
 if TYPE_CHECKING:
+    from selfvitmil.commands.run_plan import RunPlan
     from selfvitmil.engine import Engine
     from selfvitmil.stages.measure import Measures
-    from selfvitmil.stages.run_plan import RunPlan
-    from selfvitmil.study.folder import Summary
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,23 @@ class StageResult:
         from selfvitmil.rendering import to_html
 
         return to_html(self)
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]], index: str, *, parse: bool = False) -> Any:
+    """Return rows as a pandas DataFrame with one of their columns as index; `parse` turns text into numbers.
+
+    Raises ConfigError without pandas.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError(
+            "to_frame needs pandas", "it is not installed", "Run pip install pandas, or use .rows", code="no-pandas"
+        ) from None
+    frame = pandas.DataFrame(list(rows))
+    if parse:
+        frame = pandas.read_csv(io.StringIO(frame.to_csv(index=False)))
+    return frame.set_index(index)
 
 
 @dataclass(frozen=True)
@@ -210,6 +230,12 @@ class Stage(ABC):
     """Whether `run` goes through it; `train` is part of `compare` and `evaluate` there."""
     is_learning: bool = False
     """Whether it needs slide labels."""
+    runs_encoder: bool = False
+    """Whether it is many times quicker with a GPU."""
+    by_slide: bool = False
+    """Whether it is complete once every slide of the cohort has a file (or has failed)."""
+    is_essential: bool = False
+    """Whether a study without any of its results is not finished."""
     done_when_nothing_pending: bool = False
     """Whether an empty `Pending.todo` means that the stage can be skipped."""
 
@@ -230,7 +256,7 @@ class Stage(ABC):
         """Estimate time, disk and memory of what is pending."""
 
     @abstractmethod
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+    def run(self, plan: RunPlan, engines: Engines) -> StageResult:
         """Do it."""
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
@@ -252,3 +278,22 @@ class Stage(ABC):
 def unknown(*, on_gpu: bool) -> Estimate:
     """Return the estimate of a stage whose rate is not known."""
     return Estimate(seconds=float("nan"), basis=Basis.UNKNOWN, on_gpu=on_gpu)
+
+
+def why_build(freshness: Freshness) -> str:
+    """Return why an artefact is to be built."""
+    return "new" if freshness == MISSING else f"stale: {describe_changes(freshness.changes)}"
+
+
+@contextmanager
+def nothing_done() -> Iterator[None]:
+    """Add to an error raised inside that nothing was done."""
+    try:
+        yield
+    except SelfVitMilError as error:
+        raise say_nothing_done(error, error.how) from None
+
+
+def say_nothing_done(error: SelfVitMilError, how: str) -> SelfVitMilError:
+    """Return the error with another remedy, and that nothing was done."""
+    return type(error)(error.what, error.why, f"{how}. Nothing was done" if how else "Nothing was done")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.engine import Engine
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.settings import StudySettings
+from selfvitmil.formatting import cell
 from selfvitmil.stages.base import (
     Basis,
     CheckStatus,
@@ -23,47 +23,61 @@ from selfvitmil.stages.base import (
     Progress,
     Snapshot,
     Stage,
+    StageResult,
+    data_frame,
     passed,
 )
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import CohortSource, Summary, cell, few, map_slides, open_study, study_cohort
+from selfvitmil.study import Study, map_slides
+
+if TYPE_CHECKING:
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.slides.check import SlideCheck
+    from selfvitmil.stages.measure import Measures
 
 
-def check(study: Path, source: CohortSource, settings: StudySettings, engine: Engine) -> Summary:
+@dataclass(frozen=True)
+class CheckResult(StageResult):
+    """What `check` found."""
+
+    slides: Mapping[str, SlideCheck]
+    """Slides that can be opened; the others are in `failures`."""
+    num_slides: int
+    """Slides of the cohort."""
+
+    def to_frame(self) -> Any:
+        """Return check.csv as a pandas DataFrame, one row per slide."""
+        return data_frame([asdict(row) for row in self.slides.values()], "slide")
+
+
+def check(study: Study, engine: Engine) -> CheckResult:
     """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`."""
     from selfvitmil.slides import SlideRef
     from selfvitmil.slides.check import CheckJob, SlideCheck, check_slide
 
-    with open_study(study, "check"):
-        cohort, lines = study_cohort(study, source)
+    settings = study.settings
+    with study.lock("check"):
         jobs = {
             row.slide: CheckJob(SlideRef.of(row, settings.slide), row.annotation, settings.tile.mpp)
-            for row in cohort.rows
+            for row in study.store_cohort().rows
         }
-        done, failures = map_slides(engine, study, "check", check_slide, jobs)
-        rows = _with_twins(list(done.values()))
+        done, failures = map_slides(engine, study.root, "check", check_slide, jobs)
+        found = _with_twins(done)
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
-        cells = [[cell(asdict(row)[name]) for name in header] for row in rows]
-        write_csv(StudyLayout(study).check_table, [header, *cells])
-    lines += few([f"{row.slide}: {warning}" for row in rows for warning in row.warnings], "check.csv")
-    lines.append(f"{len(rows)} of {len(jobs)} slides can be worked with; see check.csv")
-    shown = ("slide", "format", "reader", "width", "height", "mpp", "mpp_source", "levels")
-    table = (shown, *(tuple(cell(asdict(row)[name]) for name in shown) for row in rows))
-    return Summary(tuple(lines), tuple(failures), table)
+        cells = [[cell(getattr(row, name)) for name in header] for row in found.values()]
+        write_csv(study.layout.check_table, [header, *cells])
+    return CheckResult(found, len(jobs), failures=tuple(failures), notes=study.cohort_notes)
 
 
-def _with_twins(rows: Sequence[Any]) -> list[Any]:
-    """Rows with a warning on slides whose files are the same."""
+def _with_twins(checks: Mapping[str, SlideCheck]) -> dict[str, SlideCheck]:
+    """Return the checks with a warning on slides whose files are the same."""
     first: dict[str, str] = {}
-    result = []
-    for row in rows:
-        twin = first.setdefault(row.fingerprint, row.slide)
-        warning = () if twin == row.slide else (f"the same file as {twin}: one slide under two names",)
-        result.append(replace(row, warnings=row.warnings + warning))
+    result: dict[str, SlideCheck] = {}
+    for slide, row in checks.items():
+        twin = first.setdefault(row.fingerprint, slide)
+        warning = () if twin == slide else (f"the same file as {twin}: one slide under two names",)
+        result[slide] = replace(row, warnings=row.warnings + warning)
     return result
 
 
@@ -122,7 +136,7 @@ class Check(Stage):
     done_when_nothing_pending = True
 
     def pending(self, plan: RunPlan) -> Pending:
-        told = {failure.slide for failure in read_failures(plan.study) if failure.stage == self.name}
+        told = {failure.slide for failure in read_failures(plan.study.root) if failure.stage == self.name}
         if plan.layout.check_table.exists():
             with plan.layout.check_table.open(newline="", encoding="utf-8") as file:
                 told |= {row["slide"] for row in csv.DictReader(file)}
@@ -137,8 +151,8 @@ class Check(Stage):
         seconds = measures.over_workers(number * (CHECKED_TILES / rate if rate else 1.0))
         return Estimate(seconds, number * BYTES_PER_SLIDE, measures.workers_bytes, Basis.DERIVED)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return check(plan.study, CohortSource(), plan.settings, engines.slides)
+    def run(self, plan: RunPlan, engines: Engines) -> CheckResult:
+        return check(plan.study, engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         table = snapshot.layout.check_table

@@ -2,79 +2,200 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Split
 from selfvitmil.cohort.camelyon16 import is_official_test_set
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError, MetricError
-from selfvitmil.settings import StudySettings, TrainSettings, tiling_name, to_toml
-from selfvitmil.stages.base import Engines, Estimate, Pending, Progress, Snapshot, Stage
-from selfvitmil.stages.embed import embed
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.parallel_training import make_models
-from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.settings import StudySettings, TrainSettings, to_toml
+from selfvitmil.stages.base import (
+    Engines,
+    Estimate,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    StageResult,
+    data_frame,
+    nothing_done,
+)
+from selfvitmil.stages.embed import EmbedResult, embed
+from selfvitmil.stages.evaluate import draw_curve
+from selfvitmil.stages.lesions import annotated_slides
 from selfvitmil.stages.train import (
     SECTIONS,
+    TWO_SCALES,
     announce_recipes,
-    below,
+    check_supervised,
+    compared_methods,
     epoch_reporter,
     estimate_training,
-    labelled_cases,
+    heatmap_settings,
+    lesion_baseline,
+    make_models,
+    options_for,
     pending_models,
     prepare,
     remove_earlier_results,
     results_name,
     results_progress,
+    try_method,
 )
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.provenance import BUILT, BuildOutcome, BuildStatus, Provenance, damaged, outcome_of
-from selfvitmil.study.encoders import split_encoders, split_features_name
-from selfvitmil.study.features import MEAN_COLOR, UNTRAINED, FeatureChoice, Features, choose_features, find_features
-from selfvitmil.study.folder import CohortSource, Summary, open_study
-from selfvitmil.study.methods import (
-    TWO_SCALES,
-    check_supervised,
-    compared_methods,
-    heatmap_settings,
-    lesion_baseline,
-    options_for,
-    try_method,
+from selfvitmil.study import (
+    MEAN_COLOR,
+    UNTRAINED,
+    FeatureChoice,
+    Features,
+    LearningSet,
+    Study,
+    choose_features,
+    find_features,
+    labelled_cases,
+    split_encoders,
+    split_features_name,
 )
-from selfvitmil.study.preflight import annotated_slides, nothing_done
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.commands.run_plan import RunPlan
     from selfvitmil.encoder import Encoder
-    from selfvitmil.evaluate import Cases, Fitted, MethodResult, Scores, Trial
+    from selfvitmil.evaluate import Cases, Fitted, MethodResult, Prediction, Scores, Trial
+    from selfvitmil.evaluate.comparison import ComparisonRow
     from selfvitmil.evaluate.protocol import Training
+    from selfvitmil.stages.measure import Measures
 
 
-def compare(
-    study: Path,
-    source: CohortSource,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    engine: Engine,
-    name: str | None = None,
-) -> Summary:
+@dataclass(frozen=True)
+class CompareResult(StageResult):
+    """Several methods on the same test slides: `table.csv` and `predictions.csv` of a folder of results."""
+
+    folder: Path
+    """Folder of results."""
+    rows: tuple[Mapping[str, str], ...]
+    """Rows of table.csv: every metric with its confidence interval, tests against the baseline, and more."""
+    table: tuple[ComparisonRow, ...] = field(repr=False)
+    """The same as typed values."""
+    advice: tuple[str, ...] = field(default=(), repr=False)
+    """Which simpler methods were no worse on validation slides."""
+    baselines: tuple[EmbedResult, ...] = field(default=(), repr=False)
+    """Embeddings that were made for rows of untrained encoders and of mean colours."""
+
+    @classmethod
+    def read(cls, folder: Path) -> CompareResult:
+        """Return the comparison that is stored in a folder of results."""
+        from selfvitmil.evaluate.comparison_table import read_table
+
+        text = (folder / "table.csv").read_text(encoding="utf-8")
+        return cls(folder, _records(text), tuple(read_table(text)))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(row["display_name"] for row in self.rows)
+
+    @cached_property
+    def _stored(self) -> tuple[Sequence[Prediction], Sequence[str]]:
+        from selfvitmil.evaluate.predictions import read_predictions
+
+        return read_predictions(self.folder / "predictions.csv")
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Every prediction of every method, seed and split; `seed` None is the mean over seeds."""
+        return tuple(self._stored[0])
+
+    def auc(self, method: str) -> tuple[float, float, float]:
+        """Return AUC (macro AUC with several classes) with the limits of its confidence interval.
+
+        Raises ConfigError where the method was not compared.
+        """
+        row = self._row(method)
+        name = "macro_auc" if "macro_auc" in row else "auc"
+        value, low, high = (float(row[key]) for key in (name, f"{name}_low", f"{name}_high"))
+        return value, low, high
+
+    def to_frame(self) -> Any:
+        """Return table.csv as a pandas DataFrame, numbers as numbers. Raises ConfigError without pandas."""
+        return data_frame(self.rows, "display_name", parse=True)
+
+    def plot_roc(self, methods: Sequence[str] | None = None) -> Figure:
+        """Draw the ROC curves of methods (all by default) on the test slides, by the mean probability over seeds.
+
+        Two classes only. With several splits a curve is the mean over splits.
+        """
+        from matplotlib.figure import Figure
+
+        from selfvitmil.metrics import roc_curve
+
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        axes = figure.add_subplot(xlabel="1 - specificity", ylabel="sensitivity", aspect="equal")
+        axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
+        for method in methods or self.methods:
+            rows = [row for row in self._of(method) if row.part == "test" and row.seed is None]
+            if len(rows[0].score) > 1:
+                raise ConfigError(
+                    "an ROC curve was asked for", "there are more than two classes", "Use .rows", code="not-binary"
+                )
+            folds = [row.split for row in rows]
+            curve = roc_curve([row.label for row in rows], [row.score[0] for row in rows], folds=folds)
+            value, low, high = self.auc(method)
+            name = f"{method}: {value:.3f} [{low:.3f}, {high:.3f}]"
+            axes.plot(curve.false_positive_rate, curve.sensitivity, label=name, linewidth=1.5)
+        axes.legend(title="AUC [95 % CI]", fontsize="small", loc="lower right")
+        return figure
+
+    def plot_pr(self, method: str) -> Figure:
+        """Draw the precision-recall curve of a method on the test slides."""
+        return draw_curve("pr", self._of(method), self._stored[1])
+
+    def plot_calibration(self, method: str) -> Figure:
+        """Draw observed frequencies against predicted probabilities of a method on the test slides."""
+        return draw_curve("calibration", self._of(method), self._stored[1])
+
+    def _of(self, method: str) -> list[Prediction]:
+        self._row(method)
+        return [row for row in self.predictions if row.method == method]
+
+    def _row(self, method: str) -> Mapping[str, str]:
+        found = next((row for row in self.rows if row["display_name"] == method), None)
+        if found is None:
+            raise ConfigError(
+                f"unknown method {method!r}", how=f"There are {', '.join(self.methods)}", code="unknown-method"
+            )
+        return found
+
+
+def _records(text: str) -> tuple[Mapping[str, str], ...]:
+    """Return the rows of a table.csv."""
+    return tuple(csv.DictReader(io.StringIO(text)))
+
+
+def compare(study: Study, choice: FeatureChoice, engine: Engine, name: str | None = None) -> CompareResult:
     """Evaluate many methods on the same slides and splits; writes `results/<name>/` with the table and its figure."""
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, score_method, write_results
     from selfvitmil.evaluate.comparison import better_simple_rows
 
-    lines = _embed_baselines(study, choice, settings, engine)
-    with open_study(study, "compare"):
-        found, cases, splits, features = prepare(study, source, choice, settings, "compare")
-        lines += found
+    settings = study.settings
+    notes, baselines = _embed_baselines(study, choice, engine)
+    with study.lock("compare"):
+        found, learning = prepare(study, choice, "compare")
+        notes += found
         store = BagStore.of(settings.train)
-        rows = _rows(study, choice, settings, cases, splits, features, store)
+        rows = _rows(study, choice, learning, store)
         asked = [(row.trial, training) for row in rows for training in row.trainings]
-        announce_recipes(cases, {row.title: row.trainings[0].settings for row in rows if row.trainings})
+        announce_recipes(learning.cases, {row.title: row.trainings[0].settings for row in rows if row.trainings})
         outcomes = make_models(asked, engine, store, epoch_reporter())
         fitted = [row.fit(outcomes) for row in rows]
         simple = better_simple_rows(fitted, rows[0].trial, settings.train.aggregator)
@@ -82,14 +203,15 @@ def compare(
             row.trial.labels.open(FINAL_SCORING)
         results = [evaluate_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
-        folder = StudyLayout(study).results(results_name(name or "compare", settings))
-        lines += remove_earlier_results(folder, results)
+        folder = study.layout.results(results_name(name or "compare", settings))
+        notes += remove_earlier_results(folder, results)
         advice = [row.words for row in simple]
         write_results(folder, results, scores, settings.evaluate, advice)
-        cells, notes = _write_table(study, folder, splits, results, scores, settings, advice)
+        written = _write_table(study, folder, learning.splits, results, scores, advice)
         write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
-    lines += [*notes, f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {below(study, folder)}"]
-    return Summary(tuple(lines), cases.failures, cells)
+    return replace(
+        written, baselines=tuple(baselines), failures=learning.cases.failures, notes=(*notes, *written.notes)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,21 +226,14 @@ class Row:
     """Those that can be made ahead."""
 
 
-def _rows(
-    study: Path,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    cases: Cases,
-    splits: Sequence[Split],
-    features: Features,
-    store: BagStore,
-) -> list[Row]:
-    """All rows that were asked for; those of other features use the same slides in the same splits."""
+def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: BagStore) -> list[Row]:
+    """Return all rows that were asked for; those of other features use the same slides in the same splits."""
     from selfvitmil.aggregate.recipes import options_of
     from selfvitmil.evaluate import fit_method, hold_out_test_labels
     from selfvitmil.evaluate.protocol import trainings_of
 
-    compare = settings.compare
+    settings, compare = study.settings, study.settings.compare
+    cases, splits, features = learning.cases, learning.splits, learning.features
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
     asked = compared_methods(settings, two_scales=two_scales)
     if compare.supervised != "none":
@@ -144,34 +259,31 @@ def _rows(
     main = options_for("self-vit-mil", settings.train)
     coarse = [each for each in asked if each.method == TWO_SCALES]
     if coarse:
-        both = find_features(study, replace(choice, two_scales=True), settings)
+        both = find_features(study.root, replace(choice, two_scales=True), settings)
         rows += [row(each.title, both, on(both), each.train) for each in coarse]
         if any(each.title == "self-vit-mil" for each in asked):
             own_options = {**options_of("self-vit-mil", main), "v": "bottleneck"}
             narrow = main.model_copy(update={"options": {**main.options, "self-vit-mil": own_options}})
             rows.append(row("self-vit-mil (two scales)", both, on(both), narrow))
     for title, encoder in _baselines(choice, settings, features.encoder).items():
-        own = find_features(study, FeatureChoice(encoder), settings)
+        own = find_features(study.root, FeatureChoice(encoder), settings)
         rows.append(row(title, own, on(own), main))
     if compare.supervised != "none":
         # A network of its own learns from pixels: it has nothing of the encoder, nor of what that has seen.
         own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
         trial = hold_out_test_labels(own_cases, splits, settings.evaluate)
-        rows.append(
-            Row(compare.supervised, trial, lambda _: _fit_supervised(study, settings, cases, trial, features, store))
-        )
+        rows.append(Row(compare.supervised, trial, lambda _: _fit_supervised(study, cases, trial, features, store)))
     return rows
 
 
-def _fit_supervised(
-    study: Path, settings: StudySettings, cases: Cases, trial: Trial, features: Features, store: BagStore
-) -> Fitted:
+def _fit_supervised(study: Study, cases: Cases, trial: Trial, features: Features, store: BagStore) -> Fitted:
     """Fit the row trained on annotated lesions: every split and seed, with the same held-out test labels."""
     from selfvitmil.evaluate import choose_thresholds
     from selfvitmil.stages.supervised import SupervisedRow
 
-    row = SupervisedRow(study, settings, cases, trial, features.models, store, epoch_reporter())
-    seeds = range(settings.train.seed, settings.train.seed + settings.train.seeds)
+    train = study.settings.train
+    row = SupervisedRow(study.root, study.settings, cases, trial, features.models, store, epoch_reporter())
+    seeds = range(train.seed, train.seed + train.seeds)
     runs = [row.run(split, seed) for split in trial.splits for seed in seeds]
     return choose_thresholds(row.title, row.method, runs, trial)
 
@@ -192,24 +304,25 @@ def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> 
     return rows
 
 
-def _embed_baselines(study: Path, choice: FeatureChoice, settings: StudySettings, engine: Engine) -> list[str]:
-    """Vectors of the baselines, where they are not there yet."""
+def _embed_baselines(study: Study, choice: FeatureChoice, engine: Engine) -> tuple[list[str], list[EmbedResult]]:
+    """Embed tiles with the baselines' encoders where that was not done yet; return notes and results."""
+    settings = study.settings
     if not (settings.compare.random_encoder or settings.compare.mean_color):
-        return []
-    name = choose_features(study, tiling_name(settings.tile), choice.encoder, settings) if choice.folder is None else ""
+        return [], []
+    name = choose_features(study.root, study.tiling, choice.encoder, settings) if choice.folder is None else ""
     asked = [split_features_name(each) for each in _baselines(choice, settings, name).values()]
     like = split_features_name(name)[0]
-    with open_study(study, "compare"):
-        like = next(iter(split_encoders(study, like).values()), like)
-        outcomes = {encoder: _make_baseline(study, encoder, like, settings) for encoder, _ in asked}
-    lines = [
+    with study.lock("compare"):
+        like = next(iter(split_encoders(study.root, like).values()), like)
+        outcomes = {encoder: _make_baseline(study.root, encoder, like, settings) for encoder, _ in asked}
+    notes = [
         f"encoders/{encoder} {outcome}"
         for encoder, outcome in outcomes.items()
         if outcome.status is BuildStatus.REBUILT
     ]
-    for encoder, layout in asked:  # the layout of the encoder that they stand beside; colours have none
-        lines += embed(study, [encoder], _for_baseline(settings, layout), engine).lines
-    return lines
+    return notes, [  # in the layout of the encoder that they stand beside; colours have none
+        embed(study.with_settings(_for_baseline(settings, layout)), [encoder], engine) for encoder, layout in asked
+    ]
 
 
 def _for_baseline(settings: StudySettings, layout: str | None) -> StudySettings:
@@ -268,39 +381,39 @@ def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Enc
 
 
 def _write_table(
-    study: Path,
+    study: Study,
     folder: Path,
     splits: Sequence[Split],
     results: Sequence[MethodResult],
     scores: Sequence[Scores],
-    settings: StudySettings,
     advice: Sequence[str],
-) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
-    """Write table.csv, table.md and auc.svg; the table for the terminal, and `advice` and notes below it."""
+) -> CompareResult:
+    """Write table.csv, table.md and auc.svg."""
     from selfvitmil.evaluate import compare_results, comparison_row, evaluated_on
     from selfvitmil.evaluate.comparison import PUBLISHED
-    from selfvitmil.evaluate.comparison_table import table_cells, table_csv, table_markdown, table_notes
+    from selfvitmil.evaluate.comparison_table import table_csv, table_markdown
     from selfvitmil.evaluate.figures import auc_figure
 
-    official = len(splits) == 1 and is_official_test_set(splits[0].test)
-    on = evaluated_on(results[0], study.resolve().name, camelyon16_test=official)
+    settings, official = study.settings, len(splits) == 1 and is_official_test_set(splits[0].test)
+    on = evaluated_on(results[0], study.root.resolve().name, camelyon16_test=official)
     paired = compare_results(results, settings.compare.baseline, settings.evaluate)
     published = PUBLISHED | {"supervised ResNet-18": PUBLISHED["resnet18"]}  # by the rows' titles
     for result in results:  # published figures stand beside the published recipe, where the table has both
         if result.method == f"{result.aggregator} (published)" and result.aggregator in published:
             published[result.method] = published.pop(result.aggregator)
-    rows = [
+    rows = tuple(
         comparison_row(result, own, on, paired=paired, published=published.get(result.method))
         for result, own in zip(results, scores, strict=True)
-    ]
-    write_text(folder / "table.csv", table_csv(rows))
+    )
+    text = table_csv(rows)
+    write_text(folder / "table.csv", text)
     write_text(folder / "table.md", table_markdown(rows, advice))
-    notes = [*(f"note: {text}" for text in advice), *table_notes(rows)]
+    notes: tuple[str, ...] = ()
     try:
         write_text(folder / "auc.svg", auc_figure(rows))
     except MetricError as error:
-        notes = [*notes, f"note: auc.svg is not drawn: {error}"]
-    return tuple(tuple(row) for row in table_cells(rows)), notes
+        notes = (f"note: auc.svg is not drawn: {error}",)
+    return CompareResult(folder, _records(text), rows, tuple(advice), notes=notes)
 
 
 class Compare(Stage):
@@ -345,8 +458,8 @@ class Compare(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         return estimate_training(plan, measures)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return compare(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.device)
+    def run(self, plan: RunPlan, engines: Engines) -> CompareResult:
+        return compare(plan.study, FeatureChoice(plan.encoder), engines.device)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_results():
@@ -357,7 +470,7 @@ class Compare(Stage):
 def _check_untrained(plan: RunPlan) -> None:
     """ConfigError where the row of an untrained encoder is asked for and the study has none to build it like."""
     encoder = plan.encoder
-    there = plan.layout.encoder_config(encoder).exists() or bool(split_encoders(plan.study, encoder))
+    there = plan.layout.encoder_config(encoder).exists() or bool(split_encoders(plan.study.root, encoder))
     if plan.settings.compare.random_encoder and not there:
         raise ConfigError(
             f"compare.random_encoder, and {encoder} is not among the study's encoders",

@@ -1,46 +1,85 @@
-"""Commands from tiles to vectors: `pretrain`, `embed`, `export`."""
+"""The stage `embed`: turn tiles into embeddings, one feature file per slide."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
-from selfvitmil.stages.measure import STARTUP_S, Measures
-from selfvitmil.stages.run_plan import RunPlan
-from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.store.files import write_text
-from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, StudyLayout, feature_name
-from selfvitmil.store.provenance import FRESH, UP_TO_DATE
-from selfvitmil.study.encoders import encoder_sources, features_name, slides_of
-from selfvitmil.study.features import embed_stage
-from selfvitmil.study.folder import (
-    CohortSource,
-    Summary,
-    map_slides,
-    num_tiles,
-    open_study,
-    outcomes_of,
-    rebuilt_lines,
-    study_cohort,
+from selfvitmil.stages.base import (
+    Basis,
+    Engines,
+    Estimate,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    StageResult,
+    data_frame,
+    nothing_done,
+    unknown,
     why_build,
 )
-from selfvitmil.study.methods import TWO_SCALES, coarse_mpp, compared_methods
-from selfvitmil.study.preflight import nothing_done
+from selfvitmil.stages.train import TWO_SCALES, compared_methods
+from selfvitmil.store.failures import Failure, record_failures
+from selfvitmil.store.files import write_text
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, SLIDES_FILE, feature_name
+from selfvitmil.store.provenance import FRESH
+from selfvitmil.study import (
+    Study,
+    coarse_mpp,
+    embed_stage,
+    encoder_sources,
+    features_name,
+    map_slides,
+    num_tiles,
+    slides_of,
+)
 
 if TYPE_CHECKING:
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.embed import EmbeddedSlide
     from selfvitmil.encoder import EncoderConfig
+    from selfvitmil.stages.measure import Measures
 
 
-def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine: Engine) -> Summary:
+@dataclass(frozen=True)
+class EmbeddedFeatures:
+    """Embeddings of one tiling by one encoder."""
+
+    encoder: str
+    tiling: str
+    layout: str
+    """How an embedding is composed of the encoder's tokens."""
+    dim: int
+    slides: Mapping[str, EmbeddedSlide]
+    """Slides that have a feature file now, with the outcome of each."""
+    folder: Path
+
+
+@dataclass(frozen=True)
+class EmbedResult(StageResult):
+    """What `embed` did."""
+
+    features: tuple[EmbeddedFeatures, ...]
+    num_slides: int
+    """Slides of the cohort."""
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with encoder, tiling and number of tiles of every slide."""
+        rows = [
+            {"slide": slide, "encoder": each.encoder, "tiling": each.tiling, "tiles": found.num_tiles}
+            for each in self.features
+            for slide, found in each.slides.items()
+        ]
+        return data_frame(rows, "slide")
+
+
+def embed(study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
     """Turn the tiles of every scale into embeddings with each encoder; writes `bags/<tiling>/features_<encoder>/`.
 
     A name that the study has an encoder of for every split stands for all of these. Where `embed.layout` is set, its
@@ -49,35 +88,35 @@ def embed(study: Path, encoders: Sequence[str], settings: StudySettings, engine:
     from selfvitmil.embed import embed_slide
     from selfvitmil.encoder import load_encoder
 
+    settings = study.settings
     sources = {
         features_name(name, settings.embed.layout): place
         for source in encoders
-        for name, place in encoder_sources(study, source).items()
+        for name, place in encoder_sources(study.root, source).items()
     }
     # Loaded here first: one clear error, and one download, instead of one per slide.
     loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in sources.items()}
-    pairs, lines = _scales_that_fit({name: encoder.config for name, encoder in loaded.items()}, settings)
-    lines += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
-    lines += [
-        f"{name}: layout {encoder.config.layout}, embeddings of {encoder.dim} dimensions"
-        for name, encoder in loaded.items()
-    ]
+    configs, dims = ({name: getattr(each, key) for name, each in loaded.items()} for key in ("config", "dim"))
+    pairs, notes = _scales_that_fit(configs, settings)
+    notes += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
     del loaded
     failures: list[Failure] = []
-    with open_study(study, "embed"):
-        cohort, _ = study_cohort(study, CohortSource())
+    features: list[EmbeddedFeatures] = []
+    with study.lock("embed"):
+        cohort = study.store_cohort()
         for tiling, name in pairs:
             stage = embed_stage(name, tiling)
-            jobs, missing = embed_jobs(study, cohort, tiling, name, sources[name], settings, stage)
-            done, failed = map_slides(engine, study, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
-            record_failures(study, stage, [failure.slide for failure in missing], missing)
+            jobs, missing = embed_jobs(study, tiling, name, sources[name], stage)
+            done, failed = map_slides(engine, study.root, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
+            record_failures(study.root, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
-            folder = StudyLayout(study).features(tiling, name)
+            folder = study.layout.features(tiling, name)
             if done:
                 write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
                 _keep_encoder_slides(folder, Path(sources[name]))
-            lines += _embed_lines(done, len(cohort), f"bags/{tiling}/features_{name}")
-    return Summary(tuple(lines), tuple(failures))
+            features.append(EmbeddedFeatures(name, tiling, configs[name].layout, dims[name], done, folder))
+    study.forget_features()
+    return EmbedResult(tuple(features), len(cohort), failures=tuple(failures), notes=tuple(notes))
 
 
 def _keep_encoder_slides(folder: Path, encoder: Path) -> None:
@@ -114,18 +153,17 @@ def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tup
     return pairs, notes
 
 
-def embed_jobs(
-    study: Path, cohort: Cohort, tiling: str, name: str, source: str, settings: StudySettings, stage: str
-) -> tuple[dict[str, Any], list[Failure]]:
-    """Jobs for the slides that have tiles, and a failure for each that has none."""
+def embed_jobs(study: Study, tiling: str, name: str, source: str, stage: str) -> tuple[dict[str, Any], list[Failure]]:
+    """Return jobs for the slides that have tiles, and a failure for each that has none."""
     from selfvitmil.embed import EmbedJob
     from selfvitmil.slides import SlideRef
 
+    settings = study.settings
     jobs: dict[str, Any] = {}
     missing: list[Failure] = []
-    for row in cohort.rows:
-        table = StudyLayout(study).tile_table(tiling, row.slide)
-        bag = StudyLayout(study).feature_file(tiling, name, row.slide)
+    for row in study.cohort.rows:
+        table = study.layout.tile_table(tiling, row.slide)
+        bag = study.layout.feature_file(tiling, name, row.slide)
         if table.exists():
             jobs[row.slide] = EmbedJob(
                 SlideRef.of(row, settings.slide), table, bag, source, name, settings.stain.method, settings.embed
@@ -134,18 +172,6 @@ def embed_jobs(
             reason = f"{row.slide}: no tile table in tiles/{tiling}"
             missing.append(Failure(row.slide, stage, reason, "Run `selfvitmil tile` and see what it says"))
     return jobs, missing
-
-
-def _embed_lines(done: Mapping[str, Any], asked: int, folder: str) -> list[str]:
-    warnings = [f"{slide}: {warning}" for slide, result in done.items() for warning in result.warnings]
-    total = sum(result.num_tiles for result in done.values())
-    made = [result for result in done.values() if result.outcome != UP_TO_DATE]
-    wait = f", waiting for tiles {np.mean([result.wait_share for result in made]):.0%} of the time" if made else ""
-    return [
-        *rebuilt_lines(outcomes_of(done)),
-        *warnings,
-        f"{total:,} vectors of {len(done)} of {asked} slides in {folder}{wait}",
-    ]
 
 
 def _check_scales(plan: RunPlan, config: EncoderConfig | None) -> None:
@@ -189,6 +215,9 @@ class Embed(Stage):
     """Turn tiles into embeddings, with the encoder of the study or a given one."""
 
     name = "embed"
+    runs_encoder = True
+    by_slide = True
+    is_essential = True
     done_when_nothing_pending = True
 
     def preflight(self, plan: RunPlan) -> None:
@@ -210,7 +239,7 @@ class Embed(Stage):
     def _pending_encoder(self, plan: RunPlan, name: str, source: str) -> dict[str, str]:
         """Slide -> why it is embedded with this encoder."""
         features = features_name(name, plan.settings.embed.layout)
-        jobs, _ = embed_jobs(plan.study, plan.cohort, plan.tiling, features, source, plan.settings, stage=self.name)
+        jobs, _ = embed_jobs(plan.study, plan.tiling, features, source, self.name)
         untrained = plan.request.trains_encoder and name in plan.pending("pretrain").todo
         loaded = None if untrained else plan.loaded[name]
         identity = None if loaded is None else loaded.identity()
@@ -221,6 +250,8 @@ class Embed(Stage):
         return {slide: why for slide, why in found.items() if why}
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
+        from selfvitmil.stages.measure import STARTUP_S
+
         todo, encoder, gpu = plan.pending(self.name).todo, measures.encoder, measures.gpu
         if encoder is None:
             return unknown(on_gpu=gpu)
@@ -233,8 +264,8 @@ class Embed(Stage):
         seconds = STARTUP_S + number * tiles / measures.with_reading(encoder.tiles_per_s)
         return Estimate(seconds, disk, memory, Basis.MEASURED, gpu)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return embed(plan.study, list(plan.sources.values()), plan.settings, engines.device)
+    def run(self, plan: RunPlan, engines: Engines) -> EmbedResult:
+        return embed(plan.study, list(plan.sources.values()), engines.device)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_features():

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from selfvitmil import formatting
 from selfvitmil.engine import Engine
-from selfvitmil.settings import StudySettings, to_toml
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.settings import to_toml
+from selfvitmil.stages.base import (
+    Basis,
+    Engines,
+    Estimate,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    StageResult,
+    data_frame,
+    nothing_done,
+)
 from selfvitmil.stages.train import (
     SECTIONS,
-    below,
     estimate_training,
     evidence_lines,
     fit_models,
@@ -24,52 +32,102 @@ from selfvitmil.stages.train import (
     remove_earlier_results,
     results_name,
     results_progress,
+    try_method,
 )
 from selfvitmil.store.files import write_text
-from selfvitmil.store.layout import StudyLayout, model_folder
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, Summary, open_study
-from selfvitmil.study.methods import try_method
-from selfvitmil.study.preflight import nothing_done
+from selfvitmil.store.layout import model_folder
+from selfvitmil.study import FeatureChoice, Study
 
 if TYPE_CHECKING:
-    from selfvitmil.evaluate import MethodResult
+    from matplotlib.figure import Figure
+
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.evaluate import MethodResult, Scores
+    from selfvitmil.evaluate.predictions import Prediction
+    from selfvitmil.stages.measure import Measures
 
 
-SHOWN = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specificity", "f1", "pr_auc", "brier", "ece")
-"""Figures that `evaluate` prints; metrics.json has them all."""
+@dataclass(frozen=True)
+class EvaluateResult(StageResult):
+    """One method on the test set."""
+
+    folder: Path
+    """Folder of results: predictions.csv, metrics.json, figures."""
+    result: MethodResult
+    """Predictions, thresholds and trainings."""
+    scores: Scores
+    confidence: float
+    """Level of the confidence intervals."""
+
+    @property
+    def method(self) -> str:
+        return self.result.method
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """All metrics as metrics.json has them: by slide and by patient, of the ensemble and over seeds."""
+        return self.scores.to_json()
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Every prediction of every seed and split; `seed` None is the mean over seeds."""
+        return tuple(self.result.predictions)
+
+    def to_frame(self) -> Any:
+        """Return the predictions as a pandas DataFrame."""
+        return data_frame([asdict(row) for row in self.predictions], "slide")
+
+    def plot_roc(self) -> Figure:
+        """Draw the ROC curve of the mean probability over seeds on the test slides."""
+        return draw_curve("roc", self.predictions, self.result.class_names)
+
+    def plot_pr(self) -> Figure:
+        """Draw the precision-recall curve of the mean probability over seeds on the test slides."""
+        return draw_curve("pr", self.predictions, self.result.class_names)
+
+    def plot_calibration(self) -> Figure:
+        """Draw observed frequencies against predicted probabilities of the test slides."""
+        return draw_curve("calibration", self.predictions, self.result.class_names)
 
 
-def evaluate(
-    study: Path,
-    source: CohortSource,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    engine: Engine,
-    name: str | None = None,
-) -> Summary:
+def draw_curve(
+    kind: Literal["roc", "pr", "calibration"], predictions: Iterable[Prediction], class_names: Sequence[str]
+) -> Figure:
+    """Draw a figure of one method's test slides, by the mean probability over seeds."""
+    from selfvitmil.evaluate import figures, samples_of
+
+    samples = samples_of(predictions, overlap=True)
+    draw, values = figures.draw_calibration, samples.probabilities
+    if kind != "calibration":
+        draw, values = figures.draw_roc if kind == "roc" else figures.draw_pr, samples.scores
+    column = values[:, 0] if values.shape[1] == 1 else values
+    return draw(samples.labels, column, class_names=class_names, folds=samples.folds)
+
+
+def evaluate(study: Study, choice: FeatureChoice, engine: Engine, name: str | None = None) -> EvaluateResult:
     """Evaluate an aggregator on the test set, training missing models first; writes `results/<name>/`."""
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, hold_out_test_labels, score_method, write_results
     from selfvitmil.evaluate.figures import write_figures
 
-    with open_study(study, "evaluate"):
-        lines, cases, splits, features = prepare(study, source, choice, settings, "evaluate")
-        method = settings.train.aggregator
-        trial = hold_out_test_labels(cases, splits, settings.evaluate)
+    settings = study.settings
+    with study.lock("evaluate"):
+        notes, learning = prepare(study, choice, "evaluate")
+        method, cases, features = settings.train.aggregator, learning.cases, learning.features
+        trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
         fitted = fit_models(method, cases, trial, settings.train, features.models / method, engine)
         trial.labels.open(FINAL_SCORING)
         result = evaluate_method(fitted, trial)
-        folder = StudyLayout(study).results(results_name(name or f"{features.encoder}_{method}", settings))
+        folder = study.layout.results(results_name(name or f"{features.encoder}_{method}", settings))
         scores = score_method(result, settings.evaluate)
-        lines += remove_earlier_results(folder, [result])
+        notes += remove_earlier_results(folder, [result])
         write_results(folder, [result], [scores], settings.evaluate)
         histories = _histories(features.models / method, result)
         undrawn = write_figures(folder, result, settings.evaluate, histories)
         write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
-    lines += evidence_lines(method, fitted)
-    lines += [f"note: {warning}" for warning in (*result.warnings, *undrawn)]
-    lines.append(f"predictions.csv, metrics.json and figures in {below(study, folder)}")
-    return Summary(tuple(lines), cases.failures, _score_table(scores.to_json(), settings.evaluate.confidence))
+    notes += evidence_lines(method, fitted)
+    notes += [f"note: {warning}" for warning in (*result.warnings, *undrawn)]
+    confidence = settings.evaluate.confidence
+    return EvaluateResult(folder, result, scores, confidence, failures=cases.failures, notes=tuple(notes))
 
 
 def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -84,36 +142,7 @@ def _histories(folder: Path, result: MethodResult) -> dict[tuple[str, int], list
     return found
 
 
-def _score_table(told: Mapping[str, Any], confidence: float) -> tuple[tuple[str, ...], ...]:
-    """The figures of slides, and of patients where they differ, for the terminal."""
-    header = ("", "ensemble", f"{formatting.percent(confidence)} interval", "mean of seeds", "sd")
-    rows: list[tuple[str, ...]] = []
-    for level in ("slide", "patient"):
-        if "same_as" in told[level]:
-            continue
-        for name in SHOWN:
-            row = _score_row(told[level], name)
-            if row is not None:
-                rows.append((f"{name.replace('_', ' ')}, by {level}", *row))
-    return (header, *rows)
-
-
-def _score_row(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str] | None:
-    whole = level.get("ensemble") or {}
-    told = whole.get(name)
-    value, limits = "-", ""
-    if isinstance(told, Mapping):
-        value, limits = formatting.value_and_limits(told)
-    elif isinstance(told, int | float):
-        value = f"{told:.3f}"
-    spread = (level.get("over_seeds") or {}).get(name) or {}
-    mean, sd = spread.get("mean"), spread.get("sd")
-    if value == "-" and mean is None:
-        return None
-    return value, limits, formatting.number(mean), formatting.number(sd)
-
-
-EVALUATE_S = 2.0
+EVALUATE_S = 10.0
 """Usual seconds to score trained models."""
 
 
@@ -121,6 +150,7 @@ class Evaluate(Stage):
     """Evaluate the study's own method on the test set."""
 
     name = "evaluate"
+    is_essential = True
     is_learning = True
 
     def preflight(self, plan: RunPlan) -> None:
@@ -137,8 +167,8 @@ class Evaluate(Stage):
             return estimate_training(plan, measures)
         return Estimate(EVALUATE_S, 1e6, 1e9, Basis.TYPICAL)  # its models come from the comparison
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return evaluate(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)
+    def run(self, plan: RunPlan, engines: Engines) -> EvaluateResult:
+        return evaluate(plan.study, FeatureChoice(plan.encoder), engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_results():

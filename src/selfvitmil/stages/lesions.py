@@ -1,34 +1,37 @@
-"""Heatmaps scored against annotations: what `evaluate --lesions` and `compare --lesions` add to the results of slides.
+"""The stage `lesions`: heatmaps scored against annotated lesions; also `evaluate --lesions` and `compare --lesions`.
 
-Test and validation slides are mapped first (by models that never saw them), then the labels are opened, then outlined
-lesions and normal slides are compared with the maps. Thresholds come from validation.
+Heatmaps of test and validation slides are written first (by models that never saw them), then the labels are opened,
+then annotated lesions and normal slides are compared with the heatmaps. Thresholds come from validation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfvitmil import formatting
 from selfvitmil.errors import ConfigError, MetricError, SelfVitMilError
-from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, StageResult
 from selfvitmil.stages.localize import Mapper, choose_slides, split_failures
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
-from selfvitmil.stages.train import below, prepare, results_name
+from selfvitmil.stages.train import (
+    TWO_SCALES,
+    compared_methods,
+    heatmap_settings,
+    lesion_baseline,
+    options_for,
+    prepare,
+    results_name,
+)
 from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.features import FeatureChoice
-from selfvitmil.study.folder import CohortSource, Summary, join_summaries, open_study
-from selfvitmil.study.methods import TWO_SCALES, compared_methods, heatmap_settings, lesion_baseline, options_for
-from selfvitmil.study.preflight import annotated_slides
+from selfvitmil.study import FeatureChoice, Study
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import Cohort
-    from selfvitmil.localize.lesion_metrics import LesionCase
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.localize.lesion_metrics import LesionCase, LesionScores
+    from selfvitmil.localize.lesion_results import LesionTable
+    from selfvitmil.stages.measure import Measures
 
 
 PARTS = ("test", "val")
@@ -36,74 +39,80 @@ ScoredCases = dict[str, list["LesionCase"]]
 """Part -> its cases."""
 
 
-def evaluate_lesions(
-    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
-) -> Summary:
+@dataclass(frozen=True)
+class LesionsResult(StageResult):
+    """How well heatmaps show annotated lesions."""
+
+    scores: LesionScores | None = None
+    """Of one method."""
+    comparison: LesionTable | None = None
+    """Of several methods on the same slides."""
+    folders: tuple[Path, ...] = ()
+    """Folders of results that were added to: of the comparison, of the one method."""
+
+
+def evaluate_lesions(study: Study, choice: FeatureChoice, name: str | None = None) -> LesionsResult:
     """Score the heatmaps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
     from selfvitmil.localize.lesion_metrics import score_lesions
     from selfvitmil.localize.lesion_results import write_lesion_scores
 
-    with open_study(study, "evaluate"):
-        found_cases, encoder, failures, lines = _lesion_cases(
-            study, source, choice, settings, [settings.train.aggregator], "evaluate"
-        )
-        (own,) = found_cases.values()
-        folder = StudyLayout(study).results(results_name(name or f"{encoder}_{settings.train.aggregator}", settings))
+    settings, method = study.settings, study.settings.train.aggregator
+    with study.lock("evaluate"):
+        found, encoder, failures, notes = _lesion_cases(study, choice, [method], "evaluate")
+        own = found[method]
+        folder = study.layout.results(results_name(name or f"{encoder}_{method}", settings))
         _remove_earlier(folder)
         scores = score_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
-    lines += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
-    lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {below(study, folder)}")
-    table = [("lesions", "value", f"{formatting.percent(settings.evaluate.confidence)} interval")]
-    table += _score_rows(scores.to_json())
-    return Summary(tuple(lines), tuple(failures), tuple(table))
+    notes += [f"note: {text}" for text in (*scores.warnings, *undrawn)]
+    return LesionsResult(scores, folders=(folder,), failures=tuple(failures), notes=tuple(notes))
 
 
-def compare_lesions(
-    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, name: str | None = None
-) -> Summary:
+def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None) -> LesionsResult:
     """Score the heatmaps of many methods on the same slides; adds `lesions.md`, `.csv`, `.json` and `froc.svg`."""
     from selfvitmil.localize.lesion_metrics import common_cases, score_lesions
     from selfvitmil.localize.lesion_results import compare_lesions as side_by_side
     from selfvitmil.localize.lesion_results import write_lesion_table
 
+    settings = study.settings
     rows = compared_methods(settings, two_scales=False)
     methods = [row.method for row in rows if row.method != TWO_SCALES and row.is_main_recipe]
     baseline = lesion_baseline(settings)
     if baseline not in methods:
         raise ConfigError(f"compare.baseline {baseline!r} is not among the methods that have heatmaps")
-    with open_study(study, "compare"):
-        found_cases, _, failures, lines = _lesion_cases(study, source, choice, settings, methods, "compare")
-        folder = StudyLayout(study).results(results_name(name or "compare", settings))
+    with study.lock("compare"):
+        found, _, failures, notes = _lesion_cases(study, choice, methods, "compare")
+        folder = study.layout.results(results_name(name or "compare", settings))
         _remove_earlier(folder)
-        common, warned = common_cases({method: own["test"] for method, own in found_cases.items()})
+        common, warned = common_cases({method: own["test"] for method, own in found.items()})
         scores = {
-            method: score_lesions(common[method], found_cases[method]["val"], settings.localize, settings.evaluate)
+            method: score_lesions(common[method], found[method]["val"], settings.localize, settings.evaluate)
             for method in common
         }
         table = side_by_side(scores, baseline)
         undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
-    lines += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
-    lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {below(study, folder)}")
-    return Summary(tuple(lines), tuple(failures), tuple(tuple(row) for row in table.cells()))
+    notes += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
+    return LesionsResult(comparison=table, folders=(folder,), failures=tuple(failures), notes=tuple(notes))
+
+
+def annotated_slides(cohort: Cohort) -> list[str]:
+    """Return the test slides with annotated lesions, which heatmaps are scored against."""
+    return [row.slide for row in cohort.rows if row.annotation is not None and row.split in ("test", None)]
 
 
 # ---------------------------------------------------------------------------------------------------- both
 
 
 def _lesion_cases(
-    study: Path,
-    source: CohortSource,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    methods: Sequence[str],
-    stage: str,
+    study: Study, choice: FeatureChoice, methods: Sequence[str], stage: str
 ) -> tuple[dict[str, ScoredCases], str, list[Failure], list[str]]:
-    """Method -> its maps beside annotations; the encoder; slides that failed; lines to print."""
+    """Return by method its heatmaps beside annotations; the encoder; slides that failed; notes."""
     from selfvitmil.evaluate import FINAL_SCORING, hold_out_test_labels
 
-    lines, cases, splits, features = prepare(study, source, choice, settings, stage)
-    trial = hold_out_test_labels(cases, splits, settings.evaluate)
+    settings = study.settings
+    prepared, learning = prepare(study, choice, stage)
+    cases, features = learning.cases, learning.features
+    trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]
     maps: dict[str, list[Path]] = {}
@@ -112,7 +121,7 @@ def _lesion_cases(
         localize = heatmap_settings(method, train, num_classes, settings.localize, settings.train.aggregator)
         own = settings.model_copy(update={"train": train, "localize": localize})
         model = results_name(f"{features.encoder}_{method}", settings)
-        mapper = Mapper(study, own, trial, cases.cohort, features, model)
+        mapper = Mapper(study.root, own, trial, cases.cohort, features, model)
         mapped, unmapped = split_failures(mapper.map_all(wanted))
         # A slide that failed now may have a map of other models: it is not scored.
         maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
@@ -124,8 +133,8 @@ def _lesion_cases(
         found_cases[method], unscored = _cases_of(paths, cases.cohort)
         failures += unscored
     failures = list(dict.fromkeys(failures))
-    record_failures(study, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
-    return found_cases, features.encoder, failures, [*lines, *(f"note: {text}" for text in notes)]
+    record_failures(study.root, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
+    return found_cases, features.encoder, failures, [*prepared, *(f"note: {text}" for text in notes)]
 
 
 def _remove_earlier(folder: Path) -> None:
@@ -150,18 +159,6 @@ def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[F
             continue
         found[case.heatmap.prediction.part].append(case)
     return found, failures
-
-
-def _score_rows(told: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Scores with their limits, for the terminal."""
-    scores = told["scores"]
-    assert isinstance(scores, Mapping)
-    rows: list[tuple[str, str, str]] = []
-    for score in scores.values():
-        if score is None or score.get("value") is None:
-            continue
-        rows.append((str(score["words"]), *formatting.value_and_limits(score)))
-    return rows
 
 
 LESIONS_S, LESIONS_TILE_S, BYTES_PER_TILE = 0.02, 1e-5, 60
@@ -191,13 +188,20 @@ class Lesions(Stage):
         seconds = methods * (len(slides) * LESIONS_S + tiles * LESIONS_TILE_S)
         return Estimate(seconds, methods * tiles * BYTES_PER_TILE, 1e9, Basis.TYPICAL)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
+    def run(self, plan: RunPlan, engines: Engines) -> LesionsResult:
         choice = FeatureChoice(plan.encoder)
-        commands = [compare_lesions, evaluate_lesions] if plan.has("compare") else [evaluate_lesions]
         try:
-            return join_summaries([each(plan.study, CohortSource(), choice, plan.settings) for each in commands])
+            compared = compare_lesions(plan.study, choice) if plan.has("compare") else LesionsResult()
+            own = evaluate_lesions(plan.study, choice)
         except MetricError as error:  # the scores of slides, and the report, do not depend on it
-            return Summary((f"note: the heatmaps are not scored by the annotations: {error}",))
+            return LesionsResult(notes=(f"note: the heatmaps are not scored by the annotations: {error}",))
+        return LesionsResult(
+            own.scores,
+            compared.comparison,
+            (*compared.folders, *own.folders),
+            failures=tuple(dict.fromkeys((*compared.failures, *own.failures))),
+            notes=tuple(dict.fromkeys((*compared.notes, *own.notes))),
+        )
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_results():

@@ -1,4 +1,4 @@
-"""The command `localize`: maps of the slides of a study by trained models, and what is made from maps.
+"""The stage `localize`: heatmaps of slides by trained models, and what is made from heatmaps.
 
 Models are not trained here: they must exist and be up to date, so that heatmaps show what was evaluated. A slide is
 mapped by the models of a split in which it is a test slide (or has another of `localize.parts`); threshold and decision
@@ -24,10 +24,18 @@ from selfvitmil.engine.progress import show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.slides import SlideRef
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
-from selfvitmil.stages.train import below, prepare, results_name
+from selfvitmil.stages.base import (
+    Basis,
+    Engines,
+    Estimate,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    StageResult,
+    nothing_done,
+)
+from selfvitmil.stages.train import prepare, results_name
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.store.files import file_fingerprint, hash_of, write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
@@ -41,9 +49,7 @@ from selfvitmil.store.provenance import (
     failed,
     outcome_of,
 )
-from selfvitmil.study.features import FeatureChoice, Features
-from selfvitmil.study.folder import CohortSource, Summary, few, map_slides, open_study, rebuilt_lines
-from selfvitmil.study.preflight import nothing_done
+from selfvitmil.study import FeatureChoice, Features, Study, map_slides
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
@@ -51,12 +57,14 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
+    from selfvitmil.commands.run_plan import RunPlan
     from selfvitmil.evaluate import Case, Trial
     from selfvitmil.evaluate.dataset import BagFile, TrialSplit
     from selfvitmil.evaluate.predictions import Choice
     from selfvitmil.localize.export import ExportJob, ExportResult
     from selfvitmil.localize.heatmap import SlidePrediction, TilePlacement
     from selfvitmil.localize.scores import HeatmapSource
+    from selfvitmil.stages.measure import Measures
     from selfvitmil.tiles import TileTable
 
 
@@ -72,46 +80,49 @@ Part = Literal["test", "val", "train"]
 PARTS: tuple[Part, ...] = ("test", "val", "train")
 
 
+@dataclass(frozen=True)
+class LocalizeResult(StageResult):
+    """What `localize` did."""
+
+    folder: Path
+    """Folder of the heatmaps."""
+    outcomes: Mapping[str, BuildOutcome]
+    """Slides that have a heatmap now."""
+    exports: Mapping[str, ExportResult]
+    """Lesions, hottest tiles and exported files of every slide."""
+
+
 def localize(
-    study: Path,
-    source: CohortSource,
-    choice: FeatureChoice,
-    settings: StudySettings,
-    engine: Engine,
-    name: str | None = None,
-    slides: Sequence[str] = (),
-) -> Summary:
-    """Map slides by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
+    study: Study, choice: FeatureChoice, engine: Engine, name: str | None = None, slides: Sequence[str] = ()
+) -> LocalizeResult:
+    """Draw heatmaps by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
     from selfvitmil.evaluate import hold_out_test_labels
     from selfvitmil.localize.export import export_heatmap
     from selfvitmil.localize.scores import shown_class
 
-    with open_study(study, "localize"):
-        lines, cases, splits, features = prepare(study, source, choice, settings, "localize")
-        settings, staged = with_staging(settings, cases.cohort)
-        lines += staged
-        trial = hold_out_test_labels(cases, splits, settings.evaluate)
+    root = study.root
+    with study.lock("localize"):
+        notes, learning = prepare(study, choice, "localize")
+        cases, features = learning.cases, learning.features
+        settings, staged = with_staging(study.settings, cases.cohort)
+        notes += staged
+        trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
         shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
         failed = {failure.slide for failure in cases.failures}
-        wanted, notes = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
+        wanted, chosen = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
         model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
-        mapper = Mapper(study, settings, trial, cases.cohort, features, model)
+        mapper = Mapper(root, settings, trial, cases.cohort, features, model)
         mapped, failures = split_failures(mapper.map_all(wanted))
-        record_failures(study, "localize", wanted, failures)
+        record_failures(root, "localize", wanted, failures)
         jobs = {slide: mapper.export_job(slide) for slide in wanted if slide in mapped}
-        made, unmade = map_slides(engine, study, "localize", export_heatmap, jobs)
+        made, unmade = map_slides(engine, root, "localize", export_heatmap, jobs)
         failures += unmade + [result.failure for result in made.values() if result.failure is not None]
-        record_failures(study, "localize", wanted, failures)
+        record_failures(root, "localize", wanted, failures)
         write_tables(mapper.folder, made, wanted)
         write_text(mapper.folder / "settings.toml", to_toml(settings, SECTIONS))
-    lines += [f"note: {text}" for text in (*trial.warnings, *notes)]
-    lines += [
-        *rebuilt_lines(mapped),
-        *_warning_lines(made),
-        *_source_lines(made),
-        *_last_lines(study, mapper.folder, mapped, made),
-    ]
-    return Summary(tuple(lines), (*cases.failures, *failures), _table(made))
+    notes += [f"note: {text}" for text in (*trial.warnings, *chosen)]
+    failures = (*cases.failures, *failures)
+    return LocalizeResult(mapper.folder, mapped, made, failures=failures, notes=tuple(notes))
 
 
 def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings, list[str]]:
@@ -451,41 +462,6 @@ def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable
     return [row for row in rows[1:] if row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
 
 
-def _table(made: Mapping[str, ExportResult]) -> tuple[tuple[str, ...], ...]:
-    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
-    return (header, *((slide, *result.cells) for slide, result in made.items()))
-
-
-def _warning_lines(made: Mapping[str, ExportResult]) -> list[str]:
-    texts: dict[str, list[str]] = {}
-    for slide, result in made.items():
-        for warning in result.warnings:
-            texts.setdefault(warning, []).append(slide)
-    return few([f"{listing(slides, 3)}: {text}" for text, slides in texts.items()], "the maps")
-
-
-def _source_lines(made: Mapping[str, ExportResult]) -> list[str]:
-    """What the heatmaps show, and why."""
-    return list(dict.fromkeys(f"heatmaps show {result.shows}" for result in made.values() if result.shows))
-
-
-def _last_lines(
-    study: Path, folder: Path, mapped: Mapping[str, BuildOutcome], made: Mapping[str, ExportResult]
-) -> list[str]:
-    from selfvitmil.localize.detection import RANKS_ONLY
-
-    up_to_date = sum(outcome == UP_TO_DATE for outcome in mapped.values())
-    negative = sum(result.only_ranks for result in made.values())
-    left_alone = f" ({up_to_date} were up to date)" if up_to_date else ""
-    files = sum(result.num_made for result in made.values())
-    where = below(study, folder)
-    return [
-        f"{len(mapped)} maps{left_alone}, {files} pictures and exports made, in {where}",
-        *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
-        f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
-    ]
-
-
 LOCALIZE_S, LOCALIZE_TILE_S, BYTES_PER_TILE, BYTES_PER_SLIDE = 0.5, 2e-4, 400, 6_000_000
 """Usual time and size of a slide's heatmap with its pictures."""
 
@@ -494,6 +470,7 @@ class Localize(Stage):
     """Draw heatmaps by the study's own method."""
 
     name = "localize"
+    is_essential = True
     is_learning = True
 
     def preflight(self, plan: RunPlan) -> None:
@@ -520,8 +497,8 @@ class Localize(Stage):
         disk = tiles * BYTES_PER_TILE + len(slides) * BYTES_PER_SLIDE
         return Estimate(seconds, disk, measures.workers_bytes, Basis.TYPICAL)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return localize(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)
+    def run(self, plan: RunPlan, engines: Engines) -> LocalizeResult:
+        return localize(plan.study, FeatureChoice(plan.encoder), engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_heatmaps():

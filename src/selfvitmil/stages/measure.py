@@ -25,7 +25,7 @@ from selfvitmil.tiles import TileJob, count_tiles, read_tiles, tile_slide
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
-    from selfvitmil.study.methods import Compared
+    from selfvitmil.stages.train import Compared
 
 SAMPLED_SLIDES = 5
 HEADERS_S, SAMPLE_S, READ_S, FORWARD_S = 10.0, 8.0, 0.4, 2.0

@@ -1,21 +1,30 @@
-"""The stage `pretrain`: train an encoder on the tiles of the training split, without labels."""
+"""The stage `pretrain`: train an encoder without labels, on slides that no classifier is tested on later.
+
+A classifier that is tested on slides which its encoder was trained on is transductive, though no label was seen. So an
+encoder is trained on the slides of the split `train`; where the splits are others (k-fold, Monte-Carlo, files), one
+encoder is trained for every split on its training slides (`pretrain.per_split`), named `<name>_<split>`, and learning
+takes for every split the features of its own. One encoder on all slides must be asked for (`pretrain.transductive`).
+Where the cohort has no split, a held-out test set is proposed (`propose_split`).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfvitmil.cohort import Cohort, SlideRow, Split, hold_out
+from selfvitmil.cohort.splits import patients_by_class, split_table
 from selfvitmil.cohort.table import listing
-from selfvitmil.errors import ConfigError
-from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, tiling_name, to_toml
+from selfvitmil.engine.progress import announce
+from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, to_toml
 from selfvitmil.stages.base import (
     Basis,
     CheckStatus,
@@ -26,23 +35,41 @@ from selfvitmil.stages.base import (
     Progress,
     Snapshot,
     Stage,
+    StageResult,
     passed,
     unknown,
 )
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
 from selfvitmil.store.provenance import Freshness
-from selfvitmil.study.encoders import EncoderRun, encoder_name, encoder_runs, settle_scope, slides_of
-from selfvitmil.study.folder import CohortSource, Summary, find_cohort, open_study, store_cohort, study_cohort
-from selfvitmil.study.splits import propose_split
+from selfvitmil.study import Study, encoder_name, slides_of, split_encoders
 
 if TYPE_CHECKING:
+    from selfvitmil.commands.run_plan import RunPlan
     from selfvitmil.encoder import Encoder
+    from selfvitmil.pretrain.train import TrainedEncoder
+    from selfvitmil.stages.measure import Measures
 
 
-def pretrain(study: Path, name: str, settings: StudySettings, images: Path | None = None) -> Summary:
+@dataclass(frozen=True)
+class PretrainResult(StageResult):
+    """What `pretrain` did."""
+
+    encoders: Mapping[str, TrainedEncoder] = field(default_factory=dict)
+    """By name, in the order of training; empty in all but the first process under torchrun."""
+    split_table: tuple[tuple[str, ...], ...] = ()
+    """Slides and patients of a split that was proposed and stored, header first."""
+
+
+@dataclass(frozen=True)
+class SplitResult(StageResult):
+    """A held-out test set."""
+
+    table: tuple[tuple[str, ...], ...]
+    """Slides and patients of every class in each split, header first."""
+
+
+def pretrain(study: Study, name: str, images: Path | None = None) -> PretrainResult:
     """Train an encoder on the tiles of the training split (or on a folder of images); writes `encoders/<name>/`.
 
     Where one encoder would see test slides, or with `pretrain.per_split`, one is trained for every split
@@ -53,59 +80,54 @@ def pretrain(study: Path, name: str, settings: StudySettings, images: Path | Non
     if encoder_name(name) != name:
         raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
     first = os.environ.get("RANK", "0") == "0"
-    with open_study(study, "pretrain") if first else nullcontext():
+    with study.lock("pretrain") if first else nullcontext():
         if images is not None:
-            lines, interrupted = _train(ImageTiles(images), study, name, f"images of {images.name}", settings)
-            return Summary(tuple(lines) if first else (), interrupted=interrupted)
-        cohort, _ = (study_cohort if first else find_cohort)(study, CohortSource())
-        cohort, lines, table = propose_split(study, name, cohort, settings)
+            trained = _train(ImageTiles(images), study, name, f"images of {images.name}")
+            return PretrainResult({name: trained} if first else {}, interrupted=not trained.finished)
+        notes, table = propose_split(study, name)
         if first:
-            store_cohort(study, cohort)
-        settings, told = settle_scope(study, name, cohort, settings)
-        lines += told
-        for line in lines if first else ():
-            print(line, file=sys.stderr, flush=True)  # before hours of training
-        interrupted = False
-        for run in encoder_runs(cohort, name, settings):
-            source, notes, trained_on = training_tiles(study, run, settings)
-            told, interrupted = _train(source, study, run.name, trained_on, settings)
-            lines += [*notes, *told]
-            if interrupted:
+            study.store_cohort()
+        settings, told = settle_scope(study.root, name, study.cohort, study.settings)
+        study, notes = study.with_settings(settings), [*notes, *told]
+        if first:
+            announce(*notes)  # before hours of training
+        encoders: dict[str, TrainedEncoder] = {}
+        for run in encoder_runs(study.cohort, name, settings):
+            source, without_tiles, trained_on = training_tiles(study, run)
+            notes += without_tiles
+            encoders[run.name] = _train(source, study, run.name, trained_on)
+            if not encoders[run.name].finished:
                 break
-    return Summary(tuple(lines) if first else (), table=table if first else (), interrupted=interrupted)
+    interrupted = not all(trained.finished for trained in encoders.values())
+    if not first:
+        return PretrainResult(interrupted=interrupted)
+    return PretrainResult(encoders, table, notes=tuple(notes), interrupted=interrupted)
 
 
-def _train(source: Any, study: Path, name: str, trained_on: str, settings: StudySettings) -> tuple[list[str], bool]:
-    """Train one encoder; lines on it, and whether a signal ended the training."""
+def _train(source: Any, study: Study, name: str, trained_on: str) -> TrainedEncoder:
+    """Train one encoder and write beside it which slides it has seen."""
     from selfvitmil.pretrain.train import Origin
     from selfvitmil.pretrain.train import pretrain as train
 
-    first = os.environ.get("RANK", "0") == "0"
-    out = StudyLayout(study).encoder(name)
+    first, settings = os.environ.get("RANK", "0") == "0", study.settings
+    out = study.layout.encoder(name)
     origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
-    result = train(source, out, settings.pretrain, origin, report=show)
+    trained = train(source, out, settings.pretrain, origin, report=show)
     if first:
         # The encoder whose weights it started from may have seen others.
         seen = {*source.names, *slides_of(Path(settings.pretrain.init) / SLIDES_FILE)}
         write_text(out / SLIDES_FILE, "".join(f"{slide}\n" for slide in sorted(seen)))
         write_text(out / "settings.toml", to_toml(settings, {"preset", "slide", "stain", "tile", "pretrain"}))
-    lines = [f"note: {warning}" for warning in result.warnings]
-    loss = f", loss {result.metrics['loss']:.3f}" if "loss" in result.metrics else ""
-    steps = f"step {result.step} of {result.total_steps}{loss}"
-    if result.ending is not None and result.ending.stopped_early:
-        steps = result.ending.words
-    elif result.ending is not None and result.ending.words:
-        steps += f"; {result.ending.words}"
-    lines.append(f"encoders/{name}: {result.note}, {steps}")
-    return lines, not result.finished
+    return trained
 
 
-def training_tiles(study: Path, run: EncoderRun, settings: StudySettings) -> tuple[Any, list[str], str]:
-    """The tiles that an encoder may see, lines on slides that have none, and the words for the encoder's config."""
+def training_tiles(study: Study, run: EncoderRun) -> tuple[Any, list[str], str]:
+    """Return the tiles that an encoder may see, a note on slides that have none, and the words for its config."""
     from selfvitmil.data.sources import SlideTiles, TrainSlide
     from selfvitmil.slides import SlideRef
 
-    tables = {row.slide: StudyLayout(study).tile_table(tiling_name(settings.tile), row.slide) for row in run.rows}
+    settings = study.settings
+    tables = {row.slide: study.layout.tile_table(study.tiling, row.slide) for row in run.rows}
     found = [row for row in run.rows if tables[row.slide].exists()]
     slides = [TrainSlide(SlideRef.of(row, settings.slide), tables[row.slide]) for row in found]
     missing = [row.slide for row in run.rows if row not in found]
@@ -125,12 +147,12 @@ def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
         nonlocal last, alarmed
         if "alarm" in line and not alarmed:
             alarmed = True
-            print(f"pretrain: step {line['step']}, warning: {line['alarm']}", file=sys.stderr, flush=True)
+            announce(f"pretrain: step {line['step']}, warning: {line['alarm']}")
         if time.monotonic() - last < seconds:
             return
         last = time.monotonic()
         parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
-        print(f"pretrain: step {line['step']}, {', '.join(parts)}", file=sys.stderr, flush=True)
+        announce(f"pretrain: step {line['step']}, {', '.join(parts)}")
 
     return show
 
@@ -200,6 +222,165 @@ def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
     return changed
 
 
+# ---------------------------------------------------------------------------------------------------- which slides
+
+
+@dataclass(frozen=True)
+class EncoderRun:
+    """One encoder to train."""
+
+    name: str
+    """Its folder below encoders/."""
+    rows: tuple[SlideRow, ...]
+    """The slides that it may see."""
+    words: str
+    """Which these are, for the encoder's config."""
+
+
+def encoder_runs(cohort: Cohort, name: str, settings: StudySettings) -> tuple[EncoderRun, ...]:
+    """The encoders to train: one, or one for every split; ConfigError where there is no slide that one may see."""
+    if settings.pretrain.transductive:
+        return (EncoderRun(name, cohort.rows, "all slides of the cohort (transductive)"),)
+    if settings.pretrain.per_split:
+        return tuple(_run_of(split, cohort, name) for split in _draw(cohort, settings))
+    rows = cohort.select(split="train").rows
+    if not rows:
+        raise ConfigError(
+            "no slide of the cohort is in the split `train`",
+            "self-supervision must not see slides that a classifier is tested on later",
+            "Fill the column split of cohort.csv, add --pretrain.per-split for an encoder per split (it needs labels), "
+            "--pretrain.transductive to use all slides, or give --encoder with one that is trained already",
+        )
+    return (EncoderRun(name, rows, "train split"),)
+
+
+def _run_of(split: Split, cohort: Cohort, name: str) -> EncoderRun:
+    """The slides of all patients that the split trains on; slides without label and split too, if not of others."""
+    train = set(split.train)
+    others = {cohort[slide].patient for slide in (*split.val, *split.test)}
+    free = {row.slide for row in cohort.rows if row.label is None and row.split is None and row.patient not in others}
+    rows = tuple(row for row in cohort.rows if row.slide in train | free)
+    return EncoderRun(f"{name}_{split.name}", rows, f"training slides of {split.name}")
+
+
+def settle_scope(study: Path, name: str, cohort: Cohort, settings: StudySettings) -> tuple[StudySettings, list[str]]:
+    """The settings with an encoder per split where one encoder would see test slides unasked; and a line that says so.
+
+    An encoder of that name which is there already is left to `check_encoder`.
+    """
+    own = settings.pretrain
+    rows = cohort.select(split="train").rows
+    if own.transductive or own.per_split or StudyLayout(study).encoder_config(name).exists():
+        return settings, []
+    splits = tested_splits(cohort, settings)
+    seen = any(_seen(split, [row.slide for row in rows], cohort) for split in splits)
+    if not splits or (rows and not seen):
+        return settings, []
+    why = "the column split of cohort.csv names no training slides"
+    if rows:
+        why = "slides of the split `train` are test slides of these splits"
+    line = (
+        f"note: {why}, so an encoder is trained for each of {len(splits)} splits, on its training slides alone: "
+        f"encoders/{name}_{splits[0].name} and so on. --pretrain.transductive trains one on all slides instead, and "
+        "its results are labelled transductive"
+    )
+    return settings.model_copy(update={"pretrain": own.model_copy(update={"per_split": True})}), [line]
+
+
+def tested_splits(cohort: Cohort, settings: StudySettings) -> tuple[Split, ...]:
+    """The splits that learning will use, as far as the cohort's labels allow to draw them; else none."""
+    try:
+        return _draw(cohort, settings)
+    except (CohortError, ConfigError):  # learning says what is wrong; self-supervision needs no labels
+        return ()
+
+
+def _draw(cohort: Cohort, settings: StudySettings) -> tuple[Split, ...]:
+    from selfvitmil.evaluate.dataset import draw_splits
+
+    return draw_splits(cohort, settings.train, 0.0)
+
+
+def seen_test_slides(
+    encoders: Mapping[str, Path], cohort: Cohort, splits: Sequence[Split]
+) -> dict[str, tuple[str, ...]]:
+    """Encoder -> test slides that it, or of whose patients it, has seen; `encoders` are folders by their names.
+
+    An encoder `<name>_<split>` of several counts for its split alone. Without splits the column of the cohort counts.
+    """
+    test = tuple(row.slide for row in cohort.select(split="test").rows)
+    seen: dict[str, tuple[str, ...]] = {}
+    for name, folder in encoders.items():
+        slides = slides_of(folder / SLIDES_FILE)
+        own = [split for split in splits if len(encoders) == 1 or name.endswith(f"_{split.name}")]
+        found = [slide for split in own or [Split("given", (), (), test)] for slide in _seen(split, slides, cohort)]
+        if found:
+            seen[name] = tuple(dict.fromkeys(found))
+    return seen
+
+
+def _seen(split: Split, slides: Sequence[str] | frozenset[str], cohort: Cohort) -> tuple[str, ...]:
+    from selfvitmil.evaluate.dataset import seen_slides
+
+    return seen_slides(split, frozenset(slides), cohort)
+
+
+# ---------------------------------------------------------------------------------------------------- proposed split
+
+
+TEST_FRACTION = 0.3
+
+
+MIN_PATIENTS = 10
+"""Of the rarest class for a proposal: fewer would leave a test set of one or two of its patients."""
+
+
+def propose_split(study: Study, name: str) -> tuple[list[str], tuple[tuple[str, ...], ...]]:
+    """Change the study's cohort to one with a proposed split, where the encoder `name` needs one and none is given.
+
+    Returns notes and a table on it. The cohort stays as it is, with a note that says why, where a class has too few
+    patients for a test set of its own. Nothing is written.
+    """
+    cohort, settings = study.cohort, study.settings
+    own = settings.pretrain
+    asked = own.transductive or own.per_split or settings.train.split != "auto"
+    there = study.layout.encoder_config(name).exists() or bool(split_encoders(study.root, name))
+    if asked or there or len(cohort.classes) < 2 or any(row.split for row in cohort.rows):
+        return [], ()
+    patients = patients_by_class(cohort)
+    few = [f"{label} ({number})" for label, number in patients.items() if number < MIN_PATIENTS]
+    if few:
+        line = (
+            f"note: there is no column split, and fewer than {MIN_PATIENTS} patients of {', '.join(few)}: too few for "
+            "a held-out test set, so all are tested on in turn (k-fold). `selfvitmil split STUDY` holds some out anyway"
+        )
+        return [line], ()
+    try:
+        drawn = hold_out(cohort, test=TEST_FRACTION, seed=settings.train.seed)
+    except CohortError:  # what is wrong with the labels is said where splits are made
+        return [], ()
+    how = (
+        "the column split of cohort.csv holds it once `run` has begun. Change it there or with `selfvitmil split STUDY "
+        "--overwrite --test 0.2 --seed 1`; --train.split k-fold cross-validates instead, with an encoder per fold"
+    )
+    words = (
+        f"no column split was given, so one is proposed: {describe_split(drawn, TEST_FRACTION, settings.train.seed)}"
+    )
+    study.change_cohort(drawn)
+    return [words, how], split_table(drawn)
+
+
+def describe_split(cohort: Cohort, test: float, seed: int) -> str:
+    number = {name: len({row.patient for row in cohort.select(split=name).rows}) for name in ("train", "test")}
+    return (
+        f"test set: {number['test']} of {sum(number.values())} patients ({test:.0%}), drawn by patient and stratified "
+        f"by label, seed {seed}; {number['train']} patients to train on"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- stage
+
+
 ACTIVATION_BYTES = 34
 """What a ViT keeps for the backward pass, for each token, width and block, in half precision."""
 
@@ -212,6 +393,7 @@ class Pretrain(Stage):
     """Train the study's own encoder, or one for every split."""
 
     name = "pretrain"
+    runs_encoder = True
     done_when_nothing_pending = True
 
     def pending(self, plan: RunPlan) -> Pending:
@@ -267,13 +449,11 @@ class Pretrain(Stage):
         seconds, disk = sum(one.seconds for one in each), sum(one.disk for one in each)
         return replace(each[0], seconds=seconds, disk=disk, memory=max(one.memory for one in each))
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return pretrain(plan.study, plan.encoder, plan.settings)
+    def run(self, plan: RunPlan, engines: Engines) -> PretrainResult:
+        return pretrain(plan.study, plan.encoder)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         """Finished encoders, and how far training is by the last line of its metrics."""
-        from selfvitmil.study.encoders import last_metrics
-
         for folder in snapshot.layout.all_encoders():
             finished, last = (folder / "config.json").exists(), last_metrics(folder)
             told = [f"loss {last['loss']:.3f}"] if "loss" in last else []
@@ -291,7 +471,7 @@ def _freshness(plan: RunPlan, run: EncoderRun, stored: Mapping[str, Any]) -> Fre
     """Return whether a stored encoder or checkpoint is the one that training would build now."""
     from selfvitmil.pretrain.train import Origin, run_freshness
 
-    source, _, trained_on = training_tiles(plan.study, run, plan.settings)
+    source, _, trained_on = training_tiles(plan.study, run)
     return run_freshness(source, plan.settings.pretrain, Origin(trained_on, plan.settings.preset), stored)
 
 
@@ -383,3 +563,15 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     memory += tile_bytes if tile_bytes <= own.keep_gb * 1e9 and not gpu else 0
     disk = 4 * encoder.num_weights + 16 * weights
     return Estimate(steps * own.batch / rate, disk, memory, basis, gpu)
+
+
+def last_metrics(folder: Path) -> dict[str, Any]:
+    """The last whole line of an encoder's metrics.jsonl; empty where there is none. Loads no torch."""
+    last: dict[str, Any] = {}
+    metrics = folder / "metrics.jsonl"
+    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+        try:
+            last = json.loads(text)
+        except json.JSONDecodeError:  # the line that is being written
+            break
+    return last

@@ -1,45 +1,63 @@
-"""The command `report`: a study as one page."""
+"""The stage `report`: a study as one page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selfvitmil.errors import ConfigError
-from selfvitmil.settings import StudySettings
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage
-from selfvitmil.stages.measure import Measures
-from selfvitmil.stages.run_plan import RunPlan
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study.folder import Summary
+from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, StageResult
+from selfvitmil.study import Study
+
+if TYPE_CHECKING:
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.stages.measure import Measures
+
+
+@dataclass(frozen=True)
+class ReportResult(StageResult):
+    """What `report` wrote."""
+
+    page: Path
+    shown_as: str
+    """Its path relative to the study, or its name."""
+    size_bytes: int
+    num_sections: int
+    """Slides with a section of their own."""
+    num_with_heatmap: int
+    """Slides that might have one."""
+    most_slides: int
+    key: str | None
+    """The file in the study that is the key to the pseudonyms, where the page has pseudonyms."""
 
 
 def report(
-    study: Path,
-    settings: StudySettings,
+    study: Study,
     *,
     out: Path | None = None,
     pseudonyms: bool = False,
     results: Sequence[str] = (),
     slides: int | None = None,
-) -> Summary:
+) -> ReportResult:
     """Write `report/index.html`, or `out`. The study is only read, so this takes no lock and may run beside others."""
     from selfvitmil.report import MAX_SLIDES, write_report
 
-    most = MAX_SLIDES if slides is None else slides
+    most, root = MAX_SLIDES if slides is None else slides, study.root
     if most < 0:
         raise ConfigError(f"--slides {most}", "a page cannot have fewer than none", "Give 0 or more")
-    made = write_report(study, settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most)
-    lines = [f"note: {problem}" for problem in made.problems]
-    if made.num_mapped > made.num_sections:
-        lines.append(f"{made.num_sections} of {made.num_mapped} slides with heatmaps have a section (--slides {most})")
-    if pseudonyms:
-        lines.append(
-            f"{StudyLayout(study).pseudonyms.name} in the study is the key to the pseudonyms: keep it to yourself"
-        )
-    where = made.path.relative_to(study).as_posix() if made.path.is_relative_to(study) else made.path.name
-    lines.append(f"{where}: one page of {made.size_bytes / 1e6:.1f} MB, for any browser")
-    return Summary(tuple(lines))
+    made = write_report(root, study.settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most)
+    return ReportResult(
+        made.path,
+        study.layout.name(made.path) if made.path.is_relative_to(root) else made.path.name,
+        made.size_bytes,
+        made.num_sections,
+        made.num_mapped,
+        most,
+        study.layout.pseudonyms.name if pseudonyms else None,
+        notes=tuple(f"note: {problem}" for problem in made.problems),
+    )
 
 
 REPORT_S, REPORT_BYTES = 6.0, 20_000_000
@@ -50,6 +68,7 @@ class Report(Stage):
     """Write the report."""
 
     name = "report"
+    is_essential = True
 
     def pending(self, plan: RunPlan) -> Pending:
         again = " again" if plan.layout.report.exists() else ""
@@ -58,8 +77,8 @@ class Report(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         return Estimate(REPORT_S, REPORT_BYTES, 1e9, Basis.TYPICAL)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return report(plan.study, plan.settings)
+    def run(self, plan: RunPlan, engines: Engines) -> ReportResult:
+        return report(plan.study)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         page = snapshot.layout.report

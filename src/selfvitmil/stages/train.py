@@ -1,38 +1,48 @@
-"""The stage `train`, and what `train`, `evaluate` and `compare` share: labelled slides, splits, features, models.
+"""The stage `train`, and what `train`, `evaluate` and `compare` share: methods, learning sets, models.
 
 All three find the same cases (labelled slides with a sound feature file) and the same splits. `train` stops before any
 test slide is opened; `evaluate` goes on to score them and writes one method's results; `compare` does so for many rows
-and puts them into one table. Models that are current are used again, so each command picks up where another ended.
+and puts them into one table. Models that are up to date are used again, so each command picks up where another ended.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil.cohort import Cohort, Split
+from selfvitmil.cohort import Cohort
 from selfvitmil.engine import Engine
+from selfvitmil.engine.progress import announce
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
-from selfvitmil.settings import StudySettings, TrainSettings, to_toml
-from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, unknown
-from selfvitmil.stages.measure import STARTUP_S, Measures
-from selfvitmil.stages.parallel_training import make_models
-from selfvitmil.stages.run_plan import RunPlan
+from selfvitmil.settings import LocalizeSettings, StudySettings, TrainSettings, to_toml
+from selfvitmil.stages.base import (
+    Basis,
+    Engines,
+    Estimate,
+    Pending,
+    Progress,
+    Snapshot,
+    Stage,
+    StageResult,
+    data_frame,
+    unknown,
+)
 from selfvitmil.store.failures import record_failures
 from selfvitmil.store.files import write_text
-from selfvitmil.study.encoders import encoder_name
-from selfvitmil.study.features import FeatureChoice, Features, find_features
-from selfvitmil.study.folder import CohortSource, Summary, open_study, study_cohort
-from selfvitmil.study.methods import TWO_SCALES
+from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
+from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name
 
 if TYPE_CHECKING:
-    from selfvitmil.evaluate import Cases, Fitted, MethodResult, Trial
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
+    from selfvitmil.evaluate.protocol import Report, Training
+    from selfvitmil.stages.measure import Measures
 
 
 SECTIONS = {"preset", "tile", "train", "evaluate", "compare", "supervised"}
@@ -42,28 +52,55 @@ COMPARISON_FILES = ("table.csv", "table.md", "auc.svg")
 OPTIMISTIC_LINE = "OPTIMISTIC: epochs, thresholds and kinds of evidence are chosen on the test slides"
 
 
-# ---------------------------------------------------------------------------------------------------- commands
+@dataclass(frozen=True)
+class TrainedModel:
+    """One training: a split with a seed."""
+
+    split: str
+    seed: int
+    epoch: int
+    """The epoch whose weights were kept, chosen on validation slides."""
+    validation_auc: float | None
+    """None where the validation slides are of one class."""
+    seconds: float
+    outcome: BuildOutcome
 
 
-def train(study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, engine: Engine) -> Summary:
+@dataclass(frozen=True)
+class TrainResult(StageResult):
+    """What `train` did."""
+
+    method: str
+    folder: Path
+    """Where the models are."""
+    models: tuple[TrainedModel, ...]
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with a row for every split and seed."""
+        rows = [{**vars(model), "outcome": str(model.outcome)} for model in self.models]
+        return data_frame(rows, "split")
+
+
+def train(study: Study, choice: FeatureChoice, engine: Engine) -> TrainResult:
     """Train an aggregator on every split with every seed; writes `models/`. Test slides are not opened."""
     from selfvitmil.evaluate import hold_out_test_labels
 
-    with open_study(study, "train"):
-        lines, cases, splits, features = prepare(study, source, choice, settings, "train")
-        trial = hold_out_test_labels(cases, splits, settings.evaluate)
+    settings = study.settings
+    with study.lock("train"):
+        notes, learning = prepare(study, choice, "train")
+        trial = hold_out_test_labels(learning.cases, learning.splits, settings.evaluate)
         name = settings.train.aggregator
-        fitted = fit_models(name, cases, trial, settings.train, features.models / name, engine, score_test=False)
-        write_text(features.models / name / "settings.toml", to_toml(settings, SECTIONS))
-    table = [("split", "seed", "epoch", "validation AUC", "seconds", "")]
-    table += [
-        (run.split, str(run.seed), str(run.epoch), _validation_auc(run, trial), f"{run.seconds:.0f}", str(run.outcome))
+        folder = learning.features.models / name
+        fitted = fit_models(name, learning.cases, trial, settings.train, folder, engine, score_test=False)
+        write_text(folder / "settings.toml", to_toml(settings, SECTIONS))
+    models = tuple(
+        TrainedModel(run.split, run.seed, run.epoch, _validation_auc(run, trial), run.seconds, run.outcome)
         for run in fitted.runs
-    ]
-    lines += evidence_lines(name, fitted)
-    lines += [f"note: {warning}" for warning in (*trial.warnings, *run_warnings(fitted))]
-    lines.append(f"{len(fitted.runs)} models in {below(study, features.models / name)}; evaluate them with `evaluate`")
-    return Summary(tuple(lines), cases.failures, tuple(table))
+    )
+    warnings = dict.fromkeys(warning for run in fitted.runs for warning in run.warnings)
+    notes += evidence_lines(name, fitted)
+    notes += [f"note: {warning}" for warning in (*trial.warnings, *warnings)]
+    return TrainResult(name, folder, models, failures=learning.cases.failures, notes=tuple(notes))
 
 
 def fit_models(
@@ -110,89 +147,30 @@ def announce_recipes(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
         note = note_of(train.aggregator, train, cases.dim)
         lines += [f"recipe of {title}: {note.words}"] if train.recipe != "default" else []
         lines += [f"warning: {title}: {text}" for text in recipe_warnings(recipe_of(train.aggregator, train))]
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+    announce(*lines)
 
 
-# ---------------------------------------------------------------------------------------------------- features
-
-
-def prepare(
-    study: Path, source: CohortSource, choice: FeatureChoice, settings: StudySettings, stage: str
-) -> tuple[list[str], Cases, tuple[Split, ...], Features]:
-    """Lines to print first, cases, splits and features; slides that are no cases are in failures.csv by then."""
-    from selfvitmil.evaluate import make_splits
+def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str], LearningSet]:
+    """Return notes and what to learn from; slides that cannot be used are in failures.csv by then, under `stage`."""
     from selfvitmil.evaluate.dataset import find_transductive, transductive_words
 
+    settings = study.settings
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
-    cohort, lines = study_cohort(study, source)
-    features = find_features(study, choice, settings)
-    cases = labelled_cases(cohort, features, stage, settings.train.positive)
-    record_failures(study, stage, [row.slide for row in cohort.rows], cases.failures)
-    splits = make_splits(cases, settings.train, settings.evaluate)
-    _check_split_encoders(features, splits)
-    seen = transductive_words(features.encoder, find_transductive(cases, splits), splits)
-    _announce(cases.usable.patient_warning, seen)
-    warning = [OPTIMISTIC_LINE] if settings.evaluate.protocol == "optimistic" else []
-    return [*lines, *cases.lines(), _split_line(splits), *warning], cases, splits, features
-
-
-def _announce(*warnings: str) -> None:
-    """Print what must be known before anything is trained; summaries come when all is over."""
-    for warning in filter(None, warnings):
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
-
-
-def labelled_cases(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
-    from selfvitmil.evaluate import find_cases
-
-    if features.by_split:
-        return _cases_by_split(cohort, features, stage, positive)
-    found = find_cases(
-        cohort, features.files, coarse=features.coarse, stage=stage, encoder=features.encoder, tiling=features.tiling,
-        positive=positive,
-    )  # fmt: skip
-    return replace(found, encoder_slides=features.encoder_slides)
-
-
-def _cases_by_split(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
-    """Cases with the features of every split's own encoder: the slides of which all of these are sound."""
-    found = {split: labelled_cases(cohort, own, stage, positive) for split, own in features.by_split.items()}
-    failures = {failure.slide: failure for own in found.values() for failure in own.failures}
-    common = set.intersection(*(set(own.by_slide) for own in found.values()))
-    first = next(iter(found.values()))
-    return replace(
-        first, encoder=features.encoder, encoder_slides=frozenset(), failures=tuple(failures.values()), by_split=found
-    ).only(common)
-
-
-def _check_split_encoders(features: Features, splits: Sequence[Split]) -> None:
-    """ConfigError where every split has an encoder of its own, but one of these splits has none."""
-    missing = [split.name for split in splits if split.name not in features.by_split]
-    if features.by_split and missing:
-        raise ConfigError(
-            f"{features.encoder}: no encoder for the splits {', '.join(missing)}",
-            f"each was trained for one split, and there are those of {', '.join(features.by_split)}",
-            "Use the splits that they were trained for (train.split, train.folds), train others with `selfvitmil "
-            f"pretrain --pretrain.per-split` and another --name, or name one, as --encoder {features.encoder}_"
-            f"{next(iter(features.by_split))}",
-        )
-
-
-def _split_line(splits: Sequence[Split]) -> str:
+    cohort = study.store_cohort()
+    found = study.learning_set(choice)
+    failures = tuple(replace(failure, stage=stage) for failure in found.cases.failures)
+    record_failures(study.root, stage, cohort.slides, failures)
+    cases, splits = replace(found.cases, failures=failures), found.splits
+    seen = transductive_words(found.features.encoder, find_transductive(cases, splits), splits)
+    # Before anything is trained; summaries come when all is over.
+    announce(*(f"warning: {warning}" for warning in (cases.usable.patient_warning, seen) if warning))
     first = splits[0]
     sizes = f"{len(first.train)} slides to train on, {len(first.val)} to choose by, {len(first.test)} to test on"
-    return f"split {first.name}: {sizes}" if len(splits) == 1 else f"{len(splits)} splits, the first: {sizes}"
-
-
-# ---------------------------------------------------------------------------------------------------- rows
-
-
-# ---------------------------------------------------------------------------------------------------- baselines
-
-
-# ---------------------------------------------------------------------------------------------------- words
+    notes = [*study.cohort_notes, *cases.lines()]
+    notes.append(f"split {first.name}: {sizes}" if len(splits) == 1 else f"{len(splits)} splits, the first: {sizes}")
+    notes += [OPTIMISTIC_LINE] if settings.evaluate.protocol == "optimistic" else []
+    return notes, replace(found, cases=cases)
 
 
 def results_name(name: str, settings: StudySettings) -> str:
@@ -200,10 +178,6 @@ def results_name(name: str, settings: StudySettings) -> str:
     if encoder_name(name) != name:
         raise ConfigError(f"name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
     return f"{name}_optimistic" if settings.evaluate.protocol == "optimistic" else name
-
-
-def below(study: Path, folder: Path) -> str:
-    return folder.relative_to(study).as_posix()
 
 
 def epoch_reporter(title: str = "", seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
@@ -217,12 +191,12 @@ def epoch_reporter(title: str = "", seconds: float = 10.0) -> Callable[[dict[str
         last = time.monotonic()
         auc = "" if line["val_auc"] is None else f", validation AUC {line['val_auc']:.3f}"
         where = f"{title or line['method']}, {line['split']}, seed {line['seed']}"
-        print(f"{where}: epoch {line['epoch']}, loss {line['train_loss']:.3f}{auc}", file=sys.stderr, flush=True)
+        announce(f"{where}: epoch {line['epoch']}, loss {line['train_loss']:.3f}{auc}")
 
     return show
 
 
-def _validation_auc(run: Any, trial: Trial) -> str:
+def _validation_auc(run: Run, trial: Trial) -> float | None:
     from selfvitmil import metrics
 
     split = next(split for split in trial.splits if split.name == run.split)
@@ -231,14 +205,10 @@ def _validation_auc(run: Any, trial: Trial) -> str:
     scores = [run.chosen_on[case.slide].probabilities for case in chosen_on]
     try:
         if trial.num_classes == 1:
-            return f"{metrics.auc(labels, [score[0] for score in scores]):.3f}"
-        return f"{metrics.multiclass_auc(labels, scores).macro.value:.3f}"
+            return metrics.auc(labels, [score[0] for score in scores])
+        return metrics.multiclass_auc(labels, scores).macro.value
     except MetricError:
-        return "-"
-
-
-def run_warnings(fitted: Fitted) -> Iterable[str]:
-    return dict.fromkeys(warning for run in fitted.runs for warning in run.warnings)
+        return None
 
 
 def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> list[str]:
@@ -268,7 +238,217 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
     ]
 
 
-MODEL_BYTES = 1_000_000
+# ---------------------------------------------------------------------------------------------------- methods
+
+
+TWO_SCALES = "dsmil-lc"
+"""The method that is made for the vectors of two scales, one behind the other."""
+
+
+BOTH_RECIPES = ("self-vit-mil", "dsmil")
+"""Methods that a comparison shows with our recipe and with the published one, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A method of a comparison with the settings that its row is trained by."""
+
+    method: str
+    title: str
+    """Of its row: the method's name, with `(published)` where that recipe stands beside the study's own."""
+    train: TrainSettings
+
+    @property
+    def is_main_recipe(self) -> bool:
+        """Whether it follows the recipe of the study, and so has the heatmaps of `localize`."""
+        return self.title == self.method
+
+
+def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Compared, ...]:
+    """The aggregators of a comparison, `two_scales` where there are features of two.
+
+    `compare.methods` names them, `METHOD:published` with that recipe. A published row is trained as its source says,
+    whatever else `train` sets. ConfigError where one is not known, the baseline is none of them, or an option belongs
+    to none.
+    """
+    from selfvitmil.aggregate import NAMES
+    from selfvitmil.aggregate.base import nearest
+
+    compare, train = settings.compare, settings.train
+    asked = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
+    if not compare.methods and train.recipe == "default":
+        asked = (*asked, *(f"{method}:published" for method in BOTH_RECIPES))
+    rows: dict[str, Compared] = {}
+    for text in asked:
+        method, _, recipe = text.partition(":")
+        if method not in NAMES:
+            what = f"compare.methods: unknown method {method!r}{nearest(method, list(NAMES))}"
+            raise ConfigError(what, how=f"There are {', '.join(NAMES)}")
+        if recipe not in ("", "published"):
+            raise ConfigError(f"compare.methods: {text!r}", how=f"Write {method} or {method}:published")
+        row = _compared(method, recipe, train)
+        rows[row.title] = row
+    _check_options(train, [row.method for row in rows.values()])
+    if compare.baseline not in rows:
+        meant = nearest(compare.baseline, list(rows))
+        what = f"compare.baseline {compare.baseline!r} is not among the methods{meant}"
+        raise ConfigError(what, how=f"There are {', '.join(rows)}")
+    return tuple(rows.values())
+
+
+def _compared(method: str, recipe: str, train: TrainSettings) -> Compared:
+    if not recipe or train.recipe != "default":
+        return Compared(method, method, options_for(method, train))
+    shared = train.model_dump(include={"split", "split_folder", "folds", "validation", "seeds", "seed", "positive"})
+    device = train.model_dump(include={"device", "cache_gb"})
+    exact = TrainSettings.model_validate({**shared, **device, "aggregator": method, "recipe": "published"})
+    return Compared(method, f"{method} (published)", exact)
+
+
+def options_for(method: str, train: TrainSettings) -> TrainSettings:
+    """Settings to train one of many methods: options without a method's name are those of `train.aggregator`."""
+    own = {key: value for key, value in train.options.items() if isinstance(value, dict) or method == train.aggregator}
+    return train.model_copy(update={"aggregator": method, "options": own})
+
+
+def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
+    """ConfigError for an option that its method does not have, or whose method is not compared."""
+    from selfvitmil.aggregate import settings_of
+
+    plain = [key for key, value in train.options.items() if not isinstance(value, dict)]
+    if plain and train.aggregator not in methods:
+        raise ConfigError(
+            f"train.options: {', '.join(plain)} for {train.aggregator}, which is not compared",
+            "options without a method's name are those of train.aggregator",
+            "Write them under [train.options.METHOD]",
+        )
+    known = settings_of(train.aggregator)
+    for key in plain:
+        if key not in known:
+            how = (
+                f"{train.aggregator} has {', '.join(known)}. Options of another method go under [train.options.METHOD]"
+            )
+            raise ConfigError(f"train.options: {train.aggregator} has no option {key!r}", how=how)
+
+
+def check_supervised(class_names: Sequence[str], cohort: Cohort) -> None:
+    """ConfigError where no row of a comparison can learn from outlined lesions."""
+    if len(class_names) != 2:
+        raise ConfigError(
+            f"compare.supervised with {len(class_names)} classes", "outlines tell tumour from normal tissue only"
+        )
+    if not any(row.annotation is not None for row in cohort.rows if row.label == class_names[1]):
+        raise ConfigError(
+            f"compare.supervised, and no slide of {class_names[1]} has an annotation",
+            "it learns from outlined lesions",
+            "Name outlines (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv, or leave it out",
+        )
+
+
+def heatmap_settings(
+    method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings, main: str
+) -> LocalizeSettings:
+    """How the heatmaps of a compared method are made: as asked, else by `auto` where it has no such score of tiles.
+
+    The study's own method `main` is taken at its word. ConfigError for what the method would refuse besides.
+    """
+    try:
+        try_method(method, train, num_classes, localize)
+    except ConfigError:
+        if method == main or localize.score == "auto":
+            raise
+        localize = localize.model_copy(update={"score": "auto"})
+        try_method(method, train, num_classes, localize)
+    return localize
+
+
+def lesion_baseline(settings: StudySettings) -> str:
+    """The row that heatmaps are compared with: that of the baseline's method, since published rows have none."""
+    return settings.compare.baseline.removesuffix(" (published)")
+
+
+def try_method(method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings | None = None) -> None:
+    """Build a method as its training will, and let it map two tiles with `localize`: it refuses now what it would then.
+
+    ConfigError for an option or value that it does not know, and for a map that it cannot give.
+    """
+    import numpy as np
+
+    from selfvitmil.aggregate import build
+    from selfvitmil.aggregate.recipes import recipe_of
+    from selfvitmil.aggregate.train import BagStore
+    from selfvitmil.bags import Bag
+    from selfvitmil.localize.scores import choose_kind, combine, score_by_seeds
+
+    recipe = recipe_of(method, train)
+    try:
+        module = build(method, 1, num_classes, **recipe.module_options)
+    except ConfigError as error:
+        raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how) from None
+    if localize is None:
+        return
+    bag = Bag("made", np.zeros((2, 1), np.float32), np.array([[0, 0], [1, 0]]), tile_extent=1.0)
+    columns = combine(score_by_seeds([module], bag, localize.score, BagStore("cpu")), 0)
+    choose_kind(localize.score, columns, method)
+
+
+# ---------------------------------------------------------------------------------------------------- at once
+
+
+WORTH_STARTING_S = 5.0
+"""Seconds of trainings in this process after which others are asked: as long as they take to start."""
+
+
+def make_models(
+    asked: Iterable[tuple[Trial, Training]], engine: Engine, store: BagStore, report: Report
+) -> dict[Path, BuildOutcome]:
+    """Make models that are missing or stale, some of them in other processes; the outcome of each, by its folder.
+
+    Other processes are worth it where bags are so small that one thread is enough for each training; whoever asked for
+    the models then finds them up to date. Which process trains changes no bit of a model. On a GPU trainings share the
+    bags that lie there, and large bags keep all cores busy with one training: then, and with `engine.workers` 0, they
+    follow each other in this process. A training that fails in another process is left out: the caller repeats it, and
+    its error says why.
+    """
+    from selfvitmil.evaluate.protocol import make_model
+
+    todo = [(trial, each, found) for trial, each in asked if isinstance(found := each.stored(), Freshness)]
+    if engine.num_local < 2 or len(todo) < 3 or not _are_small(todo, store):
+        return {}
+    outcomes: dict[Path, BuildOutcome] = {}
+    start = time.monotonic()
+    while todo and time.monotonic() - start < WORTH_STARTING_S:
+        trial, training, freshness = todo.pop(0)
+        with trial.labels.training(str(training)):
+            training.make(freshness, trial.bag, store, report)
+        outcomes[_place(training)] = outcome_of(freshness)
+    items = {str(_place(training)): training for _, training, _ in todo}
+    expected = {_place(training): outcome_of(freshness) for _, training, freshness in todo}
+    with ExitStack() as stack:
+        for trial, training, _ in todo:
+            stack.enter_context(trial.labels.training(str(training)))
+        for outcome in engine.map(make_model, items, stage="train", items_are="trainings", unit="trainings"):
+            if outcome.failure is None:
+                outcomes[Path(outcome.name)] = expected[Path(outcome.name)]
+    return outcomes
+
+
+def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]], store: BagStore) -> bool:
+    from selfvitmil.aggregate.bag_tensors import one_thread_does
+
+    bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
+    return one_thread_does(bags, store.device)
+
+
+def _place(training: Training) -> Path:
+    assert training.place is not None, "models that are made elsewhere are found by their folders"
+    return training.place
+
+
+# ---------------------------------------------------------------------------------------------------- stage
+
+
+MODEL_BYTES = 3_000_000
 """Usual size of a stored model."""
 
 
@@ -290,6 +470,7 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     Small bags on a CPU are trained side by side, one training per core.
     """
     from selfvitmil.aggregate.bag_tensors import ONE_THREAD_ELEMENTS
+    from selfvitmil.stages.measure import STARTUP_S
 
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:
@@ -317,8 +498,8 @@ class Train(Stage):
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         return estimate_training(plan, measures)
 
-    def run(self, plan: RunPlan, engines: Engines) -> Summary:
-        return train(plan.study, CohortSource(), FeatureChoice(plan.encoder), plan.settings, engines.slides)
+    def run(self, plan: RunPlan, engines: Engines) -> TrainResult:
+        return train(plan.study, FeatureChoice(plan.encoder), engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         for folder in snapshot.layout.all_models():

@@ -9,7 +9,8 @@ import pytest
 from helpers.cli import rows_of, selfvitmil
 from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import ConfigError, SelfVitMilError
-from selfvitmil.study.folder import CohortSource, find_cohort, study_cohort
+from selfvitmil.settings import StudySettings
+from selfvitmil.study import CohortSource, Study
 
 
 @pytest.fixture
@@ -19,6 +20,10 @@ def study(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "cohort.csv").write_text("slide,path,label\na,a.svs,normal\nb,b.svs,\nc,c.svs,\n")
     return folder
+
+
+def opened_with(study: Path, source: CohortSource) -> Study:
+    return Study(study, StudySettings(), source)
 
 
 def table(study: Path, text: str) -> Path:
@@ -32,18 +37,20 @@ def test_labels_fill_the_studys_own_cohort_and_it_is_said(study: Path, named: bo
     labels = table(study, "slide,label\nb.svs,tumor\nc,normal\n")
     source = CohortSource(study / "cohort.csv" if named else None, labels)
     before = (study / "cohort.csv").read_bytes()
-    found, lines = find_cohort(study, source)
-    assert [row.label for row in found.rows] == ["normal", "tumor", "normal"]
-    assert "cohort.csv: fields filled: b, c" in lines
+    opened = opened_with(study, source)
+    assert [row.label for row in opened.cohort.rows] == ["normal", "tumor", "normal"]
+    assert "cohort.csv: fields filled: b, c" in opened.cohort_notes
     assert (study / "cohort.csv").read_bytes() == before  # looked at, and not stored
-    study_cohort(study, source)
+    opened.store_cohort()
     assert {row["slide"]: row["label"] for row in rows_of(study / "cohort.csv")} == {
         "a": "normal",
         "b": "tumor",
         "c": "normal",
     }
     stored = (study / "cohort.csv").stat().st_mtime_ns
-    assert study_cohort(study, source)[1] == []  # the same again changes nothing
+    again = opened_with(study, source)
+    again.store_cohort()
+    assert again.cohort_notes == ()  # the same again changes nothing
     assert (study / "cohort.csv").stat().st_mtime_ns == stored
 
 
@@ -60,21 +67,21 @@ def test_labels_that_do_not_fit_are_refused_and_nothing_is_stored(study: Path, t
     labels = study.parent / "labels.csv" if text is None else table(study, text)
     before = (study / "cohort.csv").read_bytes()
     with pytest.raises(SelfVitMilError, match=says):
-        study_cohort(study, CohortSource(labels=labels))
+        opened_with(study, CohortSource(labels=labels)).store_cohort()
     assert (study / "cohort.csv").read_bytes() == before
 
 
 def test_the_column_of_the_label_can_be_named(study: Path):
     labels = table(study, "slide,isMSIH,grade\nb,1,2\n")
-    study_cohort(study, CohortSource(labels=labels, label_column="grade"))
+    opened_with(study, CohortSource(labels=labels, label_column="grade")).store_cohort()
     assert read_cohort(study / "cohort.csv")["b"].label == "2"
 
 
 def test_flags_on_how_to_read_a_table_need_one(study: Path):
     with pytest.raises(ConfigError, match=r"--label-column grade without a table.*Give the table with --labels"):
-        find_cohort(study, CohortSource(label_column="grade"))
+        opened_with(study, CohortSource(label_column="grade")).store_cohort()
     with pytest.raises(ConfigError, match=r"--slides-folder slides without a table.*Give the table with --cohort"):
-        find_cohort(study, CohortSource(slides_folder=Path("slides")))
+        opened_with(study, CohortSource(slides_folder=Path("slides"))).store_cohort()
 
 
 def test_the_command_takes_labels_for_a_study_that_has_its_slides(study: Path):

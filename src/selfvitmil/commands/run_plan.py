@@ -2,11 +2,12 @@
 
 `plan_run` makes the plan that `run` prints first and then follows, and that `plan` estimates. The stages themselves say
 what they would rebuild, so the plan cannot differ from what happens. What would stop a run later is an error here
-(`Stage.preflight`).
+(the checks below, and `Stage.preflight`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,24 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.files import is_slide
 from selfvitmil.cohort.table import listing
-from selfvitmil.errors import ConfigError
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError, raise_problems
 from selfvitmil.settings import StudySettings, tiling_name
-from selfvitmil.stages.base import Pending, Stage
-from selfvitmil.store.layout import StudyLayout
-from selfvitmil.study import preflight
-from selfvitmil.study.encoders import (
+from selfvitmil.stages import STAGES
+from selfvitmil.stages.base import Pending, Stage, say_nothing_done
+from selfvitmil.stages.pretrain import (
     EncoderRun,
-    encoder_name,
     encoder_runs,
-    encoder_sources,
-    features_name,
+    propose_split,
     seen_test_slides,
     settle_scope,
     tested_splits,
 )
-from selfvitmil.study.folder import CohortSource, find_cohort
-from selfvitmil.study.splits import propose_split
+from selfvitmil.store.layout import CONFIG_FILE, StudyLayout
+from selfvitmil.study import Study, encoder_name, encoder_sources, features_name
 
 if TYPE_CHECKING:
     from selfvitmil.evaluate import Trial
@@ -45,7 +44,6 @@ PRETRAIN = "pretrain"
 class Request:
     """What a run was asked for, beyond the settings."""
 
-    source: CohortSource = field(default_factory=CohortSource)
     encoder: str | None = None
     """`pretrain`, an encoder of the study, a folder, a file, a timm or hub name; None: as in the last run."""
     name: str | None = None
@@ -62,8 +60,6 @@ class Request:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages that were asked for; ConfigError when `until` is none of them."""
-        from selfvitmil.stages import STAGES
-
         absent = {"pretrain"} if not self.trains_encoder else set()
         absent |= {"compare"} if self.one_method else set()
         stages = [stage for stage in STAGES if stage.in_run and stage.name not in absent]
@@ -79,11 +75,9 @@ class Request:
 class RunPlan:
     """A study as the stages of one run see it: everything is read once, when it is first asked for."""
 
-    study: Path
+    study: Study
+    """With the settings that the look at the study settled (`pretrain.per_split`), and with the split it proposes."""
     request: Request
-    settings: StudySettings
-    """With what the look at the study settled (`pretrain.per_split`)."""
-    cohort: Cohort
     runs: tuple[EncoderRun, ...] = ()
     """The encoders that are trained here, finished ones too."""
     labels: Trial | None = None
@@ -97,8 +91,16 @@ class RunPlan:
     _pending: dict[str, Pending] = field(default_factory=dict)
 
     @property
+    def settings(self) -> StudySettings:
+        return self.study.settings
+
+    @property
+    def cohort(self) -> Cohort:
+        return self.study.cohort
+
+    @property
     def layout(self) -> StudyLayout:
-        return StudyLayout(self.study)
+        return self.study.layout
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -116,12 +118,8 @@ class RunPlan:
         return self._pending[name]
 
     @property
-    def table(self) -> tuple[tuple[str, ...], ...]:
-        return (("stage", "what will be done"), *((each.name, self.pending(each.name).line) for each in self.stages))
-
-    @property
     def tiling(self) -> str:
-        return tiling_name(self.settings.tile)
+        return self.study.tiling
 
     # ------------------------------------------------------------------------------------------------ encoder
 
@@ -138,7 +136,7 @@ class RunPlan:
         """Encoder -> where its weights are, or will be when it is trained here; several where every split has one."""
         if self.request.trains_encoder:
             return {run.name: str(self.layout.encoder(run.name)) for run in self.runs}
-        return encoder_sources(self.study, str(self.request.encoder))
+        return encoder_sources(self.study.root, str(self.request.encoder))
 
     @cached_property
     def seen(self) -> dict[str, tuple[str, ...]]:
@@ -190,28 +188,28 @@ class RunPlan:
         return lines
 
 
-def plan_run(study: Path, request: Request, settings: StudySettings, *, offline: bool = False) -> RunPlan:
-    """Look at the study and plan a run of `request`. Raises what would stop the run."""
-    preflight.check_study(study, request.source)
-    name = _check_name(request, settings)
-    cohort, notes = find_cohort(study, request.source)
-    preflight.check_formats(study)
+def plan_run(study: Study, request: Request, *, offline: bool = False) -> RunPlan:
+    """Look at the study and plan a run of `request`. Raises what would stop the run. Writes nothing."""
+    check_study(study)
+    name = _check_name(request, study.settings)
+    notes = list(study.cohort_notes)
+    check_formats(study.root)
     stages = request.stages
     trains, table = any(stage.name == "pretrain" for stage in stages), ()
     if trains:
-        cohort, told, table = propose_split(study, name, cohort, settings)
+        told, table = propose_split(study, name)
         notes += told
     labels = None
     if any(stage.is_learning for stage in stages):
-        labels = preflight.check_labels(cohort, settings)
-        notes += [f"warning: {cohort.patient_warning}"] if cohort.patient_warning else []
-    preflight.check_files(study, cohort)
+        labels = check_labels(study.cohort, study.settings)
+        notes += [f"warning: {study.cohort.patient_warning}"] if study.cohort.patient_warning else []
+    check_files(study)
     runs: tuple[EncoderRun, ...] = ()
     if trains:
-        settings, told = settle_scope(study, name, cohort, settings)
-        notes += told
-        runs = encoder_runs(cohort, name, settings)
-    plan = RunPlan(study, request, settings, cohort, runs, labels, tuple(notes), table, offline)
+        settings, told = settle_scope(study.root, name, study.cohort, study.settings)
+        study, notes = study.with_settings(settings), [*notes, *told]
+        runs = encoder_runs(study.cohort, name, settings)
+    plan = RunPlan(study, request, runs, labels, tuple(notes), table, offline)
     for stage in sorted(stages, key=lambda each: not each.is_learning):  # methods first: others may load an encoder
         stage.preflight(plan)
     for stage in stages:
@@ -227,3 +225,96 @@ def _check_name(request: Request, settings: StudySettings) -> str:
         what = f"--name {request.name} does not do as a folder's name"
         raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}")
     return request.name or settings.pretrain.method
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+# What a run must not begin with: each check raises, before anything is touched, an error that says so. Files of a newer
+# version are left alone; an encoder, which took hours, is neither overwritten nor used in place of another one
+# (`stages.pretrain`); labels that cannot be learned from are found by the very functions that would refuse them later.
+
+
+def check_study(of: Study) -> None:
+    """ConfigError where the folder is not one to work in."""
+    study, source = of.root, of.source
+    if study.exists() and not study.is_dir():
+        raise ConfigError(f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old")
+    if source.cohort is not None or StudyLayout(study).cohort.exists():
+        return
+    inside = sorted(path.name for path in study.iterdir() if not path.name.startswith(".")) if study.exists() else []
+    what = "is empty" if study.exists() else "does not exist yet"
+    if inside:
+        what = f"holds {listing(inside, 4)} and no cohort.csv"
+    how = "Give --cohort with a folder of slides or a table of them; `selfvitmil demo` makes slides to try with"
+    if any(map(is_slide, inside)):
+        how = f"A study is a folder of its own: name a new one, and give this one with --cohort {study.name}"
+    raise ConfigError(
+        f"{study.name}: this folder {what}", "so there are no slides to work on, and nothing was done", how
+    )
+
+
+def check_formats(study: Path) -> None:
+    """ArtefactError when a newer version of this program has worked on the study: ours would undo its work."""
+    from selfvitmil import bags, tiles
+    from selfvitmil.encoder import files as encoders
+    from selfvitmil.localize import heatmap
+
+    layout = StudyLayout(study)
+    known = (
+        (layout.tiles_folder, "*/*.h5", tiles.FORMAT_VERSION),
+        (layout.bags_folder, "*/features_*/*.h5", bags.FORMAT_VERSION),
+        (layout.heatmaps_folder, "*/*.h5", heatmap.FORMAT_VERSION),
+        (layout.encoders_folder, f"*/{CONFIG_FILE}", encoders.FORMAT_VERSION),
+    )
+    for folder, pattern, ours in known:
+        for path in sorted(folder.glob(pattern)):
+            version = _format_of(path)
+            if version is not None and version > ours:
+                raise ArtefactError(
+                    f"{layout.name(path)} has format version {version}",
+                    f"a newer selfvitmil wrote it, and this one, which knows version {ours}, would undo its work",
+                    "Update selfvitmil, or start a new study; nothing was done",
+                )
+
+
+def _format_of(path: Path) -> int | None:
+    """The format version of a file of ours; None of any other, and of a damaged one, which its stage will tell of."""
+    from selfvitmil.untrusted import open_hdf5
+
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8")).get("selfvitmil", {}).get("format_version")
+        with open_hdf5(path) as file:
+            version: Any = file.attrs.get("format_version")
+            return None if version is None else int(version)
+    except (OSError, ValueError):
+        return None
+
+
+def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
+    """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
+    from selfvitmil.cohort.table import order_classes
+    from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
+    from selfvitmil.evaluate.dataset import Case, check_two_classes
+
+    labelled = cohort.select(labelled=True)
+    try:
+        if not labelled.rows:
+            how = "Give --labels with a table of slides and their labels"
+            raise ConfigError("the cohort has no labelled slide", "there is nothing to learn from", how)
+        check_two_classes(set(cohort.classes), "the cohort")
+        classes = order_classes(cohort.classes, settings.train.positive).names
+        found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
+        cases = Cases(tuple(found), classes, cohort, 0, "", "")
+        return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+    except SelfVitMilError as error:
+        how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
+        raise_problems([say_nothing_done(error, how), *cohort.missing_problems], "the cohort")
+        raise
+
+
+def check_files(study: Study) -> None:
+    """CohortError where not one slide is there, which is a wrong path; single ones fail later, alone."""
+    cohort = study.cohort
+    there = any(row.path.exists() for row in cohort.rows)
+    if not there and not any(study.layout.tiles_folder.glob("*/*.h5")):
+        raise_problems([say_nothing_done(each, each.how) for each in cohort.missing_problems], "the cohort")
