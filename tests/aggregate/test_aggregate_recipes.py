@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from selfvitmil import aggregate
-from selfvitmil.aggregate.recipes import MAX_LR, UNPUBLISHED, note_of, recipe_of, recipe_warnings
+from selfvitmil.aggregate import base
+from selfvitmil.aggregate.recipes import MAX_LR, note_of, recipe_of, recipe_warnings
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings, resolve_settings
 from selfvitmil.stages.train import options_for
@@ -180,7 +181,7 @@ def test_a_preset_of_self_vit_mil_leaves_other_methods_as_published(name, preset
     plain = TrainSettings(aggregator=name, recipe="published")
     assert recipe_of(name, options_for(name, settings)) == recipe_of(name, plain)
     note = note_of(name, options_for(name, settings), 512)
-    assert (note.kind, note.differences) == ("ours" if name in UNPUBLISHED else "published", ())
+    assert (note.kind, note.differences) == ("ours" if name in ("mean", "max", "topk") else "published", ())
 
 
 def test_presets_follow_their_own_source():
@@ -220,3 +221,13 @@ def test_unscaled_attention_is_warned_of_and_nearly_one_hot(preset):
         largest = module(torch.randn(500, 3840)).attention_NC.max().item()
     assert bool(recipe_warnings(recipe)) == (preset == "paper") == (largest > 0.9)
     assert largest > 0.9 or largest < 0.2
+
+
+def test_method_without_a_recipe_is_trained_by_the_base_recipe(monkeypatch):
+    monkeypatch.setitem(base._REGISTRY, "new", base._REGISTRY["mean"])
+    ours, published = (
+        recipe_of("new", TrainSettings.model_validate({"recipe": each})) for each in ("default", "published")
+    )
+    assert (ours.optimizer, ours.lr, ours.standardize) == ("adamw", 1e-4, True)
+    assert published == recipe_of("mean", TrainSettings.model_validate({"recipe": "published"}))
+    assert note_of("new", TrainSettings(), 64).kind == "ours"

@@ -297,7 +297,7 @@ def test_history_draws_losses_means_and_the_epochs_kept():
     np.testing.assert_allclose(points(lines(axes, "mean val_loss")[0]), [(1, 1.95), (2, 1.2)])
     assert [points(line) for line in lines(axes, "kept")] == [[(3, 0.5 + 1 / 3)], [(2, 1.4)]]
     text = words(figures.history_figure([first, second], [3, 2]))
-    assert "2 trainings, thin lines; thick: their mean while all ran. Marks: the epochs kept." in text
+    assert "2 training runs, thin lines; thick: their mean while all ran. Marks: the epochs kept." in text
 
     unjudged = [{**row, "val_loss": None} for row in first]
     (axes,) = figures.draw_history([unjudged], [2]).axes

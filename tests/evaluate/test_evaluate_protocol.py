@@ -381,11 +381,11 @@ def test_stored_models_are_those_of_a_fit_and_are_never_trained(tmp_path: Path, 
     assert len(set(before.values())) == 3
 
 
-def test_models_that_are_not_current_are_named(tmp_path: Path):
+def test_models_that_are_not_up_to_date_are_named(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=6, splits=True)
     trial, folder = hold_out_test_labels(cases, make_splits(cases, QUICK), HONEST), tmp_path / "models"
     for ask in (check_models, stored_models):
-        with pytest.raises(ArtefactError, match=r"mean: no current models of given \(seed0, seed1: there is none\)"):
+        with pytest.raises(ArtefactError, match=r"mean: no up-to-date models of given \(seed0, seed1: there is none\)"):
             ask("mean", trial, QUICK, folder)
     fit_method("mean", trial, QUICK, folder=folder, score_test=False)
     (folder / "given" / "seed0" / "model.safetensors").write_bytes(b"half")

@@ -528,13 +528,13 @@ def _share_lines(axes: Axes, seen: Reliability, before: Reliability | None) -> d
     return {"model": thick, **handles, "perfect": even}
 
 
-def _count_bars(axes: Axes, truth: Labels, stated: Floats) -> list[Any]:
+def _count_bars(axes: Axes, label: Labels, stated: Floats) -> list[Any]:
     """Draw the number of samples of each class per bin, stacked."""
     index = np.minimum((stated * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     left, base = np.arange(NUM_BINS) / NUM_BINS, np.zeros(NUM_BINS)
     bars = []
     for k, color in enumerate((PALE, BLUE)):
-        count = np.bincount(index[truth == k], minlength=NUM_BINS)
+        count = np.bincount(index[label == k], minlength=NUM_BINS)
         bars.append(axes.bar(left, count, 0.94 / NUM_BINS, base, align="edge", color=color, ec=GREY, lw=0.5))
         base = base + count
     axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
@@ -565,10 +565,10 @@ def draw_confusion(
             "Pass the matrix of metrics.confusion_matrix",
         )
     right, total = int(np.trace(counts)), int(counts.sum())
-    truth = np.repeat(np.arange(size), counts.sum(axis=1))
+    label = np.repeat(np.arange(size), counts.sum(axis=1))
     limits = f", with {percent(level)} Wilson limits" if size <= 3 else ""
     caption = [
-        _counts(truth, class_names),
+        _counts(label, class_names),
         f"Right: {right} of {total}, {with_limits(wilson(right, total, level))}.",
         f"{'Colour' if size > 8 else 'Percentages'}: share of the true class{limits}.",
         f"Decision: {threshold_from}." if threshold_from else "",
@@ -691,7 +691,9 @@ def draw_history(
         raise MetricError("a training history without epochs", "there is nothing to draw", "Pass one row per epoch")
     chosen_on = "test slides, OPTIMISTIC" if protocol == "optimistic" else "validation"
     several = len(histories) > 1
-    count = f"{len(histories)} trainings, thin lines; thick: their mean while all ran." if several else "One training."
+    count = (
+        f"{len(histories)} training runs, thin lines; thick: their mean while all ran." if several else "One training."
+    )
     caption = [count, f"{'Marks: the epochs' if several else 'Mark: the epoch'} kept." if chosen else ""]
     figure = Figure()
     axes = figure.subplots()

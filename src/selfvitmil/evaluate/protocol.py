@@ -206,7 +206,7 @@ def _made_from(
 ) -> str:
     """Hash of all that a training depends on: recipe, seed, classes, every slide's patient, label and feature file."""
     resolved = recipe_of(name, train)
-    # A field that is seldom set takes no part where it is not, so that models from before it was there stay current.
+    # A field that is seldom set takes no part where it is not, so that models from before it was there stay up to date.
     without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
     recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
@@ -367,7 +367,7 @@ class Stored:
 def check_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[str, str]:
     """Return split -> hash of its models' inputs; raise ArtefactError unless all models are up to date."""
     made_from: dict[str, list[str]] = {}
-    for training in _current_models(name, trial, train, folder):
+    for training in _up_to_date_models(name, trial, train, folder):
         made_from.setdefault(training.split, []).append(training.about["made_from"])
     return {split: hash_of(hashes) for split, hashes in made_from.items()}
 
@@ -377,13 +377,13 @@ def stored_models(
 ) -> Stored:
     """Return stored models and the result of `fit_method` without test scores; raise ArtefactError if any is stale."""
     fitter = _Fitter(trial, store or BagStore.of(train))
-    current = _current_models(name, trial, train, folder)
+    current = _up_to_date_models(name, trial, train, folder)
     modules = {(training.split, training.seed): model.module for training, model in current.items()}
     runs = [fitter.scored_run(training, model, score_test=False) for training, model in current.items()]
     return Stored(modules, choose_thresholds(name, name, runs, trial, note_of(name, train, _dim(trial))))
 
 
-def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
+def _up_to_date_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
     """Return all models by training run; raise ArtefactError where any is missing, damaged or stale."""
     current: dict[Training, Model] = {}
     problems: dict[str, list[str]] = {}
@@ -398,7 +398,7 @@ def _current_models(name: str, trial: Trial, train: TrainSettings, folder: Path)
         if problems:
             told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
             raise ArtefactError(
-                f"{name}: no current models of {split.name} ({told})",
+                f"{name}: no up-to-date models of {split.name} ({told})",
                 "this command uses trained models and does not train",
                 f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
             )
