@@ -670,7 +670,7 @@ def test_equal_runs_give_equal_bytes(work: StudyAt, tmp_path: Path):
 
 def test_no_model_is_trained_here(work: StudyAt):
     with pytest.raises(
-        ArtefactError, match=r"abmil: no current models of given \(seed0, seed1: there is none\).*selfvitmil train"
+        ArtefactError, match=r"abmil: no up-to-date models of given \(seed0, seed1: there is none\).*selfvitmil train"
     ):
         work.run(localize_stage.localize, method="abmil")
     assert not (work.study / "maps").exists()

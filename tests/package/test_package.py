@@ -463,7 +463,7 @@ def test_what_cannot_be_packaged_is_refused(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--train.epochs", 7), "no current models of given (seed0, seed1: recipe.epochs"),
+        (("--train.epochs", 7), "no up-to-date models of given (seed0, seed1: recipe.epochs"),
         (
             ("--train.aggregator", "abmil"),
             "Run `selfvitmil train` with the same flags first (--train.aggregator abmil)",

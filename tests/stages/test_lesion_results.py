@@ -164,7 +164,7 @@ def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slid
 
 
 def test_models_that_are_not_there_are_not_made(study: Path):
-    with pytest.raises(Exception, match="no current models"):
+    with pytest.raises(Exception, match="no up-to-date models"):
         evaluate_lesions(Study(study, settings_of(aggregator="chowder")), choice_of(study))
 
 
