@@ -50,6 +50,10 @@ STORED = ("slide", "model", "method", "kind", "scale", "gated")
 """Fields of a heatmap that its file stores as they are."""
 
 Floats = NDArray[np.float32]
+SLIP = 0.01
+"""Share of the slide's longer edge by which a pen may slip over it: points so near do not count as outside."""
+MOST_OUTSIDE = 0.1
+"""Share of an annotation's points that may lie outside before it is taken for another slide's."""
 
 
 @dataclass(frozen=True)
@@ -262,13 +266,7 @@ def prediction_from_json(stored: Mapping[str, Any]) -> SlidePrediction:
     return SlidePrediction(**plain)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
-SLIP = 0.01
-"""Share of the slide's longer edge by which a pen may slip over it: points so near do not count as outside."""
-MOST_OUTSIDE = 0.1
-"""Share of an annotation's points that may lie outside before it is taken for another slide's."""
+# ---------------------------------------------------------------------------------------------------- positions
 
 
 @dataclass(frozen=True)

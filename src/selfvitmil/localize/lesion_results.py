@@ -67,6 +67,26 @@ SCORES = {
 
 Floats = NDArray[np.float64]
 Json = dict[str, Any]
+COLUMNS = {
+    "froc": "FROC",
+    "coverage": "coverage",
+    "lesions_touched": "lesions\ntouched",
+    "dice": "Dice",
+    "false_mm2_positive": "false mm2\npositive",
+    "false_mm2_negative": "false mm2\nnegative",
+    "called_mm2_negative": "of these\ncalled",
+    "tile_auc": "tile\nAUC",
+    "tile_ap": "tile\nAP",
+    "hit_rate": "hit\nrate",
+}
+"""Scores that the table shows, and their heads."""
+TESTED = ("froc", "coverage", "false_mm2_negative")
+"""Scores whose p-values the table shows; csv and JSON have all."""
+COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
+MARKS = ("1/4", "1/2", "1", "2", "4", "8")
+LESION_FILES = ("lesions.json", "lesion_slides.csv", "lesions.csv", "lesions.md", "froc.svg")
+"""All that is written here into a folder of results, of one model or of several."""
 
 
 @dataclass(frozen=True)
@@ -353,24 +373,7 @@ def _needed(false_positives: Floats, most: int) -> Floats:
     return np.append(false_positives[false_positives >= cut], -1.0)
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
-COLUMNS = {
-    "froc": "FROC",
-    "coverage": "coverage",
-    "lesions_touched": "lesions\ntouched",
-    "dice": "Dice",
-    "false_mm2_positive": "false mm2\npositive",
-    "false_mm2_negative": "false mm2\nnegative",
-    "called_mm2_negative": "of these\ncalled",
-    "tile_auc": "tile\nAUC",
-    "tile_ap": "tile\nAP",
-    "hit_rate": "hit\nrate",
-}
-"""Scores that the table shows, and their heads."""
-TESTED = ("froc", "coverage", "false_mm2_negative")
-"""Scores whose p-values the table shows; csv and JSON have all."""
+# ---------------------------------------------------------------------------------------------------- several models
 
 
 @dataclass(frozen=True)
@@ -527,14 +530,7 @@ def _check_alike(scores: Mapping[str, LesionScores]) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
-COLORS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
-MARKS = ("1/4", "1/2", "1", "2", "4", "8")
-LESION_FILES = ("lesions.json", "lesion_slides.csv", "lesions.csv", "lesions.md", "froc.svg")
-"""All that is written here into a folder of results, of one model or of several."""
+# ---------------------------------------------------------------------------------------------------- FROC curve
 
 
 @styled

@@ -49,6 +49,36 @@ BAND_PX = 256
 """Rows painted at a time, so that large pictures need little memory."""
 LINES_FROM_PX = 24
 """Tiles that are this wide in a picture are parted by thin lines."""
+BoxL0 = tuple[float, float, float, float]
+"""(x0, y0, x1, y1) in level-0 pixels."""
+
+ZOOM_TILES = (10, 24)
+"""Least and most tiles across the enlarged region."""
+ZOOM_PX = 1000
+"""Most pixels across it; it is shown twice."""
+
+INK, GREY, ALARM, PAPER = "#222222", "#767676", "#b34700", "#ffffff"
+ANNOTATED, EXCLUDED, OTHER, FOUND, FRAME = "#00e5ff", "#b8b8b8", "#7fb4ff", "#ffffff", "#39ff14"
+
+KINDS = {
+    "attention": "attention, the weight of the tile among all tiles of the slide",
+    "instance": "probability of the tile on its own",
+    "product": "attention times the probability of the tile on its own",
+    "effect": "how much the slide's probability falls when the tile is left out",
+}
+SCALES = {
+    "winsor": "z-scores with extremes cut off, 0 the least and 1 the most in this slide",
+    "zero-outliers": "z-scores with extremes set to 0, else 0 the least and 1 the most in this slide",
+    "percentile": "the share of this slide's tiles that have less",
+    "none": "0 the least and 1 the most in this slide",
+}
+PARTS = {
+    "test": "Test slide: the model was not trained on it.",
+    "val": "Validation slide: the model was not trained on it, but chosen with it.",
+    "train": "Training slide.",
+    "new": "New slide: the model was not trained on it.",
+}
+NOTICE = "For research only, not for diagnosis."
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,41 +192,6 @@ def _part_tiles(painted: Pixels, raster: Raster) -> None:
     for x0, y0, x1, y1 in raster.boxes_px:
         for edge in (painted[y0, x0:x1], painted[y0 + 1 : y1, x0]):
             edge[...] = darker[edge]
-
-
-# ----------------------------------------------------------------------------------------------------
-
-
-BoxL0 = tuple[float, float, float, float]
-"""(x0, y0, x1, y1) in level-0 pixels."""
-
-ZOOM_TILES = (10, 24)
-"""Least and most tiles across the enlarged region."""
-ZOOM_PX = 1000
-"""Most pixels across it; it is shown twice."""
-
-INK, GREY, ALARM, PAPER = "#222222", "#767676", "#b34700", "#ffffff"
-ANNOTATED, EXCLUDED, OTHER, FOUND, FRAME = "#00e5ff", "#b8b8b8", "#7fb4ff", "#ffffff", "#39ff14"
-
-KINDS = {
-    "attention": "attention, the weight of the tile among all tiles of the slide",
-    "instance": "probability of the tile on its own",
-    "product": "attention times the probability of the tile on its own",
-    "effect": "how much the slide's probability falls when the tile is left out",
-}
-SCALES = {
-    "winsor": "z-scores with extremes cut off, 0 the least and 1 the most in this slide",
-    "zero-outliers": "z-scores with extremes set to 0, else 0 the least and 1 the most in this slide",
-    "percentile": "the share of this slide's tiles that have less",
-    "none": "0 the least and 1 the most in this slide",
-}
-PARTS = {
-    "test": "Test slide: the model was not trained on it.",
-    "val": "Validation slide: the model was not trained on it, but chosen with it.",
-    "train": "Training slide.",
-    "new": "New slide: the model was not trained on it.",
-}
-NOTICE = "For research only, not for diagnosis."
 
 
 # ---------------------------------------------------------------------------------------------------- words

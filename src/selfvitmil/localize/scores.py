@@ -51,6 +51,10 @@ TUMOUR_SHARE = 0.5
 """A tile is tumour when at least this share of it is annotated."""
 NORMAL_SHARE = 0.01
 """A tile is normal when less than this share of it is annotated: a contour may brush it."""
+Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
+
+SAME = 1e-6
+"""Scores whose deviation is a smaller share of their size do not differ: float32 knows no more digits."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,6 @@ def source_by_annotations(slides: Sequence[tuple[Mapping[str, Floats], Floats]])
     why = f"best on {chosen_by} (average precision of tiles: {listed})"
     return HeatmapSource(best, why, precision, num_slides)
 
-
-# ----------------------------------------------------------------------------------------------------
-
-
-Scale = Literal["winsor", "zero-outliers", "percentile", "none"]
-
-SAME = 1e-6
-"""Scores whose deviation is a smaller share of their size do not differ: float32 knows no more digits."""
 
 # ---------------------------------------------------------------------------------------------------- scales
 
