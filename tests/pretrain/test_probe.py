@@ -37,8 +37,8 @@ from selfvitmil.pretrain.probe import (
     hold_out,
     knn_accuracy,
     linear_accuracy,
+    probe_embeddings,
     probe_encoder,
-    probe_vectors,
     read_probe_table,
 )
 from selfvitmil.pretrain.train import Origin, pretrain
@@ -351,10 +351,10 @@ def test_an_encoder_is_left_as_it_was(images: Path):
     assert vectors is not None
     assert vectors.shape == (48, 160)
     torch.testing.assert_close(vectors, alone)
-    assert found == probe_vectors(alone, table.labels, table.test, table.patients)
+    assert found == probe_embeddings(alone, table.labels, table.test, table.patients)
     assert probe_encoder(encoder, table, stop=lambda: True) == {}
     nn.init.constant_(encoder.backbone.norm.bias, float("nan"))
-    with pytest.raises(EncoderError, match="vectors that are not numbers"):
+    with pytest.raises(EncoderError, match="NaN or infinite embeddings"):
         probe_encoder(encoder, table)
 
 

@@ -98,7 +98,7 @@ class TileOrder:
 
 
 def order_of(source: TileSource, settings: PretrainSettings) -> TileOrder:
-    """The order in which a training run with these settings goes through the tiles of this source."""
+    """Return the order of the tiles of this source in a run with these settings."""
     return TileOrder(
         source.counts,
         settings.batch,
@@ -192,7 +192,7 @@ class Batch(NamedTuple):
     maps_B33: NDArray[np.float64] | None
     """Maps of stain normalization, to be applied on the device."""
     unfitted: int
-    """Tiles since the last batch that told whose own stains could not be found."""
+    """Number of tiles, since the last batch with a count, whose stains could not be fitted."""
 
 
 class Request(NamedTuple):
@@ -251,12 +251,12 @@ def _end_with_trainer() -> None:
 
 
 def default_workers() -> int:
-    """One per core that this process may use, less one for the training itself."""
+    """Return one worker per core that this process may use, less one for the training itself."""
     return max(num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1)
 
 
 def read_ahead(source: TileSource, requests: Iterator[Request], workers: int) -> Iterator[Pixels]:
-    """What the requests ask for, in order, read ahead by so many processes; 0 reads in this one."""
+    """Yield the tiles of the requests in order, read ahead by `workers` processes; 0 reads in this one."""
     options: dict[str, Any] = {"batch_size": None, "sampler": requests, "collate_fn": _as_it_is}
     options["generator"] = torch.Generator()  # or it would draw from the one that the training uses
     if workers:
@@ -393,7 +393,7 @@ class TileLoader:
 
 
 def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:
-    """Numbers of about so many tiles, in rising order: as many from every slide, rounded up."""
+    """Return the numbers of about `num_tiles` tiles in rising order: as many from every slide, rounded up."""
     per_slide = -(-num_tiles // len(source.counts))
     order = TileOrder(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
     return np.sort(order.epoch(0))
@@ -412,7 +412,7 @@ def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[tor
 
 
 def read_plain_sample(source: TileSource, num_tiles: int, size_px: int, seed: int, workers: int) -> torch.Tensor:
-    """At most so many tiles, uint8 (N, 3, S, S) of this size, in random order: the same ones whenever it is asked."""
+    """At most so many tiles, uint8 (N, 3, S, S) of this size, in random order: the same ones on every call."""
     parts = [
         fit_tiles(tiles_B3HW, size_px)
         for tiles_B3HW in read_plain(source, sample_tiles(source, num_tiles, seed), workers)

@@ -1,4 +1,4 @@
-"""Where tiles come from: slides by their tile tables, a folder of tile images, memory.
+"""Sources of tiles: slides by their tile tables, a folder of tile images, memory.
 
 A source knows all tiles that training may see, numbered through; its reader, which travels to worker processes, turns
 requests for a few tiles of one slide into pixels. Only the reader touches slides.
@@ -69,7 +69,7 @@ class TileSource(Protocol):
     stain_method: Literal["slide", "tile", "none"]
     """How their stains are normalized: on the device by `maps`, by the reader, or not at all."""
     ids: Indices
-    """A number for every tile that tells it from all others and never changes."""
+    """A stable and unique number of every tile."""
     run: int
     """Tiles that are best read together."""
 
@@ -309,7 +309,7 @@ def _name_hash(name: str) -> int:
 
 
 def tile_ids(slide: str, coords_l0: Indices) -> Indices:
-    """Numbers that tell tiles of all slides apart, made of the slide's name and the tile's corner alone."""
+    """Return unique numbers of tiles, computed from the slide's name and the tile's corner alone."""
     with np.errstate(over="ignore"):
         x, y = coords_l0.astype(np.uint64).T
         mixed = np.uint64(_name_hash(slide)) + x * np.uint64(0x9E3779B97F4A7C15) + y * np.uint64(0xC2B2AE3D27D4EB4F)

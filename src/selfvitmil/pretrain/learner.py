@@ -57,11 +57,11 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             layout: dict[str, Any] = {"layout": "cls+patchmean"} if args.get("depth", 4) < 4 else {}
             return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
     encoder = _for_any_size(load_encoder(settings.init))
-    told = encoder.config
+    config = encoder.config
     wanted = settings.architecture
-    if wanted is not None and wanted.split(".")[0] != told.architecture:
+    if wanted is not None and wanted.split(".")[0] != config.architecture:
         raise EncoderError(
-            f"{settings.init.rstrip('/').split('/')[-1]}: its network is {told.architecture}, not {wanted}",
+            f"{settings.init.rstrip('/').split('/')[-1]}: its network is {config.architecture}, not {wanted}",
             "weights of one network do not fit another",
             "Leave pretrain.architecture out, or start from other weights",
         )
@@ -104,12 +104,12 @@ def patch_px_of(backbone: Any) -> int | None:
 
 
 def width_of(backbone: Any) -> int:
-    """Length of the vector that the network itself gives for an image."""
+    """Return the width of the network's own output."""
     return backbone.num_features if has_class_token(backbone) else backbone.head_hidden_size
 
 
 def embedding_of(backbone: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """What turns images into the vectors that training compares: a ViT's class token, whatever its own pooling is."""
+    """Return the function from images to embeddings for training: a ViT's class token, whatever its pooling."""
     if has_shortcut(backbone):
         return class_token
     return first_token if has_class_token(backbone) else _call
@@ -176,7 +176,7 @@ class Learner(nn.Module):
 
     @property
     def result(self) -> nn.Module:
-        """The network worth keeping."""
+        """The network that becomes the encoder."""
         return (self.student if self.teacher is None else self.teacher).backbone
 
     @property
@@ -351,7 +351,7 @@ def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _resample(grid_HWD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(N, D): a grid of vectors at another size, bicubic and smoothed where it shrinks, as timm resamples positions."""
+    """Return a grid of positions at another size, (N, D): bicubic, antialiased where it shrinks, as in timm."""
     rows_HI, columns_WJ = (
         _resample_weights(old, new, grid_HWD.device) for old, new in zip(grid_HWD.shape[:2], size, strict=True)
     )

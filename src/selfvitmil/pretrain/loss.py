@@ -1,4 +1,4 @@
-"""DINO's loss, its centre, and the numbers that tell whether training goes well.
+"""Losses: DINO's cross-entropy with its centre, Sinkhorn-Knopp, KoLeo, KDE; and metrics that detect collapse.
 
 A student sees V views of every tile, a teacher the first two (the global ones). Both give K logits a view; the student
 learns to predict the teacher's distribution of one view from every *other* view of the same tile. Rows are grouped by
@@ -46,12 +46,12 @@ def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teache
 def sinkhorn_knopp(
     teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3, *, alone: bool = False
 ) -> torch.Tensor:
-    """The teacher's distributions, sharpened and then balanced: over all rows every output gets nearly an equal share.
+    """Return the teacher's distributions, sharpened and balanced: over all rows, outputs get nearly equal shares.
 
-    Sinkhorn and Knopp's iteration in place of a centre (SwAV, DINOv2): scale columns to equal sums, then rows to one,
-    and again. The rows of all processes count, unless `alone`. Unlike with a centre, the outcome can be neither one
-    output for all nor uniform rows, as long as the logits differ at all: scaling undoes what all rows have in common at
-    once.
+    The Sinkhorn-Knopp iteration replaces the centre (SwAV, arXiv 2006.09882; DINOv2, arXiv 2304.07193): scale columns
+    to equal sums, then rows to one, and again. The rows of all processes count, unless `alone`. Unlike with a centre,
+    the result can be neither one output for all nor uniform rows, as long as the logits differ: scaling removes what
+    all rows have in common at once.
     """
     logits_RK = at_least_float32(teacher_RK.detach()) / teacher_temp
     shares_RK = torch.exp(logits_RK - logits_RK.amax(dim=1, keepdim=True))
@@ -166,12 +166,12 @@ def update_center(center: torch.Tensor, teacher: torch.Tensor, momentum: float) 
     return center * momentum + mean_K.view_as(center) * (1 - momentum)
 
 
-# ---- how training goes ---------------------------------------------------------------------------------------------
+# ---- collapse and regularizers ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def teacher_entropy(targets_RK: torch.Tensor) -> torch.Tensor:
-    """Mean entropy of the teacher's distributions in nats: 0 for one sure output, log K for no opinion at all."""
+    """Return the mean entropy of the teacher's distributions in nats: 0 for one-hot, log K for uniform ones."""
     return torch.special.entr(targets_RK).sum(dim=-1).mean()
 
 
@@ -303,6 +303,6 @@ def drift_reason(entropies: Sequence[float], ranks: Sequence[float], num_outputs
     if not is_steady or now - before < DRIFT_WAY * (most - before):
         return None
     return (
-        f"the teacher loses its opinion: its entropy rose from {before:.1f} to {now:.1f} of log({num_outputs}) = "
-        f"{most:.1f}, while the feature rank fell from {smooth[highest]:.0f} to {smooth[-1]:.0f}"
+        f"the teacher drifts to uniform outputs: its entropy rose from {before:.1f} to {now:.1f} of "
+        f"log({num_outputs}) = {most:.1f}, while the feature rank fell from {smooth[highest]:.0f} to {smooth[-1]:.0f}"
     )

@@ -1,13 +1,13 @@
-"""What an encoder's vectors are worth on labelled tiles: by nearest neighbours and by a linear classifier.
+"""Quality of an encoder's embeddings on labelled tiles: k-nearest-neighbour and linear-probe accuracy.
 
 A table of labelled tiles comes in (`read_probe_table`), numbers between 0 and 1 go out (`probe_encoder`): `knn20` and
 `linear`, the accuracies on the table's test tiles, and the same with `_balanced`, the mean over classes. The training
-that is watched learns nothing from the labels; the two classifiers here do, and are thrown away.
+itself does not use the labels; the two classifiers here do, and are discarded.
 
-What is unusual: all is deterministic and draws from no generator of torch, so that a run comes out the same with and
-without probes. The tiles are taken with the colours they have; nothing normalizes their stains.
+Everything is deterministic and uses no generator of torch, so that a run gives the same weights with and without
+probes. Tiles keep their colours; stains are not normalized.
 
-Axes in names: N tiles to learn from, M test tiles, D length of a vector, C classes, F fits, B images.
+Axes in names: N tiles to learn from, M test tiles, D length of an embedding, C classes, F fits, B images.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def linear_accuracy(
     strengths: Sequence[float] = STRENGTHS,
     seed: int = 0,
 ) -> LinearAccuracy:
-    """Accuracy of multinomial logistic regression on vectors that have mean 0 and spread 1 over the training tiles.
+    """Accuracy of multinomial logistic regression on embeddings standardized over the training tiles.
 
     The strength of the L2 penalty is the one with the best accuracy on parts of the training tiles that are held out in
     turn; the test tiles have no say. `groups` are the patients of the training tiles, which are held out as a whole.
-    Runs where the vectors are; besides them, one copy of the training vectors is in memory.
+    Runs on the device of the embeddings; one copy of the training embeddings is in memory besides them.
     """
     mean_D = train_ND.mean(dim=0, dtype=torch.float32)
     # A dimension that never varies says nothing: it becomes 0, whatever it is divided by.
@@ -129,7 +129,7 @@ def linear_accuracy(
 
 
 class LinearWeights(NamedTuple):
-    """Coefficients of several linear classifiers of the same vectors."""
+    """Coefficients of several linear classifiers of the same embeddings."""
 
     weight_DFC: Tensor
     bias_FC: Tensor
@@ -144,7 +144,7 @@ def fit_linear(
 ) -> LinearWeights:
     """Classifiers with the least mean loss over the rows in `used_NF` plus strength / 2 times their squared weights.
 
-    Each is fitted to rows of its own, all at once, since reading the vectors takes longest. Biases are not penalized.
+    Each is fitted to rows of its own, all at once, since reading embeddings takes longest. Biases are not penalized.
     Without `start` all coefficients begin at 0; the optimum is the same.
     """
     shape = (used_NF.shape[1], target_NC.shape[1])
@@ -177,7 +177,7 @@ def fit_linear(
 def _choose_strength(
     x_ND: Tensor, target_NC: Tensor, held_NF: Tensor, strengths: Sequence[float]
 ) -> tuple[float, LinearWeights]:
-    """The strength with which most held-out rows are told right, given the strongest first; and its classifiers.
+    """Return the strength with the best held-out accuracy, given the strongest first, and its classifiers.
 
     The last of these has seen all rows. Accuracy decides and not the loss, which punishes confidence and so prefers
     penalties that are too strong for the accuracy. As the penalty weakens fits take longer: the search ends when two
@@ -292,7 +292,7 @@ def read_probe_table(path: Path, seed: int = 0) -> ProbeTable:
     if len(classes) < 2:
         raise CohortError(
             f"{sheet.name}: has {f'one class only ({classes[0]})' if classes else 'no tiles'}",
-            "there is nothing to tell apart",
+            "a probe needs at least two classes",
             "Add tiles of another class",
         )
     labels = np.array([classes.index(name) for name in names])
@@ -394,26 +394,28 @@ def probe_encoder(
     threads: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """`knn20`, `linear` and their balanced forms for the encoder's vectors of the table's tiles.
+    """`knn20`, `linear` and their balanced forms for the encoder's embeddings of the table's tiles.
 
     The encoder computes in `dtype`, in eval mode, and is left as it was. When `stop` says so, nothing comes out.
     """
-    vectors_ND = embed_tiles(encoder, table.batches(batch, threads), dtype, stop)
-    if vectors_ND is None:
+    embeddings_ND = embed_tiles(encoder, table.batches(batch, threads), dtype, stop)
+    if embeddings_ND is None:
         return {}
-    return probe_vectors(vectors_ND, table.labels, table.test, table.patients)
+    return probe_embeddings(embeddings_ND, table.labels, table.test, table.patients)
 
 
-def probe_vectors(
-    vectors_ND: Tensor, labels: Ints, test: Mask, patients: Sequence[str] | None = None
+def probe_embeddings(
+    embeddings_ND: Tensor, labels: Ints, test: Mask, patients: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """The numbers of `probe_encoder` for vectors that are there already."""
-    if not vectors_ND.isfinite().all():
+    """Return the metrics of `probe_encoder` for given embeddings (N, D)."""
+    if not embeddings_ND.isfinite().all():
         raise EncoderError(
-            "the encoder gives vectors that are not numbers", "they cannot be compared", "Use --pretrain.precision fp32"
+            "the encoder returned NaN or infinite embeddings",
+            "they cannot be compared",
+            "Use --pretrain.precision fp32",
         )
-    test_N = torch.from_numpy(test).to(vectors_ND.device)
-    parts = vectors_ND[~test_N], labels[~test], vectors_ND[test_N], labels[test]
+    test_N = torch.from_numpy(test).to(embeddings_ND.device)
+    parts = embeddings_ND[~test_N], labels[~test], embeddings_ND[test_N], labels[test]
     groups = None if patients is None else [patient for patient, side in zip(patients, test, strict=True) if not side]
     knn, linear = knn_accuracy(*parts), linear_accuracy(*parts, groups)
     return {

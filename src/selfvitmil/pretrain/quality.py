@@ -84,7 +84,7 @@ _TAG = 0x51AB
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """When to measure, and on how many tiles."""
+    """When quality is measured, and on how many tiles."""
 
     tiles: int
     every: int
@@ -118,7 +118,7 @@ def plan_evaluations(total_steps: int, training_cost: float, view_cost: float, n
 
 @dataclass(frozen=True)
 class QualityMetrics:
-    """What the sample says of an encoder."""
+    """Label-free quality metrics of an encoder."""
 
     agreement_N: Tensor
     """Agreement of every tile, corrected for chance (float64, on the CPU). Its mean is the quality."""
@@ -133,7 +133,7 @@ class QualityMetrics:
 
 
 def measure(embeddings_2ND: Tensor, groups_N: Tensor) -> QualityMetrics:
-    """All numbers of this module for the embeddings of both views; `groups_N` says which slide a tile is of."""
+    """Return all metrics of this module for the embeddings of both views; `groups_N` is the slide of each tile."""
     agreement_N = neighbour_agreement(embeddings_2ND, groups_N).cpu()
     directions_2ND = functional.normalize(embeddings_2ND.float(), dim=-1)
     return QualityMetrics(
@@ -231,7 +231,7 @@ class Sample:
     """Number of the slide of each tile."""
 
     def measure(self, encoder: Encoder) -> QualityMetrics:
-        """What these tiles say of an encoder, which is left as it was."""
+        """Return the quality of an encoder on these tiles; the encoder is left unchanged."""
         rows_R3SS = self.views_2N3SS.flatten(0, 1)
         with full_float32():
             rows_RD = embed_tiles(encoder, rows_R3SS.split(BATCH))
@@ -240,7 +240,7 @@ class Sample:
 
 
 def read_sample(source: TileSource, recipe: ViewRecipe, num_tiles: int, seed: int, workers: int) -> Sample:
-    """Read tiles of as many slides as possible and make their views; the same ones whenever it is asked."""
+    """Read tiles of as many slides as possible and make their views; the same ones on every call."""
     tiles_N = choose_tiles(source.counts, num_tiles, seed)
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
     groups_N = np.searchsorted(firsts, tiles_N, side="right") - 1
@@ -313,15 +313,15 @@ def embed_tiles(
     dtype: torch.dtype = torch.float32,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tensor | None:
-    """Vectors (N, D) in float32 of uint8 tiles, on the encoder's device; None when `stop` said so."""
+    """Return the float32 embeddings (N, D) of uint8 tiles on the encoder's device; None when `stop` returned True."""
     device = encoder.scale_311.device
-    vectors: list[Tensor] = []
+    embeddings: list[Tensor] = []
     with evaluation_mode(encoder), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         for tiles_B3HW in batches:
             if stop():
                 return None
-            vectors.append(encoder.encode(tiles_B3HW.to(device)).float())
-    return torch.cat(vectors)
+            embeddings.append(encoder.encode(tiles_B3HW.to(device)).float())
+    return torch.cat(embeddings)
 
 
 # ---------------------------------------------------------------------------------------------------- decisions
@@ -372,7 +372,7 @@ class Ending:
 
 @dataclass
 class QualityHistory:
-    """The evaluations of a run so far, as far as decisions need them. Pure: it knows neither weights nor files."""
+    """Evaluations of a run so far, as far as decisions need them."""
 
     patience: int
     """Low evaluations in a row that end the run."""
@@ -389,10 +389,10 @@ class QualityHistory:
     first_low: float = 0.0
     """Quality of the first of these."""
     fell: bool = False
-    """Whether the quality stayed low for so long that training on is in vain."""
+    """Whether the quality stayed low for so long that the run is to end."""
 
     def add(self, step: int, measured: QualityMetrics, groups_N: Tensor) -> bool:
-        """Take in the evaluation after so many steps; whether its weights are to be kept."""
+        """Add the evaluation after so many steps; return whether its weights are to be kept."""
         quality = self.last_quality = measured.quality
         if step < self.first_step:
             return False
@@ -428,7 +428,7 @@ def patience_of(plan: EvaluationPlan) -> int:
 
 @dataclass
 class QualityMonitor:
-    """Measures a run now and then, holds the weights to keep, and says when to end."""
+    """Measures the quality of a run at intervals, holds the best weights, and decides on early stopping."""
 
     plan: EvaluationPlan | None
     """None where the run is too short to be measured."""
@@ -456,14 +456,14 @@ class QualityMonitor:
         return self.stops and self.history.fell
 
     def evaluate(self, encoder: Encoder, step: int) -> dict[str, Any]:
-        """Measure and decide; in the first process numbers for the line of metrics, else nothing."""
+        """Measure and decide; return the metrics in the first process, else nothing."""
         found: dict[str, Any] = {}
         if self.sample is not None:
             measured = self.sample.measure(encoder)
             if self.history.add(step, measured, self.sample.groups_N) and self.keeps:
                 weights = encoder.backbone.state_dict()
                 self.kept = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
-            found = _numbers_of(measured)
+            found = _metrics_of(measured)
             if self.history.alarm:
                 found["alarm"] = f"{self.history.alarm}. {self.remedy}"
         if self.group is not None:
@@ -474,7 +474,7 @@ class QualityMonitor:
         return found
 
     def ending(self, step: int, total_steps: int) -> Ending:
-        """How the run ends after so many steps."""
+        """Return how the run ends after so many steps."""
         own = self.history
         qualities = {"best_quality": own.peak, "last_quality": own.last_quality}
         if self.keeps and own.kept_step is not None:
@@ -482,19 +482,19 @@ class QualityMonitor:
         return Ending(total_steps, step, step, own.last_quality, **qualities)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to decide alike."""
+        """Return what a resumed run needs to make the same decisions."""
         return {"course": asdict(self.history), "kept": self.kept}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` gave."""
         self.history, self.kept = QualityHistory(**state["course"]), state["kept"]
 
 
 _DECIDED = ("peak", "kept_step", "kept_quality", "last_quality", "fell")
-"""What all processes know of the course."""
+"""What all processes know of the history."""
 
 
-def _numbers_of(measured: QualityMetrics) -> dict[str, float]:
+def _metrics_of(measured: QualityMetrics) -> dict[str, float]:
     return {
         "quality": measured.quality,
         "quality_se": measured.quality_se,

@@ -1,9 +1,9 @@
 """Which learning rate, weight decay, momentum and temperature hold at which step, and how they fit batch and data size.
 
-Schedules are functions of an integer step and remember nothing, so a resumed run needs no state of theirs. They are
-DINO's to the last digit: linear warm-up whose last step has the full value, then half a cosine. `ConstantSchedule`
+Schedules are functions of an integer step without state, so a resumed run needs none of theirs. They equal DINO's:
+linear warm-up whose last step has the full value, then half a cosine. `ConstantSchedule`
 stays at the full value instead, so that a longer run passes through the same states as a shorter one. The rules below
-them propose numbers for a batch, a number of tiles and a number of steps; each says why. No torch here.
+propose hyperparameters for a batch size, a number of tiles and a number of steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TeacherTemperature:
         return self.warmup_temp + (self.temp - self.warmup_temp) * epoch / max(self.warmup_epochs - 1, 1)
 
 
-# ---- numbers that fit batch and data -------------------------------------------------------------------------------
+# ---- rules for batch and data size -------------------------------------------------------------------------------
 
 CONSTANT_WARMUP_STEPS = 150
 """Steps of warm-up of a constant schedule, whatever the length of the run."""
@@ -117,7 +117,7 @@ def suggested_freeze_steps(total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the settings come to for this many tiles and steps."""
+    """The settings resolved for a number of tiles and steps: every None is filled in."""
 
     total_steps: int
     steps_per_epoch: int
@@ -135,7 +135,7 @@ class Hyperparameters:
     out_dim: int
 
     def schedules(self, settings: PretrainSettings) -> Schedules:
-        """The course of every number that changes during the run."""
+        """Return the schedules of this run."""
         total = self.total_steps
         # Without a length in epochs, the temperature climbs from step to step.
         in_epochs = settings.warmup_temp_epochs is not None
@@ -164,7 +164,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The numbers that change from step to step."""
+    """Values that change from step to step."""
 
     lr: CosineSchedule | ConstantSchedule
     weight_decay: CosineSchedule | ConstantSchedule
@@ -172,7 +172,7 @@ class Schedules:
     teacher_temp: TeacherTemperature
 
     def at(self, step: int) -> dict[str, float]:
-        """All of them at one step."""
+        """Return all values at one step."""
         return {name: getattr(self, name).value_at(step) for name in ("lr", "weight_decay", "momentum", "teacher_temp")}
 
 

@@ -1,8 +1,8 @@
-"""What an objective is: the head it needs, the loss of a batch of views, what it logs, and its state.
+"""Objectives of self-supervised learning: head, loss of a batch of views, metrics and state; one file per method.
 
-The training loop, the views, the networks and their average are the same for all objectives. An objective is a module:
-its buffers (DINO's centre) are saved in checkpoints with everything else. It never sees files, devices or settings
-other than its own numbers.
+`dino` predicts a teacher's distributions, `simdino` a teacher's directions, `lejepa` the mean of the views of a tile,
+`simclr` which views belong together. The loop, the views, the networks and their average are the same for all.
+An objective is a module: its buffers (DINO's centre) are saved in checkpoints. It never sees files or devices.
 
 Axes in names: V views, B tiles of a part, D dimensions, K outputs of the head, R rows (views times tiles, grouped by
 view).
@@ -28,21 +28,21 @@ RECENT_LINES = 10
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a batch, and what it knows of the others."""
+    """One part of a batch, with access to the rows of the others."""
 
     joint: JointBatch
     number: int = 0
     taught: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What the teacher says of this part (`Learner.teach`), where it was asked before."""
+    """Outputs of the teacher for this part (`Learner.teach`), where they were computed before."""
 
     def join(self, own_VBD: torch.Tensor) -> torch.Tensor:
-        """These rows of all tiles of the batch; see `joint`."""
+        """Return these rows of all tiles of the batch; see `joint_batch`."""
         return self.joint.join(own_VBD, self.number)
 
 
 @dataclass(frozen=True)
 class NetworkOutputs:
-    """What the networks gave for one part of a batch."""
+    """Outputs of student and teacher for one part of a batch."""
 
     student_VBK: torch.Tensor
     """Outputs of the student's head; of the tiles of the whole batch where the objective's `joins` is `head`."""
@@ -57,26 +57,26 @@ class NetworkOutputs:
 
 @dataclass
 class LossOutput:
-    """Loss of one part of a batch, and what tells how training goes."""
+    """Loss of one part of a batch, with metrics."""
 
     loss: torch.Tensor
     """The mean over the tiles of the part, or the loss of the whole batch: averaged over parts and processes both are
     the loss of the whole batch."""
     metrics: Callable[[], dict[str, torch.Tensor]] = dict
-    """Computes numbers for the log, by name; called for steps that are logged."""
+    """Computes metrics by name; called for steps that are logged."""
     state: torch.Tensor | None = None
-    """What the objective wants back after the step (`after_step`)."""
+    """Passed to `after_step` after the optimizer's step."""
     embeddings_BD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Of the first large view, by the network that is kept where it has seen it: for rank and spread."""
 
 
 class Objective(nn.Module, ABC):
-    """Base of all objectives. The flags say what the loop has to provide."""
+    """Base class of all objectives. The flags say what the loop has to provide."""
 
     has_average: bool = True
-    """Whether a moving average of the student is kept; it is the encoder that training makes."""
+    """Whether a moving average of the student is kept; it becomes the encoder."""
     has_teacher: bool = False
-    """Whether that average sees the large views, and the student learns from what it says."""
+    """Whether that average is a teacher: it sees the large views, and the student learns from its outputs."""
     has_small_views: bool = True
     """Whether tiles have small views besides the two large ones."""
     joins: Literal["nothing", "embeddings", "outputs", "head"] = "nothing"
@@ -89,14 +89,14 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def make_head(self, dim: int) -> nn.Module:
-        """A new head for embeddings of this width."""
+        """Return a new projection head for embeddings of this width."""
 
     @abstractmethod
-    def forward(self, seen: NetworkOutputs) -> LossOutput:
-        """The loss of a part of a batch."""
+    def forward(self, outputs: NetworkOutputs) -> LossOutput:
+        """Return the loss of a part of a batch."""
 
     def after_step(self, states: Sequence[torch.Tensor]) -> None:
-        """Move what does not learn by gradients; `states` are those of the step's outcomes, one per part."""
+        """Update what has no gradient; `states` are those of the step's outcomes, one per part."""
         del states
 
     def before_update(self, head: nn.Module, step: int) -> None:
@@ -104,7 +104,7 @@ class Objective(nn.Module, ABC):
         del head, step
 
     def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
-        """What went wrong and what to do, by the lines of metrics since the warm-up; None while all is well.
+        """Return what went wrong and what to do, from the metrics since the warm-up; None for a healthy run.
 
         There are `RECENT_LINES` of them at least.
         """
@@ -117,7 +117,7 @@ class Objective(nn.Module, ABC):
 
 
 def make_mlp(widths: Sequence[int], between: Callable[[int], list[nn.Module]]) -> nn.Sequential:
-    """Linear layers of these widths, with what `between` gives for a width after each but the last."""
+    """Return linear layers of these widths, each but the last followed by the modules of `between(width)`."""
     layers: list[nn.Module] = []
     for width_in, width_out in pairwise(widths[:-1]):
         layers += [nn.Linear(width_in, width_out), *between(width_out)]

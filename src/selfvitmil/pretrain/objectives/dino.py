@@ -108,18 +108,18 @@ class DINO(Objective):
     def make_head(self, dim: int) -> nn.Module:
         return DINOHead(dim, *self._head)
 
-    def forward(self, seen: NetworkOutputs) -> LossOutput:
-        part = seen.part
-        assert seen.teacher_2BK is not None
-        student_RK, teacher_RK = seen.student_VBK.flatten(0, 1), seen.teacher_2BK.flatten(0, 1)
+    def forward(self, outputs: NetworkOutputs) -> LossOutput:
+        part = outputs.part
+        assert outputs.teacher_2BK is not None
+        student_RK, teacher_RK = outputs.student_VBK.flatten(0, 1), outputs.teacher_2BK.flatten(0, 1)
         if self.joins_teacher:
             all_RK, rows = part.joint.join_teacher(teacher_RK, part.number)
-            targets_RK = losses.sinkhorn_knopp(all_RK, seen.teacher_temp, alone=part.joint.is_alone)[rows]
+            targets_RK = losses.sinkhorn_knopp(all_RK, outputs.teacher_temp, alone=part.joint.is_alone)[rows]
         else:
-            targets_RK = losses.teacher_probabilities(teacher_RK, self.center_K, seen.teacher_temp)
-        value = losses.crossed_cross_entropy(student_RK, targets_RK, self.student_temp, len(seen.student_VBK))
+            targets_RK = losses.teacher_probabilities(teacher_RK, self.center_K, outputs.teacher_temp)
+        value = losses.crossed_cross_entropy(student_RK, targets_RK, self.student_temp, len(outputs.student_VBK))
         if self.joins == "embeddings":
-            large_2BD = part.join(seen.embeddings_VBD[: losses.NUM_GLOBAL])
+            large_2BD = part.join(outputs.embeddings_VBD[: losses.NUM_GLOBAL])
             if self.koleo > 0:
                 value = value + self.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_2BD]).sum()
             if self.kde > 0:

@@ -45,9 +45,9 @@ class LeJEPA(Objective):
         # Without running means, which nobody would use: parts of a batch can then run side by side.
         return make_mlp(widths, lambda width: [nn.BatchNorm1d(width, track_running_stats=False), nn.ReLU()])
 
-    def forward(self, seen: NetworkOutputs) -> LossOutput:
-        outputs_VBK = at_least_float32(seen.student_VBK)
-        directions_KA = random_directions(self.out_dim, self.directions, self.seed, seen.step).to(outputs_VBK)
+    def forward(self, outputs: NetworkOutputs) -> LossOutput:
+        outputs_VBK = at_least_float32(outputs.student_VBK)
+        directions_KA = random_directions(self.out_dim, self.directions, self.seed, outputs.step).to(outputs_VBK)
         with torch.autocast(outputs_VBK.device.type, enabled=False):
             invariance, sigreg = invariance_loss(outputs_VBK), sigreg_loss(outputs_VBK, directions_KA)
         value = (1 - self.weight) * invariance + self.weight * sigreg

@@ -38,8 +38,8 @@ class SimCLR(Objective):
     def make_head(self, dim: int) -> nn.Module:
         return SimCLRHead(dim, self.out_dim)
 
-    def forward(self, seen: NetworkOutputs) -> LossOutput:
-        return LossOutput(nt_xent_loss(seen.student_VBK.flatten(0, 1), self.temperature))
+    def forward(self, outputs: NetworkOutputs) -> LossOutput:
+        return LossOutput(nt_xent_loss(outputs.student_VBK.flatten(0, 1), self.temperature))
 
 
 def nt_xent_loss(projections_RD: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:

@@ -47,12 +47,14 @@ class SimDINO(Objective):
     def make_head(self, dim: int) -> nn.Module:
         return SimDINOHead(dim, self.out_dim, self.head_width, self.head_layers)
 
-    def forward(self, seen: NetworkOutputs) -> LossOutput:
-        assert seen.teacher_2BK is not None
-        student_VBK, teacher_2BK = (at_least_float32(rows) for rows in (seen.student_VBK, seen.teacher_2BK.detach()))
+    def forward(self, outputs: NetworkOutputs) -> LossOutput:
+        assert outputs.teacher_2BK is not None
+        student_VBK, teacher_2BK = (
+            at_least_float32(rows) for rows in (outputs.student_VBK, outputs.teacher_2BK.detach())
+        )
         with torch.autocast(student_VBK.device.type, enabled=False):
             agreement = crossed_cosine(student_VBK, teacher_2BK)
-            large_2BK = seen.part.join(student_VBK[:NUM_GLOBAL])
+            large_2BK = outputs.part.join(student_VBK[:NUM_GLOBAL])
             rate = torch.stack([coding_rate(view_BK, self.eps) for view_BK in large_2BK]).mean()
         tiles, width = large_2BK.shape[1:]
         value = -agreement - (width + tiles) / (width * tiles) * rate
