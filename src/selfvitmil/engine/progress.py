@@ -1,11 +1,14 @@
-"""Progress of a map on standard error: a progress bar in a terminal, plain lines at intervals elsewhere."""
+"""Progress of a map: a bar in a terminal and in a notebook, plain lines on standard error elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from html import escape
+from typing import Any
 
 _LINE_EVERY_S = 10.0
+_NOTEBOOK_EVERY_S = 0.3
 _LINE_EVERY_SHARE = 0.05
 
 
@@ -99,9 +102,44 @@ class Bar(Progress):
         self._rich.update(self._task, completed=self._done, counts=self._counts())
 
 
+class NotebookBar(Progress):
+    """The same as a progress bar below a notebook's cell; needs IPython, which a notebook has, and no widgets."""
+
+    def __enter__(self) -> Progress:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._handle = display(self._bar(), display_id=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._show()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._shown_at >= _NOTEBOOK_EVERY_S or self._done == self._total
+
+    def _show(self) -> None:
+        self._shown_at, self._shown_done = time.monotonic(), self._done
+        self._handle.update(self._bar())
+
+    def _bar(self) -> Any:
+        from IPython.display import HTML  # pyright: ignore[reportMissingImports]
+
+        bar = f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress>'
+        took = _clock(time.monotonic() - self._began)
+        return HTML(f"<div>{escape(self._stage)} {bar} {escape(self._counts())}, {took}</div>")
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
 def show_progress(stage: str, unit: str, total: int, items_are: str = "slides") -> Progress:
-    """Return the kind that suits standard error, for use in a `with` statement."""
-    return (Bar if sys.stderr.isatty() else Progress)(stage, unit, total, items_are)
+    """Return the kind that suits where this runs, for use in a `with` statement."""
+    kind = NotebookBar if in_notebook() else Bar if sys.stderr.isatty() else Progress
+    return kind(stage, unit, total, items_are)
 
 
 def _number(value: float) -> str:
