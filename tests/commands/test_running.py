@@ -734,8 +734,8 @@ def test_the_plan_is_what_happens(study: Path):
         assert touched <= set(run_plan.pending(stage).todo)
         damaged = {slide for slide, name in names.items() if after[name][1] != before[name][1]}
         assert damaged <= touched
-    assert len(plan.pending("tile").todo) == 3
-    assert len(plan.pending("embed").todo) >= 3
+    assert len(run_plan.pending("tile").todo) == 3
+    assert len(run_plan.pending("embed").todo) >= 3
 
 
 # ---------------------------------------------------------------------------------------------------- read once
