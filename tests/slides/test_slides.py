@@ -35,9 +35,9 @@ from selfvitmil.engine import Engine, is_transient, work
 from selfvitmil.errors import ConfigError, MissingMppError, SlideError
 from selfvitmil.settings import EngineSettings, SlideSettings
 from selfvitmil.slides import SlideCache, SlideRef, base, fingerprint, jpegtiff, open_slide
-from selfvitmil.slides.check import CheckJob, check_slide
-from selfvitmil.slides.mpp import find_mpp
+from selfvitmil.slides.base import find_mpp
 from selfvitmil.slides.resample import Grid, _weighted, resample
+from selfvitmil.stages.check import CheckJob, check_slide
 
 # ---------------------------------------------------------------------------------------------------- making slides
 
@@ -956,7 +956,7 @@ def test_decoded_tiles_are_kept_and_bounded(plain: Path, monkeypatch: pytest.Mon
     slide.read_tile(8, 8, 32, 0.25)
     assert decoded == [0]
     slide.read_tile(0, 0, 300, 0.25)  # 25 tiles; 3 fit
-    assert cache.num_bytes == 3 * 64 * 64 * 3
+    assert cache._tiles.currsize == 3 * 64 * 64 * 3
     before = len(decoded)
     slide.read_tile(0, 0, 64, 0.25)
     assert len(decoded) == before + 1

@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
+
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.settings import SlideSettings, slide_mpp_problem
-from selfvitmil.slides.base import DAMAGED, Level, Slide, SlideInfo, levels_of, without_path
+from selfvitmil.slides.base import DAMAGED, Level, Slide, SlideInfo, find_mpp, levels_of, objective_power, without_path
 from selfvitmil.store.files import file_fingerprint, hash_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,6 @@ def open_slide(
     _check_file(path)
 
     from selfvitmil.slides import jpegtiff, openslide  # heavy, and not needed to list slides
-    from selfvitmil.slides.mpp import find_mpp, objective_power
 
     probe = openslide.probe(path)
     reason = "OpenSlide was requested"
@@ -174,6 +174,14 @@ def _files_of(path: Path) -> list[Path]:
     return [path]
 
 
+class _OpenSlides(LRUCache[SlideRef, Slide]):
+    def popitem(self) -> tuple[SlideRef, Slide]:
+        """Close the slide that was used longest ago."""
+        ref, slide = super().popitem()
+        slide.close()
+        return ref, slide
+
+
 class SlideCache:
     """LRU cache of at most `max_open` open slides.
 
@@ -185,30 +193,24 @@ class SlideCache:
             raise ConfigError(
                 f"cache of {max_open} slides", "max_open must be at least 1", "Use 1 or more", code="invalid-cache-size"
             )
-        self.max_open = max_open
-        self._slides: OrderedDict[SlideRef, Slide] = OrderedDict()
+        self._slides = _OpenSlides(max_open)
         self._lock = threading.Lock()
 
     def get(self, ref: SlideRef) -> Slide:
         """Return the slide, opened if necessary."""
         with self._lock:
             slide = self._slides.get(ref)
-            if slide is not None:
-                self._slides.move_to_end(ref)
-                return slide
+        if slide is not None:
+            return slide
         slide = ref.open()
         with self._lock:
-            slide = self._slides.setdefault(ref, slide)
-            while len(self._slides) > self.max_open:
-                self._slides.popitem(last=False)[1].close()
-        return slide
+            return self._slides.setdefault(ref, slide)
 
     def close(self) -> None:
         """Close all slides."""
         with self._lock:
-            for slide in self._slides.values():
-                slide.close()
-            self._slides.clear()
+            while self._slides:
+                self._slides.popitem()
 
     def __len__(self) -> int:
         return len(self._slides)

@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 import simplejpeg
 import tifffile
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from selfvitmil.errors import SlideError
@@ -231,8 +231,12 @@ def tiff_compression(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- cache
 
 
+TileKey = tuple[int, int, int, int]
+"""Number of the opening, level, tile, shrink factor."""
+
+
 class TileCache:
-    """LRU cache of decoded tiles. Thread-safe."""
+    """LRU cache of decoded tiles, limited by their bytes. Thread-safe."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
@@ -240,24 +244,17 @@ class TileCache:
 
     def clear(self) -> None:
         """Remove all tiles."""
-        self._tiles: OrderedDict[tuple[int, int, int, int], Pixels] = OrderedDict()
+        self._tiles: LRUCache[TileKey, Pixels] = LRUCache(self.max_bytes, getsizeof=lambda tile: tile.nbytes)
         self._lock = threading.Lock()
-        self.num_bytes = 0
 
-    def get(self, key: tuple[int, int, int, int]) -> Pixels | None:
+    def get(self, key: TileKey) -> Pixels | None:
         with self._lock:
-            tile = self._tiles.get(key)
-            if tile is not None:
-                self._tiles.move_to_end(key)
-            return tile
+            return self._tiles.get(key)
 
-    def put(self, key: tuple[int, int, int, int], tile: Pixels) -> None:
-        with self._lock:
-            if key not in self._tiles:
+    def put(self, key: TileKey, tile: Pixels) -> None:
+        if tile.nbytes <= self.max_bytes:
+            with self._lock:
                 self._tiles[key] = tile
-                self.num_bytes += tile.nbytes
-            while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._tiles.popitem(last=False)[1].nbytes
 
 
 _cache = TileCache(CACHE_BYTES)

@@ -16,12 +16,15 @@ two stains with the cell images of `cells`, `colour` converts these to pixels, `
 from selfvitmil.slides.synthetic.cohort import (
     PlannedTruth,
     SlidePlan,
+    SlideTruth,
     finish_cohort,
     make_cohort,
+    make_hostile,
+    make_slide,
     plan_cohort,
     write_planned,
+    write_sparse_slide,
 )
-from selfvitmil.slides.synthetic.slide import SlideTruth, make_hostile, make_slide, write_sparse_slide
 
 __all__ = [
     "PlannedTruth",

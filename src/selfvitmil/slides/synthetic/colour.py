@@ -14,10 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage, optimize
 
-from selfvitmil.slides.synthetic.anatomy import Anatomy
-from selfvitmil.slides.synthetic.cells import E_UNIT, H_UNIT, SENSOR_PX, Bytes, soft, textures
-from selfvitmil.slides.synthetic.grid import Map
-from selfvitmil.slides.synthetic.painter import TURNS, Maps, View, Window, paint, paint_both, windows
+from selfvitmil.slides.synthetic.anatomy import Anatomy, Map
+from selfvitmil.slides.synthetic.painter import (
+    E_UNIT,
+    H_UNIT,
+    SENSOR_PX,
+    TURNS,
+    Bytes,
+    Maps,
+    View,
+    Window,
+    paint,
+    paint_both,
+    soft,
+    textures,
+    windows,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from selfvitmil.errors import ConfigError
-from selfvitmil.slides.synthetic.cells import BLOCK_PX
+from selfvitmil.slides.synthetic.painter import BLOCK_PX
 from selfvitmil.store.files import atomic_path
 
 Layout = Literal["svs40", "svs20", "tiff"]
