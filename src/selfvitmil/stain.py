@@ -294,7 +294,7 @@ def apply_maps(images: Images, maps_B33: ArrayLike | torch.Tensor) -> Images:
     `maps_B33` are results of `StainFit.map_od`, as an array or as a tensor on any device (a CPU tensor avoids a
     synchronization). The identity leaves its image unchanged.
     """
-    maps = np.asarray(maps_B33 if not hasattr(maps_B33, "cpu") else maps_B33.cpu(), dtype=np.float64)  # pyright: ignore[reportAttributeAccessIssue]
+    maps = np.asarray(maps_B33 if not hasattr(maps_B33, "cpu") else maps_B33.cpu(), dtype=np.float64)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     if images.ndim != 4 or maps.shape != (len(images), 3, 3) or not np.isfinite(maps).all():
         raise StainError(
             f"stain transforms of shape {maps.shape} for images of shape {tuple(images.shape)}",
@@ -372,7 +372,7 @@ def _look_up_torch(images: Any, tables: NDArray[np.float32]) -> Any:
         )
     images_B3HW = images.reshape(-1, *images.shape[-3:])
     out_B3HW = torch.empty_like(images_B3HW)
-    tables_on_device = torch.from_numpy(tables).to(images.device)
+    tables_on_device = torch.from_numpy(tables).to(images.device)  # pyright: ignore[reportUnknownMemberType]
     if images.device.type == "cpu":  # one image at a time fits into the cache
         per_image = tables_on_device.expand(len(images_B3HW), -1, -1, -1)
         for image, table, out in zip(images_B3HW, per_image, out_B3HW, strict=True):
@@ -437,8 +437,10 @@ def normalize_or_keep(tile: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], bool]
         return tile, False
 
 
-def _check_pixels(pixels: NDArray[np.uint8]) -> None:
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim < 2 or pixels.shape[-1] != 3:
+def _check_pixels(pixels: NDArray[Any]) -> None:
+    # Callers may pass a list or a tensor, whatever the annotation says.
+    is_array = isinstance(pixels, np.ndarray)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_array or pixels.dtype != np.uint8 or pixels.ndim < 2 or pixels.shape[-1] != 3:
         raise StainError(
             f"cannot read the stain of {_describe(pixels)}",
             "expected uint8 pixels with RGB last",

@@ -11,6 +11,10 @@ slide; group `stain` with the slide's fit; file attributes `schema`, `format_ver
 and inputs), `settings` and `inputs` (JSON), from which a rerun finds what changed.
 """
 
+# scipy and h5py have no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import hashlib
@@ -28,7 +32,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from selfvitmil import annotations, stain
+from selfvitmil import stain
+from selfvitmil.annotations import box_coverage, mask_to_annotations, read_annotations, write_annotations
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
@@ -238,8 +243,8 @@ def tile_slide(job: TileJob) -> TiledSlide:
         write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, provenance)
     fine = tables[0]
     write_bytes(thumbnail_of(target), picture)
-    outline = annotations.mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
-    annotations.write_annotations(target.with_suffix(".geojson"), outline)
+    outline = mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
+    write_annotations(target.with_suffix(".geojson"), outline)
     write_tiles(target, fine, provenance)
     return TiledSlide(len(fine), outcome_of(freshness), fine.attributes)
 
@@ -331,8 +336,8 @@ def _annotated(
     """Return the tumour fraction of every candidate tile, how many the tissue filter drops, and notes for the user."""
     if path is None:
         return None, {}, []
-    regions = annotations.read_annotations(path, repair=True)
-    coverage = annotations.box_coverage(regions, boxes)
+    regions = read_annotations(path, repair=True)
+    coverage = box_coverage(regions, boxes)
     tumour, lost = coverage > 0, (coverage > 0) & ~kept
     notes = [
         f"{region.name or 'a polygon'} in {path.name} "

@@ -6,6 +6,10 @@ slide cropped so tightly that no glass is left counts as all tissue, with a warn
 of the mask can be written as GeoJSON, edited in QuPath and used instead (`tissue.method = "own"`).
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 
-from selfvitmil import annotations
+from selfvitmil.annotations import read_annotations, to_mask
 from selfvitmil.errors import TissueError
 from selfvitmil.geometry import size_at_mpp
 from selfvitmil.settings import TissueSettings
@@ -220,7 +224,7 @@ def _own_mask(slide: Slide, settings: TissueSettings, name: str, mpp: float) -> 
 
 
 def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float) -> Mask:
-    regions = annotations.read_annotations(path)
+    regions = read_annotations(path)
     out = [region for region in regions if any(fnmatchcase(region.group, pattern) for pattern in exclude)]
     inside = [region for region in regions if region not in out]
     if not inside:
@@ -231,9 +235,7 @@ def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float
             code="empty-tissue-mask",
         )
     frame = (slide.size_l0, slide.mpp, mpp)
-    tissue, other = (
-        annotations.to_mask(some, *frame, groups={region.group for region in some}) for some in (inside, out)
-    )
+    tissue, other = (to_mask(some, *frame, groups={region.group for region in some}) for some in (inside, out))
     return tissue & ~other
 
 

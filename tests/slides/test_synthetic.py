@@ -41,8 +41,7 @@ GOLDEN_MEANS = [
     [197.857, 166.507, 201.739, 156.966, 109.552, 173.896, 160.791, 118.234, 177.773, 195.578, 166.764, 202.013],
     [221.711, 199.766, 218.087, 182.052, 145.556, 190.527, 180.735, 145.044, 191.255, 226.817, 213.769, 226.242],
 ]
-"""Mean red, green, blue of the 4 x 4 squares of 256 px of `make_slide(seed=4, size=SMALL, lesions=1, lesion_um=(80, 120))`,
-as rendered since version 0.1."""
+"""Mean red, green, blue of the 4 x 4 squares of 256 px of the slide of seed 4 below, as rendered since version 0.1."""
 
 
 def pixels_of(path: Path, level: int = 0) -> NDArray[np.uint8]:

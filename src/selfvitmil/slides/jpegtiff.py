@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import simplejpeg
+import simplejpeg  # pyright: ignore[reportMissingTypeStubs]
 import tifffile
 from cachetools import LRUCache
 from numpy.typing import NDArray

@@ -165,7 +165,8 @@ def _weighted(source: NDArray[Any], grid: Grid) -> Pixels:
 @lru_cache(maxsize=64)
 def _weights(start: float, num_out: int, factor: float, num_in: int, channels: int) -> Any:
     """Return a sparse (num_out * channels, num_in * channels) matrix: weights of source pixels along one axis."""
-    from scipy import sparse  # slow to import, and not needed for whole factors
+    # Slow to import, and not needed for whole factors. scipy has no types.
+    from scipy import sparse  # pyright: ignore[reportMissingTypeStubs]
 
     edges = start + np.arange(num_out + 1) * factor
     if factor >= AREA_FROM:

@@ -8,6 +8,10 @@ pixels from (j * step_px, i * step_px).
 Normal tissue is planned everywhere, also under lesions: they inherit some of its colour variation.
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import math

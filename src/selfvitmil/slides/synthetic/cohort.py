@@ -192,7 +192,7 @@ def write_sparse_slide(
     origins = _spread(size_l0, edge, copies)
     glass = np.broadcast_to(np.array([*np.round(scene.stain.glass), 0], np.uint8), (form.tile_px, form.tile_px, 4))
     blank = encode_jpeg(glass, form.jpeg_subsampling, quality)
-    levels = []
+    levels: list[EncodedLevel] = []
     for k, small in enumerate(node.levels):
         downsample = form.step**k
         size = (size_l0[0] // downsample, size_l0[1] // downsample)

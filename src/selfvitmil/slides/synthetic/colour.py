@@ -6,6 +6,10 @@ finds the strengths of the two stains that give lesions the usual colour of the 
 local gain per channel that ensures this in every part of each lesion.
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

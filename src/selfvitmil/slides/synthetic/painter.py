@@ -4,12 +4,17 @@ A window depends only on the plan and its position, so windows join without seam
 little memory. Cells are images from a fixed collection, stamped into the window. Colours are added later.
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import scipy.fft
@@ -462,7 +467,7 @@ def _drop(h_map: Bytes, e_map: Bytes, stamp: Stamp, cx: int, cy: int, flips: int
             np.copyto(e_map[y0:y1, x0:x1], _flipped(stamp.eosin, flips)[cut], where=mask)
 
 
-def _flipped(picture: NDArray, flips: int) -> NDArray:
+def _flipped(picture: NDArray[Any], flips: int) -> NDArray[Any]:
     """Return one of the eight orientations of a square image."""
     if flips & 1:
         picture = picture[::-1]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 import numpy as np
-import simplejpeg
+import simplejpeg  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 from PIL import Image
 
