@@ -724,8 +724,8 @@ def test_named_slides_and_other_parts(work: StudyAt):
     summary = work.run(localize_stage.localize, "mine", [trained_on, work.test_slides[0]])
     maps = work.maps("mine")
     assert set(maps) == {trained_on, work.test_slides[0]}
-    assert maps[trained_on].verdict.part in ("train", "val")
-    if maps[trained_on].verdict.part == "train":
+    assert maps[trained_on].prediction.part in ("train", "val")
+    if maps[trained_on].prediction.part == "train":
         assert any("were trained on" in line for line in summary.notes)
     work.run(localize_stage.localize, "others", localize={"parts": ["val"]})
     config = json.loads(next(work.study.rglob("seed0/config.json")).read_text())
