@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from selfvitmil import open_slide
+from selfvitmil import errors, open_slide
 from selfvitmil.errors import CohortError, CohortProblems, SlideError, raise_problems
+from selfvitmil.stages.base import say_nothing_done
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCE = Path(errors.__file__).parent
 
 
 def test_error_says_what_why_and_how():
@@ -56,6 +59,29 @@ def test_errors_page_lists_every_code(monkeypatch: pytest.MonkeyPatch):
     )
     assert listed == raised, "run `python docs/make_errors_page.py`"
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code, _ in raised)
+
+
+def test_every_error_in_the_source_has_a_code():
+    """Also an error that is only constructed here, as it is raised elsewhere; a code may be passed on as a variable."""
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"CohortProblems"}
+    without = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in classes and "code" not in {keyword.arg for keyword in node.keywords}:
+                    without.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {name} without code=")
+    assert not without, "\n".join(without)
+
+
+def test_copy_of_an_error_that_says_nothing_was_done_keeps_code_and_fields():
+    problem = CohortError("a", code="one-class")
+    several = CohortProblems("what", "why", "Fix them", problems=(problem,))
+    changed = say_nothing_done(several, several.how)
+    assert (changed.code, changed.what, changed.how) == ("several-problems", "what", "Fix them. Nothing was done")
+    assert isinstance(changed, CohortProblems)
+    assert changed.problems == (problem,)
+    assert pickle.loads(pickle.dumps(changed)).how == changed.how
 
 
 def test_missing_slide_has_the_documented_code(tmp_path: Path):

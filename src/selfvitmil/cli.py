@@ -430,7 +430,9 @@ def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
     two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
     if vectors.features is not None and (vectors.encoder is not None or two_scales):
         raise ConfigError(
-            "--features goes neither with --encoder nor with --two-scales", "it names the features already"
+            "--features goes neither with --encoder nor with --two-scales",
+            "it names the features already",
+            code="conflicting-flags",
         )
     cohort, labels = given.cohort, given.labels
     if vectors.features is not None and cohort is None:
@@ -588,7 +590,7 @@ def view(
         folder = {"slides": slides or (), "top_mpp": export_mpp}
         return _end([view_command.export_view(opened, export, **folder, pseudonyms=pseudonyms, say=_say)])
     if slides:
-        raise ConfigError("--slides goes with --export only", "the viewer shows all slides")
+        raise ConfigError("--slides goes with --export only", "the viewer shows all slides", code="conflicting-flags")
     place = {"host": host, "port": port, "require_token": require_token}
     return _end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=_say)])
 

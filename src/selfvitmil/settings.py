@@ -847,7 +847,12 @@ def with_user_engine(flags: Mapping[str, Any], in_study: Any = None) -> dict[str
     told = read_toml(path)
     if other := [key for key in told if key != "engine"]:
         what = f"{path.name} in {path.parent}: it holds {', '.join(other)}"
-        raise ConfigError(what, "this file is for the section [engine] alone", "Put other settings into study.toml")
+        raise ConfigError(
+            what,
+            "this file is for the section [engine] alone",
+            "Put other settings into study.toml",
+            code="engine-file-sections",
+        )
     parse(told, str(path))
     return _overlay({"engine": told.get("engine", {})}, flags)
 
@@ -862,6 +867,7 @@ def check_study_engine(told: Mapping[str, Any], source: str) -> None:
             f"{source}: it sets {', '.join(forbidden)}",
             "a study may come from somebody else, and these settings start programs or connect to other machines",
             f"Give them as flags, or move them to {user_engine_file()}, which holds for all your studies",
+            code="study-engine-forbidden",
         )
 
 
@@ -886,7 +892,9 @@ def parse(values: Mapping[str, Any], source: str) -> StudySettings:
     try:
         return StudySettings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}", how="`selfvitmil run --help` lists all settings") from None
+        raise ConfigError(
+            f"{source}: {describe(error)}", how="`selfvitmil run --help` lists all settings", code="invalid-settings"
+        ) from None
 
 
 def describe(error: ValidationError) -> str:
@@ -899,7 +907,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path.name}: cannot be read as TOML ({error})", how="Correct the file") from None
+        raise ConfigError(
+            f"{path.name}: cannot be read as TOML ({error})", how="Correct the file", code="unreadable-toml"
+        ) from None
 
 
 def to_toml(settings: Settings, sections: set[str] | dict[str, set[str]] | None = None) -> str:

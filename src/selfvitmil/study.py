@@ -250,6 +250,7 @@ def _find_cohort(root: Path, source: CohortSource, stored: Cohort | None) -> tup
                 f"{root.name}: this study has no cohort.csv yet",
                 "so there is nothing to work on",
                 "Give --cohort with a folder of slides or a table of them",
+                code="no-cohort",
             )
         _refuse_idle_flags(source)
         if source.labels is None:
@@ -284,12 +285,14 @@ def _refuse_idle_flags(source: CohortSource) -> None:
             f"--slides-folder {source.slides_folder.name} without a table that needs it",
             "the study's cohort.csv names the files of its slides itself",
             "Give the table with --cohort, or correct the column path of cohort.csv",
+            code="slides-folder-without-table",
         )
     if source.label_column is not None and source.labels is None:
         raise ConfigError(
             f"--label-column {source.label_column} without a table of labels",
             "in the study's cohort.csv the column of the label is `label`",
             "Give the table with --labels",
+            code="label-column-without-table",
         )
 
 
@@ -373,7 +376,7 @@ def choose_features(study: Path, tiling: str, wanted: str | None, settings: Stud
         if name not in (*names, *all_names):
             of_layout = f" with layout {layout}" if layout is not None else ""
             what = f"{study.name}: no vectors of encoder {wanted!r}{of_layout} for tiles {tiling}"
-            raise ConfigError(what, listed, "Run `selfvitmil embed` first, or name another encoder")
+            raise ConfigError(what, listed, "Run `selfvitmil embed` first, or name another encoder", code="no-features")
         return name
     names = [name for name in names if name != MEAN_COLOR and not name.startswith(UNTRAINED)]  # nobody means these
     if layout is not None:
@@ -381,7 +384,9 @@ def choose_features(study: Path, tiling: str, wanted: str | None, settings: Stud
     if len(names) != 1:
         of_layout = f" (layout {layout})" if layout is not None else ""
         what = f"{study.name}: it is not clear which vectors of tiles {tiling}{of_layout} to learn from"
-        raise ConfigError(what, listed, "Give --encoder, or --features with a folder of feature files")
+        raise ConfigError(
+            what, listed, "Give --encoder, or --features with a folder of feature files", code="ambiguous-features"
+        )
     return names[0]
 
 
@@ -411,7 +416,12 @@ def coarse_mpp(tile: TileSettings) -> float:
     """Microns per pixel of the coarser of two scales; ConfigError where there is one scale only."""
     if not tile.parent_mpp:
         why = "tile.parent_mpp names no coarser scale"
-        raise ConfigError("vectors of two scales were asked for", why, "Tile and embed with tile.parent_mpp, e.g. 2.0")
+        raise ConfigError(
+            "vectors of two scales were asked for",
+            why,
+            "Tile and embed with tile.parent_mpp, e.g. 2.0",
+            code="no-parent-tiles",
+        )
     return tile.parent_mpp[0]
 
 
@@ -448,6 +458,7 @@ def _check_split_encoders(features: Features, splits: Sequence[Split]) -> None:
             "Use the splits that they were trained for (train.split, train.folds), train others with `selfvitmil "
             f"pretrain --pretrain.per-split` and another --name, or name one, as --encoder {features.encoder}_"
             f"{next(iter(features.by_split))}",
+            code="missing-split-encoders",
         )
 
 
@@ -505,7 +516,10 @@ def features_name(source: str, layout: str | None) -> str:
     name = encoder_name(source)
     if split_features_name(name)[1] is not None:
         raise ConfigError(
-            f"encoder {name}: its name ends like a layout", "features folders of layouts end so", "Rename the encoder"
+            f"encoder {name}: its name ends like a layout",
+            "features folders of layouts end so",
+            "Rename the encoder",
+            code="encoder-named-like-layout",
         )
     return name if layout is None else f"{name}{LAYOUT_MARK}{layout.replace('+', '-')}"
 

@@ -288,7 +288,9 @@ class TransMIL(Aggregator):
             landmarks = max(1, hidden // 2)
         check_range("landmarks", landmarks, 1, whole=True)
         if hidden % heads:
-            raise ConfigError(f"hidden={hidden} with heads={heads}", "hidden must be a multiple of heads")
+            raise ConfigError(
+                f"hidden={hidden} with heads={heads}", "hidden must be a multiple of heads", code="invalid-heads"
+            )
         self.needs_coordinates = coordinates
         self.is_order_dependent = not coordinates
         self.waits_for_device = coordinates  # the grid size is read on the host
@@ -430,6 +432,7 @@ def coordinate_grid(coords_N2: Tensor) -> Grid:
             f"{len(cells_N2)} tiles on a grid of {columns} x {rows}",
             "the coordinates do not lie on one regular grid",
             how,
+            code="irregular-grid",
         )
     cell_N, order_N = (cells_N2[:, 1] * columns + cells_N2[:, 0]).sort(stable=True)
     return Grid(order_N, cell_N, columns, rows)

@@ -118,7 +118,7 @@ class BagStore:
         if bag not in self._coords:
             if bag.coords is None:
                 why, how = "this aggregator was built with coordinates=True", "Build it with coordinates=False"
-                raise BagError(f"{bag.slide}: its feature file has no coordinates", why, how)
+                raise BagError(f"{bag.slide}: its feature file has no coordinates", why, how, code="bag-without-coords")
             self._coords[bag] = torch.from_numpy(np.array(bag.coords)).to(self.device)
         return self._coords[bag]
 
@@ -136,7 +136,9 @@ class BagStore:
         for bag, is_finite in zip(bags, finite, strict=True):
             if not is_finite:
                 check_bag(bag)  # its message names the row
-                raise BagError(f"{bag.slide}: its values are too large", "their variance overflows")
+                raise BagError(
+                    f"{bag.slide}: its values are too large", "their variance overflows", code="value-overflow"
+                )
 
     def moments(self, bag: Bag) -> Moments:
         """Return mean and sum of squared deviations of the bag's embeddings."""

@@ -94,7 +94,9 @@ class Aggregator(nn.Module):
         super().__init__()
         for what, value in (("dim", dim), ("num_classes", num_classes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{what}={value!r}", "it must be a positive integer")
+                raise ConfigError(
+                    f"{what}={value!r}", "it must be a positive integer", code="invalid-aggregator-setting"
+                )
         self.dim = dim
         self.num_classes = num_classes
         self.standardize = standardize
@@ -161,17 +163,23 @@ class Aggregator(nn.Module):
         if given.ndim > 0 and given.numel() == self.num_classes:
             return given.reshape(-1).to(like.dtype)
         if given.numel() != 1:
-            raise ConfigError(f"a label of shape {tuple(given.shape)} for {self.num_classes} classes")
+            raise ConfigError(
+                f"a label of shape {tuple(given.shape)} for {self.num_classes} classes", code="invalid-label"
+            )
         if self.num_classes == 1:
             return given.reshape(1).to(like.dtype)
         if not isinstance(label, Tensor) and not (0 <= label < self.num_classes and label == int(label)):
-            raise ConfigError(f"label {label!r} for {self.num_classes} classes", how="Classes are numbered from 0")
+            raise ConfigError(
+                f"label {label!r} for {self.num_classes} classes",
+                how="Classes are numbered from 0",
+                code="invalid-label",
+            )
         return (torch.arange(self.num_classes, device=like.device) == given).to(like.dtype).reshape(-1)
 
     def set_standardization(self, mean_D: Tensor, std_D: Tensor) -> None:
         """Standardize inputs as (h - mean) / std from now on; a constant dimension (std 0) is only centred."""
         if not self.standardize:
-            raise ConfigError("this aggregator was built without standardize=True")
+            raise ConfigError("this aggregator was built without standardize=True", code="not-standardized")
         with torch.no_grad():
             self.input_mean_D.copy_(mean_D)
             self.input_std_D.copy_(torch.where(std_D > 0, std_D, torch.ones_like(std_D)))
@@ -179,20 +187,29 @@ class Aggregator(nn.Module):
     def _check(self, bag_ND: Tensor, coords_N2: Tensor | None) -> None:
         if bag_ND.ndim != 2 or not bag_ND.is_floating_point():
             shape = tuple(bag_ND.shape)
-            raise BagError(f"a bag of shape {shape} and {bag_ND.dtype}", "one bag is (instances, dimensions) of floats")
+            raise BagError(
+                f"a bag of shape {shape} and {bag_ND.dtype}",
+                "one bag is (instances, dimensions) of floats",
+                code="invalid-bag-shape",
+            )
         if bag_ND.shape[0] == 0:
-            raise BagError("a bag without instances", "there is nothing to aggregate", "Exclude the slide")
+            raise BagError(
+                "a bag without instances", "there is nothing to aggregate", "Exclude the slide", code="empty-bag"
+            )
         if bag_ND.shape[1] != self.dim:
             why = f"this aggregator was built for {self.dim}"
             raise BagError(
-                f"embeddings of {bag_ND.shape[1]} dimensions", why, "Use the encoder that it was trained with"
+                f"embeddings of {bag_ND.shape[1]} dimensions",
+                why,
+                "Use the encoder that it was trained with",
+                code="dimension-mismatch",
             )
         if coords_N2 is not None and tuple(coords_N2.shape) != (bag_ND.shape[0], 2):
             why = f"{bag_ND.shape[0]} instances need one (x, y) each"
-            raise BagError(f"coordinates of shape {tuple(coords_N2.shape)}", why)
+            raise BagError(f"coordinates of shape {tuple(coords_N2.shape)}", why, code="invalid-coords-shape")
         if coords_N2 is None and self.needs_coordinates:
             why, how = "this aggregator was built with coordinates=True", "Pass coords_N2, or build it without"
-            raise BagError("a bag without coordinates", why, how)
+            raise BagError("a bag without coordinates", why, how, code="bag-without-coords")
 
 
 # ---------------------------------------------------------------------------------------------------- registry
@@ -243,7 +260,11 @@ def settings_of(name: str) -> dict[str, Any]:
     """Return the settings of a method with their defaults; raise ConfigError for an unknown name."""
     if name not in _REGISTRY:
         known = sorted(_REGISTRY)
-        raise ConfigError(f"unknown aggregator {name!r}{nearest(name, known)}", how=f"There are {', '.join(known)}")
+        raise ConfigError(
+            f"unknown aggregator {name!r}{nearest(name, known)}",
+            how=f"There are {', '.join(known)}",
+            code="unknown-aggregator",
+        )
     parameters = inspect.signature(_REGISTRY[name]).parameters.values()
     return {each.name: each.default for each in parameters if each.name not in ("dim", "num_classes")}
 
@@ -259,7 +280,11 @@ def build(name: str, dim: int, num_classes: int, **settings: Any) -> Aggregator:
     for key in settings:
         if key not in defaults:
             how = f"{name} has {', '.join(defaults)}"
-            raise ConfigError(f"unknown setting {key!r} of aggregator {name}{nearest(key, list(defaults))}", how=how)
+            raise ConfigError(
+                f"unknown setting {key!r} of aggregator {name}{nearest(key, list(defaults))}",
+                how=how,
+                code="unknown-aggregator-setting",
+            )
     return _REGISTRY[name](dim, num_classes, **settings)
 
 
@@ -273,7 +298,11 @@ def check_choice(setting: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         meant = nearest(value, [each for each in choices if isinstance(each, str)]) if isinstance(value, str) else ""
-        raise ConfigError(f"{setting}={value!r}{meant}", how=f"Choose one of {', '.join(map(repr, choices))}")
+        raise ConfigError(
+            f"{setting}={value!r}{meant}",
+            how=f"Choose one of {', '.join(map(repr, choices))}",
+            code="invalid-aggregator-setting",
+        )
 
 
 def check_range(setting: str, value: float, low: float, high: float = float("inf"), whole: bool = False) -> None:
@@ -282,4 +311,8 @@ def check_range(setting: str, value: float, low: float, high: float = float("inf
     if not number or not low <= value <= high or (whole and value != int(value)):
         kind = "integer" if whole else "number"
         span = f"of at least {low}" if high == float("inf") else f"from {low} to {high}"
-        raise ConfigError(f"{setting}={value!r}", f"it must be {'an' if whole else 'a'} {kind} {span}")
+        raise ConfigError(
+            f"{setting}={value!r}",
+            f"it must be {'an' if whole else 'a'} {kind} {span}",
+            code="invalid-aggregator-setting",
+        )

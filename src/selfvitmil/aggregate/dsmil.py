@@ -145,10 +145,18 @@ class DSMIL(Aggregator):
         check_choice("evidence", evidence, tuple(EVIDENCE))
         if num_classes > 1 and evidence in ("positive", "negative"):
             why = "there is no single positive class: some classes may not appear in any tile"
-            raise ConfigError(f"evidence={evidence!r} with {num_classes} classes", why, "Choose 'free' or 'average'")
+            raise ConfigError(
+                f"evidence={evidence!r} with {num_classes} classes",
+                why,
+                "Choose 'free' or 'average'",
+                code="invalid-evidence",
+            )
         if dropout and v == "identity":
             raise ConfigError(
-                f"dropout={dropout} with v='identity'", "dropout acts on the input of v", "Choose another v"
+                f"dropout={dropout} with v='identity'",
+                "dropout acts on the input of v",
+                "Choose another v",
+                code="invalid-dropout",
             )
         self.top = top
         self.score = score
@@ -380,7 +388,12 @@ def load_dsmil(source: Mapping[str, Any] | str | Path, **settings: Any) -> Aggre
     for name in ("i_classifier.fc.0.weight", f"b_classifier.q.{'0.' if mlp else ''}weight", "b_classifier.fcc.weight"):
         if name not in state:
             why = f"it has no {name}, but {', '.join(sorted(state)[:4]) or 'nothing'} ..."
-            raise ConfigError("not a DSMIL checkpoint", why, "Pass the aggregator's weights, not the embedder's")
+            raise ConfigError(
+                "not a DSMIL checkpoint",
+                why,
+                "Pass the aggregator's weights, not the embedder's",
+                code="not-a-dsmil-checkpoint",
+            )
     num_classes, dim = state["i_classifier.fc.0.weight"].shape
     query_dim = len(state["b_classifier.q.0.weight" if mlp else "b_classifier.q.weight"])
     width = state["b_classifier.fcc.weight"].shape[-1]
@@ -401,7 +414,9 @@ def load_dsmil(source: Mapping[str, Any] | str | Path, **settings: Any) -> Aggre
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ConfigError("the DSMIL checkpoint has inconsistent shapes", " ".join(str(error).split())) from None
+        raise ConfigError(
+            "the DSMIL checkpoint has inconsistent shapes", " ".join(str(error).split()), code="inconsistent-checkpoint"
+        ) from None
     return module
 
 
@@ -411,7 +426,11 @@ def _read_state(source: Mapping[str, Any] | str | Path) -> dict[str, Tensor]:
             source = load_torch(Path(source))
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{Path(str(source)).name}: the weights cannot be read", first_line) from None
+            raise ConfigError(
+                f"{Path(str(source)).name}: the weights cannot be read", first_line, code="unreadable-weights"
+            ) from None
         if not isinstance(source, Mapping):
-            raise ConfigError("not a DSMIL checkpoint", f"the file holds a {type(source).__name__}")
+            raise ConfigError(
+                "not a DSMIL checkpoint", f"the file holds a {type(source).__name__}", code="not-a-dsmil-checkpoint"
+            )
     return {str(name).removeprefix("module."): torch.as_tensor(value) for name, value in source.items()}

@@ -338,7 +338,7 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     for key in asked:
         if key not in known and key not in _OVERRULED:
             what = f"unknown setting {key!r} of aggregator {name}{nearest(key, [*known, *_OVERRULED])}"
-            raise ConfigError(what, how=f"{name} has {', '.join(known)}")
+            raise ConfigError(what, how=f"{name} has {', '.join(known)}", code="unknown-aggregator-setting")
     given |= _checked_numbers(name, {key: value for key, value in asked.items() if key in _OVERRULED})
     options = {**recipe.options, **{key: value for key, value in asked.items() if key not in _OVERRULED}}
     if "lr" in given:
@@ -353,7 +353,9 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
         _check_lr(recipe)
     if recipe.warmup_epochs >= recipe.epochs:
         why = f"it must be less than the number of epochs, {recipe.epochs}"
-        raise ConfigError(f"warmup_epochs={recipe.warmup_epochs}", why, "Set train.warmup_epochs to fewer")
+        raise ConfigError(
+            f"warmup_epochs={recipe.warmup_epochs}", why, "Set train.warmup_epochs to fewer", code="invalid-warmup"
+        )
     return recipe
 
 
@@ -363,6 +365,7 @@ def _check_lr(recipe: Recipe, which: str = "") -> None:
             f"min_lr={recipe.min_lr:g} above lr={recipe.lr:g}{which}",
             "the learning rate falls towards min_lr",
             "Lower train.min_lr, or set train.lr too",
+            code="invalid-lr",
         )
 
 
@@ -371,7 +374,7 @@ def _checked_numbers(name: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
     try:
         checked = TrainSettings.model_validate(dict(numbers))
     except ValidationError as error:
-        raise ConfigError(f"train.options.{name}: {describe(error)}") from None
+        raise ConfigError(f"train.options.{name}: {describe(error)}", code="invalid-train-options") from None
     return {key: getattr(checked, key) for key in numbers}
 
 

@@ -119,7 +119,7 @@ def _passes(module: Aggregator, bags: Sequence[Bag], store: BagStore) -> Iterato
         if bag.dim != module.dim:
             why = f"the aggregator was trained on {module.dim}"
             what, how = f"{bag.slide}: embeddings of {bag.dim} dimensions", "Use the encoder it was trained with"
-            raise BagError(what, why, how)
+            raise BagError(what, why, how, code="dimension-mismatch")
     store.check(bags)
     module = copy.deepcopy(module).to(store.device).eval()
     for bag, following in zip(bags, [*bags[1:], None], strict=False):
@@ -166,6 +166,7 @@ def check_effect(bag: Bag) -> None:
             f"{bag.slide}: {len(bag)} tiles are too many for leave-one-out effects",
             f"each tile costs one forward pass over the whole bag; the limit is {MAX_EFFECT_INSTANCES}",
             "Use attention or tile scores for the heatmap instead (localize.score)",
+            code="too-many-tiles",
         )
 
 

@@ -137,27 +137,38 @@ def _check_cohort(training: Sequence[LabelledBag], validation: Sequence[Labelled
     """Return the feature dimension of all bags; raise ConfigError or BagError where they cannot be used together."""
     if not validation:
         why = "the epoch is chosen on them"
-        raise ConfigError("no validation bags", why, "Keep some slides for validation (train.validation)")
+        raise ConfigError(
+            "no validation bags", why, "Keep some slides for validation (train.validation)", code="no-validation-bags"
+        )
     if not training:
-        raise ConfigError("no training bags")
+        raise ConfigError("no training bags", code="no-training-bags")
     twice = sorted({each.slide for each in training} & {each.slide for each in validation})
     if twice:
         why = "validation on training slides would hide overfitting"
-        raise ConfigError(f"{_listed(twice)} both in training and in validation", why, "Split again, by patient")
+        raise ConfigError(
+            f"{_listed(twice)} both in training and in validation",
+            why,
+            "Split again, by patient",
+            code="slide-in-several-splits",
+        )
     for each in (*training, *validation):
         if not 0 <= each.label < max(num_classes, 2) or each.label != int(each.label):
             why = f"classes are numbered from 0 to {max(num_classes, 2) - 1}"
-            raise ConfigError(f"{each.slide}: label {each.label!r}", why)
+            raise ConfigError(f"{each.slide}: label {each.label!r}", why, code="invalid-label")
     present = sorted({each.label for each in training})
     if len(present) == 1:
         why = f"all {len(training)} training slides are of class {present[0]}"
-        raise ConfigError("one class only in training", why, "Add training slides of another class, or split again")
+        raise ConfigError(
+            "one class only in training", why, "Add training slides of another class, or split again", code="one-class"
+        )
     slides_of: dict[int, list[str]] = defaultdict(list)
     for each in (*training, *validation):
         slides_of[each.bag.dim].append(each.slide)
     if len(slides_of) > 1:
         why = "; ".join(f"{dim} in {_listed(slides)}" for dim, slides in sorted(slides_of.items()))
-        raise BagError("embeddings of several dimensions", why, "Embed all slides with one encoder")
+        raise BagError(
+            "embeddings of several dimensions", why, "Embed all slides with one encoder", code="mixed-embeddings"
+        )
     return training[0].bag.dim
 
 
@@ -354,7 +365,9 @@ def _check_losses(epoch: int, buffers: TrainingBuffers, losses: Floats, order: I
         first = next(buffers.bags[index].slide for index in order if not math.isfinite(losses[index]))
         why = "training has diverged"
         how = "Lower train.lr, or set train.clip_grad 1 or train.standardize true"
-        raise ConfigError(f"{first}: the loss is not a finite number in epoch {epoch}", why, how)
+        raise ConfigError(
+            f"{first}: the loss is not a finite number in epoch {epoch}", why, how, code="training-diverged"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- model folder
@@ -393,7 +406,9 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
         config = read_json(folder / "config.json")
         if config["format_version"] != FORMAT_VERSION:
             why = f"its format is version {config['format_version']}, this program reads {FORMAT_VERSION}"
-            raise ArtefactError(f"{folder.name}: an aggregator of another format version", why, how)
+            raise ArtefactError(
+                f"{folder.name}: an aggregator of another format version", why, how, code="other-format-version"
+            )
         state = safetensors.torch.load_file(folder / "model.safetensors")
         with torch.device("meta"):  # no allocation: the config may claim any size
             expected = build(**config["aggregator"]).state_dict()
@@ -405,10 +420,12 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
         module.load_state_dict(state)
     except FileNotFoundError as error:
         why = f"it has no {Path(str(error.filename or 'model.safetensors')).name}"
-        raise ArtefactError(f"{folder.name}: no trained aggregator", why, how) from None
+        raise ArtefactError(f"{folder.name}: no trained aggregator", why, how, code="no-model") from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ConfigError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ArtefactError(f"{folder.name}: the aggregator cannot be read", why, how) from None
+        raise ArtefactError(
+            f"{folder.name}: the aggregator cannot be read", why, how, code="unreadable-model"
+        ) from None
     return module.eval(), config
 
 

@@ -32,7 +32,7 @@ def export(study: Study, encoder: str, out: Path, to: str, engine: Engine, dtype
     folder = study.layout.features(study.tiling, name)
     if not folder.is_dir():
         what = f"{study.name}: there are no vectors of encoder {encoder!r} for tiles {study.tiling}"
-        raise ConfigError(what, how="Run `selfvitmil embed` first, or name another encoder")
+        raise ConfigError(what, how="Run `selfvitmil embed` first, or name another encoder", code="no-features")
     with study.lock("export"):
         jobs, stage = plan_export(folder, out, to, dtype), f"export {to}"
         done, failures = map_slides(engine, study.root, stage, export_slide, jobs, unit="tiles", count=num_tiles)

@@ -36,7 +36,10 @@ def init(study: Path, preset: str = "default") -> InitResult:
     path = StudyLayout(study).settings
     if path.exists():
         raise ConfigError(
-            f"{study.name}: there is a study.toml already", "it is not overwritten", "Edit it, or remove it first"
+            f"{study.name}: there is a study.toml already",
+            "it is not overwritten",
+            "Edit it, or remove it first",
+            code="study-exists",
         )
     write_text(path, commented_settings(preset))
     return InitResult(study, StudyLayout(study).cohort.exists())

@@ -165,7 +165,9 @@ def _tables(study: Path, features: Features, trial: Trial, settings: StudySettin
         path = folder / f"{case.slide}.h5"
         if not path.exists():
             why = "a package tells what the training slides were like"
-            raise ArtefactError(f"{case.slide}: its tile table is gone", why, "Run `selfvitmil tile` again")
+            raise ArtefactError(
+                f"{case.slide}: its tile table is gone", why, "Run `selfvitmil tile` again", code="no-tile-table"
+            )
         tables[case.slide] = table = read_tiles(path)
         made_from = json.loads(read_bag(features.files[case.slide]).attributes.get("made_from", "{}"))
         if made_from.get("tiles") != table.digest:
@@ -188,7 +190,7 @@ def _carried_settings(
     others = [slide for slide, each in told.items() if each != first]
     if others:
         what = f"tile tables made with different settings, as those of {listing(others, 3)}"
-        raise ArtefactError(what, "a package has one way to cut a slide", AGAIN)
+        raise ArtefactError(what, "a package has one way to cut a slide", AGAIN, code="mixed-tile-settings")
     if first["tissue"]["method"] == "own":
         raise ConfigError(
             "tissue.method 'own' with package",
@@ -256,6 +258,7 @@ def _scale(
             f"{plain}: this encoder is not in the study's folder encoders/",
             "a package carries its encoder along",
             "Give --encoder with what `selfvitmil embed` was given: a folder, a checkpoint, a timm or hub name",
+            code="encoder-not-in-study",
         )
     encoder = load_encoder(source, layout=layout)
     identity = encoder.identity()

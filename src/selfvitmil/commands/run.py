@@ -204,6 +204,7 @@ def _refuse_torchrun() -> None:
             "`run` was started by torchrun",
             "only pretraining is for several processes at once",
             "Use torchrun with `selfvitmil pretrain`; `run` then finds the encoder and goes on",
+            code="run-under-torchrun",
         )
 
 
@@ -235,6 +236,7 @@ def _store_cohort(study: Study) -> None:
             f"{study.name}: nothing can be written into this study ({error.reason})",
             "so nothing was done",
             f"{error.how}. `selfvitmil status` and `plan` need to read only",
+            code="not-writable",
         ) from None
 
 
@@ -279,6 +281,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
                 f"{section}.device is {wanted}, and no GPU can be used here{gone}",
                 "so nothing was done",
                 f"Use --{section}.device auto to go on with the CPU; `selfvitmil doctor` looks for the GPU",
+                code="device-unavailable",
             )
         try:
             choose_device(wanted)
@@ -287,6 +290,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
                 f"{section}.device {wanted!r} cannot be used here",
                 "so nothing was done",
                 f"Use --{section}.device auto; others are cpu, cuda, and cuda:1 for the second GPU",
+                code="device-unavailable",
             ) from None
     lines: list[str] = []
     if before is not None and before.device != "CPU" and device == "CPU" and busy:

@@ -67,7 +67,11 @@ class Request:
         if self.until is None:
             return tuple(stages)
         if self.until not in names:
-            raise ConfigError(f"--until {self.until}: this run has no such stage", how=f"It has {', '.join(names)}")
+            raise ConfigError(
+                f"--until {self.until}: this run has no such stage",
+                how=f"It has {', '.join(names)}",
+                code="unknown-stage",
+            )
         return tuple(stages[: names.index(self.until) + 1])
 
 
@@ -220,10 +224,14 @@ def plan_run(study: Study, request: Request, *, offline: bool = False) -> RunPla
 def _check_name(request: Request, settings: StudySettings) -> str:
     """Name of an encoder that is trained here; ConfigError where a given one cannot be used."""
     if request.name is not None and not request.trains_encoder:
-        raise ConfigError(f"--name {request.name} was given", f"and {request.encoder} is trained already")
+        raise ConfigError(
+            f"--name {request.name} was given",
+            f"and {request.encoder} is trained already",
+            code="name-of-trained-encoder",
+        )
     if request.name is not None and encoder_name(request.name) != request.name:
         what = f"--name {request.name} does not do as a folder's name"
-        raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}")
+        raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}", code="invalid-name")
     return request.name or settings.pretrain.method
 
 
@@ -237,7 +245,9 @@ def check_study(of: Study) -> None:
     """ConfigError where the folder is not one to work in."""
     study, source = of.root, of.source
     if study.exists() and not study.is_dir():
-        raise ConfigError(f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old")
+        raise ConfigError(
+            f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old", code="study-is-file"
+        )
     if source.cohort is not None or StudyLayout(study).cohort.exists():
         return
     inside = sorted(path.name for path in study.iterdir() if not path.name.startswith(".")) if study.exists() else []
@@ -248,7 +258,10 @@ def check_study(of: Study) -> None:
     if any(map(is_slide, inside)):
         how = f"A study is a folder of its own: name a new one, and give this one with --cohort {study.name}"
     raise ConfigError(
-        f"{study.name}: this folder {what}", "so there are no slides to work on, and nothing was done", how
+        f"{study.name}: this folder {what}",
+        "so there are no slides to work on, and nothing was done",
+        how,
+        code="no-cohort",
     )
 
 
@@ -273,6 +286,7 @@ def check_formats(study: Path) -> None:
                     f"{layout.name(path)} has format version {version}",
                     f"a newer selfvitmil wrote it, and this one, which knows version {ours}, would undo its work",
                     "Update selfvitmil, or start a new study; nothing was done",
+                    code="newer-format-version",
                 )
 
 
@@ -300,7 +314,9 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     try:
         if not labelled.rows:
             how = "Give --labels with a table of slides and their labels"
-            raise ConfigError("the cohort has no labelled slide", "there is nothing to learn from", how)
+            raise ConfigError(
+                "the cohort has no labelled slide", "there is nothing to learn from", how, code="no-labels"
+            )
         check_two_classes(set(cohort.classes), "the cohort")
         classes = order_classes(cohort.classes, settings.train.positive).names
         found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]

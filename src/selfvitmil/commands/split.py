@@ -22,6 +22,7 @@ def split(study: Study, test: float = TEST_FRACTION, seed: int = 0, *, overwrite
                 f"{study.name}: cohort.csv has a column split already",
                 "it is not replaced unasked",
                 "Add --overwrite to draw another one, or edit the column",
+                code="split-exists",
             )
         study.change_cohort(hold_out(cohort, test=test, seed=seed))
         drawn = study.store_cohort()

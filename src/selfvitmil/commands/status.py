@@ -55,7 +55,7 @@ def status(study: Path) -> StatusResult:
     """Look at a study; ConfigError when the folder is not there."""
     if not study.is_dir():
         what = "this is a file, and a study is a folder" if study.exists() else "there is no such folder"
-        raise ConfigError(f"{study.name}: {what}", how="Name the folder of a study")
+        raise ConfigError(f"{study.name}: {what}", how="Name the folder of a study", code="no-study")
     slides, trouble = _slides(study)
     failures = read_failures(study)
     record = read_record(study)

@@ -32,6 +32,7 @@ def synth(folder: Path, settings: SynthSettings, engine: Engine) -> SynthResult:
             f"{folder.name}: this folder is not empty",
             "synthetic slides would mix with existing files",
             "Name a new one",
+            code="folder-not-empty",
         )
     plans = synthetic.plan_cohort(
         slides=settings.slides,

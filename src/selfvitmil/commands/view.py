@@ -70,7 +70,10 @@ def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
 
     if not study.layout.cohort.is_file():
         raise ConfigError(
-            f"{study.name}: there is no study here", "it has no cohort.csv", "Name a study; `selfvitmil demo` makes one"
+            f"{study.name}: there is no study here",
+            "it has no cohort.csv",
+            "Name a study; `selfvitmil demo` makes one",
+            code="no-study",
         )
     cohort = read_cohort(study.layout.cohort)
     names = names_of(study.root, cohort, pseudonyms=pseudonyms)

@@ -278,6 +278,7 @@ def read_ahead(source: TileSource, requests: Iterator[Request], workers: int) ->
             str(error).split("\n")[0].rstrip("."),
             "Use fewer --pretrain.workers when memory is short, more --shm-size in a container, or find the slide that "
             "crashes its reader with `selfvitmil check`",
+            code="worker-died",
         ) from error
 
 
@@ -453,5 +454,6 @@ def channel_statistics(
             "all pixels of the tiles have nearly one colour",
             f"their standard deviations are {', '.join(f'{value:.4f}' for value in std)} of white",
             "Look at the tiles, or give pretrain.mean and pretrain.std",
+            code="one-colour",
         )
     return tuple(mean.tolist()), tuple(std.tolist())

@@ -103,6 +103,7 @@ class SlideReader:
                 f"{ref.path.name}: the file is gone",
                 f"slide {ref.name} was there when it was tiled, and training reads its tiles from it",
                 "Bring it back (is the drive connected?), or train without it",
+                code="file-not-found",
             )
         slide = self.cache.get(ref)
         tiles = (slide.read_tile(int(x_l0), int(y_l0), self.size_px, self.tile_mpp) for x_l0, y_l0 in what)
@@ -122,7 +123,10 @@ class SlideTiles:
     ):
         if not slides:
             raise ConfigError(
-                "there is no slide to train on", "none of the chosen split has a tile table", "Run `selfvitmil tile`"
+                "there is no slide to train on",
+                "none of the chosen split has a tile table",
+                "Run `selfvitmil tile`",
+                code="no-training-slides",
             )
         tables = [read_tiles(slide.table) for slide in slides]
         for slide, table in zip(slides, tables, strict=True):
@@ -133,6 +137,7 @@ class SlideTiles:
                 f"tile tables differ: {' and '.join(f'{size} px at {mpp:g} um' for size, mpp in sorted(shapes))}",
                 "an encoder learns from tiles of one size and resolution",
                 "Train on the tables of one tiling",
+                code="mixed-tile-tables",
             )
         self.size_px: int
         self.mpp: float | None
@@ -192,11 +197,18 @@ class ImageTiles:
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise ConfigError(f"{folder.name}: there is no such folder", how="Correct the path of the folder of tiles")
+            raise ConfigError(
+                f"{folder.name}: there is no such folder",
+                how="Correct the path of the folder of tiles",
+                code="folder-not-found",
+            )
         paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
         if not paths:
             raise ConfigError(
-                f"{folder.name}: holds no tiles", f"no {', '.join(IMAGE_SUFFIXES)} lies there", "Correct the folder"
+                f"{folder.name}: holds no tiles",
+                f"no {', '.join(IMAGE_SUFFIXES)} lies there",
+                "Correct the folder",
+                code="no-tile-images",
             )
         groups: dict[str, list[Path]] = {}
         for path in paths:
@@ -233,6 +245,7 @@ class TensorReader:
             "tiles in memory are not sent to other processes",
             "each would get a copy of all of them",
             "Use --pretrain.workers 0",
+            code="tiles-in-memory",
         )
 
     def read(self, group: int, what: Any) -> Pixels:
@@ -279,12 +292,14 @@ def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
             f"{path.name}: cannot be read as an image",
             without_folders(str(error), [path.parent]),
             "Remove or replace it",
+            code="unreadable-image",
         ) from None
     if pixels.shape[:2] != shape_px:
         raise SlideError(
             f"{path.name}: has {pixels.shape[1]} x {pixels.shape[0]} px, others {shape_px[1]} x {shape_px[0]}",
             "all tiles of a folder must have one size",
             "Bring them to one size, or remove it",
+            code="mixed-image-sizes",
         )
     return pixels
 

@@ -491,6 +491,7 @@ def _check_size(name: str, size: int, unit: int) -> None:
             f"pretrain.{name} {size} is no multiple of {unit}",
             f"the ViT cuts its views into patches of {unit} px",
             f"Use {max(round(size / unit), 1) * unit}",
+            code="invalid-view-size",
         )
 
 

@@ -114,7 +114,11 @@ def load_encoder(
     elif path.is_file():
         encoder = _load_file(path, checkpoint_key, num_heads, config)
     elif isinstance(source, Path) or _looks_like_path(source):
-        raise EncoderError(f"{path.name}: there is no such file or folder", how="Correct the path of the encoder")
+        raise EncoderError(
+            f"{path.name}: there is no such file or folder",
+            how="Correct the path of the encoder",
+            code="file-not-found",
+        )
     else:
         encoder = _load_name(re.sub(r"^(hf[-_]hub:)?(timm/)?", "", source), num_heads, config)
     return encoder.eval()
@@ -132,7 +136,9 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
     weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if weights is None:
         missing = f"{' or '.join(WEIGHT_FILES)} is missing"
-        raise EncoderError(f"{folder.name}: there are no weights", missing, "Copy the whole folder of the encoder")
+        raise EncoderError(
+            f"{folder.name}: there are no weights", missing, "Copy the whole folder of the encoder", code="no-weights"
+        )
     if "selfvitmil" not in content:
         return _load_published(folder.name, content, weights, num_heads, config)
     fields = dict(content["selfvitmil"])
@@ -142,12 +148,14 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
             f"{folder.name}: its config.json has format version {version}",
             f"this version of selfvitmil reads version {FORMAT_VERSION}",
             "Use the version of selfvitmil that wrote the encoder, or a newer one",
+            code="other-format-version",
         )
     if sha256(weights) != digest:
         raise EncoderError(
             f"{folder.name}: {weights.name} is damaged, or not the one that config.json describes",
             "its checksum differs",
             "Copy the folder again, or train the encoder again",
+            code="checksum-mismatch",
         )
     fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
     fields |= {key: content[key] for key in ("architecture", "model_args")}
@@ -247,6 +255,7 @@ def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[s
             f"{name}: no ViT or ResNet-18 found under {key!r}",
             f"the file holds {_brief(state)}",
             "If one of these is the network, name it by checkpoint_key",
+            code="unsupported-network",
         )
     (prefix,) = prefixes
     own = {k.removeprefix(prefix): value for k, value in tensors.items() if k.startswith(prefix)}
@@ -279,6 +288,7 @@ def _read_off(
             f"{name}: these are no weights of a ViT with a class token",
             f"they are {_brief(state)}",
             "Use a ViT of DINO's or timm's form, a ResNet-18, or a timm or hub name",
+            code="unsupported-network",
         )
     width = state["cls_token"].shape[2]
     has_stem = f"{STEM}.0.weight" in state
@@ -313,7 +323,10 @@ def _read_off(
 def _usual_heads(name: str, width: int) -> int:
     if width % 64:
         raise EncoderError(
-            f"{name}: the number of attention heads is not known", "weights do not tell", "Give num_heads"
+            f"{name}: the number of attention heads is not known",
+            "weights do not tell",
+            "Give num_heads",
+            code="unknown-num-heads",
         )
     return {1280: 16, 1408: 16}.get(width, width // 64)
 
@@ -341,7 +354,11 @@ def _load_strictly(name: str, backbone: nn.Module, state: Mapping[str, Tensor]) 
     _check_fits(name, backbone.state_dict(), state)
     unknown = [key for key, value in state.items() if not value.isfinite().all()]
     if unknown:
-        raise EncoderError(f"{name}: weights that are not finite: {_brief(unknown)}", how="Copy or train it again")
+        raise EncoderError(
+            f"{name}: weights that are not finite: {_brief(unknown)}",
+            how="Copy or train it again",
+            code="non-finite-weights",
+        )
     own = backbone.state_dict()
     backbone.load_state_dict({key: value for key, value in own.items() if key not in state} | dict(state))
 
@@ -360,6 +377,7 @@ def _check_fits(name: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor
             f"{name}: the weights do not fit the network",
             "; ".join(f"{problem}: {_brief(keys)}" for problem, keys in problems.items() if keys),
             "Use weights of this very architecture",
+            code="weights-mismatch",
         )
 
 
@@ -393,7 +411,9 @@ def _read_weights(path: Path) -> dict[str, Any]:
             content = load_torch(path)
     except UnsafeFile as error:
         how = "Do not use this file; ask for the weights as safetensors"
-        raise EncoderError(f"{path.name}: cannot be read as weights", str(error), how) from None
+        raise EncoderError(
+            f"{path.name}: cannot be read as weights", str(error), how, code="unreadable-weights"
+        ) from None
     except Exception as error:  # bytes of any kind make the parsers fail in any way
         foreign = re.search(r"GLOBAL (\S+)", str(error))
         if foreign:
@@ -401,13 +421,22 @@ def _read_weights(path: Path) -> dict[str, Any]:
                 f"{path.name}: the file holds more than weights ({foreign[1]})",
                 "loading it could run code of whoever made it; nothing was run",
                 "Ask for the weights as safetensors, or as a plain state_dict",
+                code="unsafe-weights",
             ) from None
         raise EncoderError(
-            f"{path.name}: cannot be read as weights", "it is damaged, cut short or of another kind", "Copy it again"
+            f"{path.name}: cannot be read as weights",
+            "it is damaged, cut short or of another kind",
+            "Copy it again",
+            code="unreadable-weights",
         ) from error
     if not isinstance(content, Mapping):
         kind = type(content).__name__
-        raise EncoderError(f"{path.name}: holds a {kind}", "a state_dict is expected", "Save the network's state_dict")
+        raise EncoderError(
+            f"{path.name}: holds a {kind}",
+            "a state_dict is expected",
+            "Save the network's state_dict",
+            code="not-a-state-dict",
+        )
     return dict(content)
 
 
@@ -419,21 +448,30 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
             f"{name}: there is no config.json",
             "it is no folder of an encoder, or incomplete",
             f"Pass a folder that holds config.json and {WEIGHT_FILES[0]}, or a checkpoint file",
+            code="no-encoder-config",
         ) from None
     except (OSError, ValueError) as error:
-        raise EncoderError(f"{name}: config.json cannot be read", str(error), "Copy the folder again") from None
+        raise EncoderError(
+            f"{name}: config.json cannot be read", str(error), "Copy the folder again", code="unreadable-encoder-config"
+        ) from None
     parts = (
         [content.get(key) for key in ("model_args", "pretrained_cfg", "selfvitmil")]
         if isinstance(content, dict)
         else []
     )
     if not isinstance(content, dict) or not all(part is None or isinstance(part, dict) for part in parts):
-        raise EncoderError(f"{name}: config.json cannot be read", "its parts are no tables", "Copy the folder again")
+        raise EncoderError(
+            f"{name}: config.json cannot be read",
+            "its parts are no tables",
+            "Copy the folder again",
+            code="unreadable-encoder-config",
+        )
     if not isinstance(content.get("architecture"), str):
         raise EncoderError(
             f"{name}: its config.json names no timm architecture",
             "it is of another library, or damaged",
             "Look for a version of the model for timm on the hub",
+            code="no-architecture",
         )
     return content
 

@@ -144,7 +144,9 @@ class Encoder(nn.Module):
     def normalize(self, tiles_B3HW: Tensor) -> Tensor:
         """Return uint8 tiles (B, 3, H, W) as the float32 images that the network takes. Raises EncoderError."""
         if tiles_B3HW.dtype != torch.uint8:
-            raise EncoderError(f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255")
+            raise EncoderError(
+                f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255", code="invalid-tiles"
+            )
         return torch.addcmul(self.shift_311, tiles_B3HW.float(), self.scale_311)
 
     def encode(self, tiles_B3HW: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ class Encoder(nn.Module):
         """
         check_sequence(images)
         if batch_size < 1:
-            raise EncoderError(f"batch_size={batch_size}", "it must be positive")
+            raise EncoderError(f"batch_size={batch_size}", "it must be positive", code="invalid-batch-size")
         if device is not None:
             self.to(device)
         was_training = self.training
@@ -258,15 +260,25 @@ def has_class_token(backbone: nn.Module) -> bool:
 
 def _check_layout(backbone: nn.Module, layout: str) -> None:
     if layout not in (*LAYOUTS, POOLED):
-        raise EncoderError(f"unknown layout {layout!r}", how=f"Choose one of {', '.join((*LAYOUTS, POOLED))}")
+        raise EncoderError(
+            f"unknown layout {layout!r}", how=f"Choose one of {', '.join((*LAYOUTS, POOLED))}", code="unknown-layout"
+        )
     if layout == POOLED and has_class_token(backbone):
-        raise EncoderError(f"layout {POOLED!r} is for networks without a class token", how="Use 'cls' or 'cls4'")
+        raise EncoderError(
+            f"layout {POOLED!r} is for networks without a class token",
+            how="Use 'cls' or 'cls4'",
+            code="layout-mismatch",
+        )
     if layout != POOLED and not has_class_token(backbone):
         kind = type(backbone).__name__
         how = f"Leave embed.layout unset: its own layout is {POOLED!r}"
-        raise EncoderError(f"layout {layout!r} needs a class token", f"this {kind} has none", how)
+        raise EncoderError(
+            f"layout {layout!r} needs a class token", f"this {kind} has none", how, code="layout-mismatch"
+        )
     if layout.startswith("cls4") and len(getattr(backbone, "blocks", ())) < 4:
-        raise EncoderError(f"layout {layout!r} needs 4 blocks", "this network has fewer", "Use 'cls+patchmean'")
+        raise EncoderError(
+            f"layout {layout!r} needs 4 blocks", "this network has fewer", "Use 'cls+patchmean'", code="layout-mismatch"
+        )
 
 
 def _check_images(backbone: Any, images_B3HW: Tensor) -> None:
@@ -275,13 +287,21 @@ def _check_images(backbone: Any, images_B3HW: Tensor) -> None:
             f"images are {images_B3HW.dtype} of shape {tuple(images_B3HW.shape)}",
             "normalized float images (B, 3, H, W) are expected",
             "For uint8 tiles call Encoder.encode",
+            code="invalid-images",
         )
     height, width = images_B3HW.shape[2:]
     patch, native = backbone.patch_embed.patch_size, backbone.patch_embed.img_size
     if height % patch[0] or width % patch[1]:
-        raise EncoderError(f"images of {width} x {height} px do not divide into patches of {patch[1]} x {patch[0]} px")
+        raise EncoderError(
+            f"images of {width} x {height} px do not divide into patches of {patch[1]} x {patch[0]} px",
+            code="image-size-mismatch",
+        )
     if not getattr(backbone, "dynamic_img_size", False) and native is not None and (height, width) != tuple(native):
-        raise EncoderError(f"images have {width} x {height} px", f"the network takes {native[1]} x {native[0]} only")
+        raise EncoderError(
+            f"images have {width} x {height} px",
+            f"the network takes {native[1]} x {native[0]} only",
+            code="image-size-mismatch",
+        )
 
 
 def check_fits(config: EncoderConfig, tile_mpp: float, tile_size_px: int, stain_method: str) -> None:
@@ -292,18 +312,21 @@ def check_fits(config: EncoderConfig, tile_mpp: float, tile_size_px: int, stain_
             f"{name} is for {config.mpp:g} microns per pixel, these tiles have {tile_mpp:g}",
             "cells would have another size than in its training",
             f"Tile with --tile.mpp {config.mpp:g}, or choose another encoder",
+            code="encoder-mpp-mismatch",
         )
     if tile_size_px != config.size_px:
         raise EncoderError(
             f"{name} is for tiles of {config.size_px} px, these have {tile_size_px}",
             "positions within a tile would mean something else",
             f"Tile with --tile.size-px {config.size_px}, or choose another encoder",
+            code="encoder-size-mismatch",
         )
     if config.stain is not None and stain_method != config.stain:
         raise EncoderError(
             f"{name} is for stain method {config.stain!r}, these tiles have {stain_method!r}",
             "colours would differ from those of its training",
             f"Use --stain.method {config.stain}, or choose another encoder",
+            code="encoder-stain-mismatch",
         )
 
 
@@ -318,6 +341,7 @@ def check_sequence(images: Images) -> None:
             f"{type(images).__name__}{f' of shape {shape}' if shape else ''} is not a batch of images",
             "an array (N, H, W, 3) or a list of images is expected",
             "For one image pass [image]",
+            code="invalid-images",
         )
 
 
@@ -334,10 +358,14 @@ def _to_tile(image: Any, size_px: int) -> Tensor:
         image = image.convert("RGB")
     pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
     if pixels.dtype != torch.uint8:
-        raise EncoderError(f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255")
+        raise EncoderError(
+            f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255", code="invalid-images"
+        )
     if tuple(pixels.shape) != (size_px, size_px, 3):
         what, why = f"image of shape {tuple(pixels.shape)}", f"the encoder takes ({size_px}, {size_px}, 3)"
-        raise EncoderError(what, why, "Resize the images to the encoder's tile size and microns per pixel")
+        raise EncoderError(
+            what, why, "Resize the images to the encoder's tile size and microns per pixel", code="image-size-mismatch"
+        )
     return pixels.permute(2, 0, 1)
 
 
@@ -369,6 +397,7 @@ class ConvStem(PatchEmbed):
                 f"a convolutional stem cannot make patches of {patch_size} px",
                 "each of its convolutions halves the image",
                 "Use 8, 16 or 32 for pretrain.patch_px",
+                code="invalid-conv-stem",
             )
         depth = patch_size.bit_length() - 1
         if embed_dim % 2 ** (depth - 1):
@@ -376,6 +405,7 @@ class ConvStem(PatchEmbed):
                 f"a convolutional stem cannot make tokens of width {embed_dim} for patches of {patch_size} px",
                 f"its channels double {depth - 1} times up to that width",
                 f"Use a multiple of {2 ** (depth - 1)} for pretrain.width",
+                code="invalid-conv-stem",
             )
         super().__init__(*args, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **kwargs)
         channels = [in_chans, *(embed_dim // 2**halvings for halvings in reversed(range(depth)))]
@@ -391,7 +421,11 @@ CONV_STEMS = {f"vit_{size}_patch16_convstem_224": f"vit_{size}_patch16_224" for 
 
 def _with_conv_stem(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if pretrained and not kwargs.get("pretrained_cfg"):
-        raise EncoderError(f"{name}: there are no published weights", how="Use it as pretrain.architecture")
+        raise EncoderError(
+            f"{name}: there are no published weights",
+            how="Use it as pretrain.architecture",
+            code="no-published-weights",
+        )
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "first_conv": "patch_embed.proj.0"}
     options: dict[str, Any] = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
     return timm.create_model(CONV_STEMS[name], pretrained=pretrained, **options, **kwargs)
@@ -445,6 +479,7 @@ def check_model_args(name: str, args: Mapping[str, Any]) -> None:
                 f"{name}: its config.json sets model_args.{key}",
                 "only sizes and kinds of layers may be set there: other arguments load files or change how timm works",
                 f"Do not use this file unless you trust its source; without model_args.{key} it can be read",
+                code="forbidden-model-args",
             )
         largest = LARGEST_DEPTH if key in ("depth", "depths", "layers") else LARGEST_ARG
         if not _is_plain(value, largest):
@@ -452,6 +487,7 @@ def check_model_args(name: str, args: Mapping[str, Any]) -> None:
                 f"{name}: its config.json sets model_args.{key} to {str(value)[:60]!r}",
                 f"numbers up to {largest}, words and short lists of these are expected",
                 "Do not use this file unless you trust its source",
+                code="invalid-model-args",
             )
 
 
@@ -478,17 +514,22 @@ def build_backbone(
         raise EncoderError(
             f"{architecture} is neither a file, a folder nor a network that timm knows",
             how=f"Did you mean {' or '.join(nearest)}?" if nearest else "See timm.list_models() for all names",
+            code="unknown-architecture",
         )
     try:
         with network_explained(architecture), _forced_weights_only():
             return timm.create_model(architecture, pretrained=pretrained, num_classes=0, **(model_args or {}))
     except (TypeError, AssertionError, KeyError) as error:
         what = f"{architecture}: cannot be built with {dict(model_args or {})}"
-        raise EncoderError(what, str(error) or type(error).__name__, "Correct model_args") from error
+        raise EncoderError(
+            what, str(error) or type(error).__name__, "Correct model_args", code="invalid-model-args"
+        ) from error
     except (RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n")[0].rstrip(".")
         how = "See timm.list_pretrained() for names with weights that fit"
-        raise EncoderError(f"{architecture}: its weights cannot be loaded", reason, how) from error
+        raise EncoderError(
+            f"{architecture}: its weights cannot be loaded", reason, how, code="weights-not-loaded"
+        ) from error
 
 
 def build_encoder(
@@ -532,7 +573,10 @@ def make_config(**fields: Any) -> EncoderConfig:
         where = ".".join(str(part) for part in problem["loc"])
         what = f"encoder {fields['architecture']}: {where} is not valid"
         raise EncoderError(
-            what, str(problem["msg"]), f"The fields are {', '.join(EncoderConfig.model_fields)}"
+            what,
+            str(problem["msg"]),
+            f"The fields are {', '.join(EncoderConfig.model_fields)}",
+            code="invalid-encoder-config",
         ) from None
 
 
@@ -560,14 +604,18 @@ def network_explained(name: str) -> Iterator[None]:
             f"{name}: its owners hand out the weights on request",
             "you are not logged in to the Hugging Face hub, or have no access yet",
             f"Ask for access on its page, then run `hf auth login` or set HF_TOKEN; or {by_hand}",
+            code="weights-gated",
         ) from None
     except RepositoryNotFoundError:
         raise EncoderError(
-            f"{name}: the Hugging Face hub knows no such model", how="Correct the name, or log in if it is private"
+            f"{name}: the Hugging Face hub knows no such model",
+            how="Correct the name, or log in if it is private",
+            code="unknown-hub-model",
         ) from None
     except OSError as error:
         raise EncoderError(
             f"{name}: the weights cannot be fetched",
             f"they are not in the Hugging Face cache and the hub was not reached ({type(error).__name__})",
             f"Connect once, later runs use the cache (HF_HUB_OFFLINE=1 nothing else); or {by_hand}",
+            code="hub-unreachable",
         ) from error

@@ -242,7 +242,12 @@ class ComparisonRow:
 def check_rows(rows: Sequence[ComparisonRow]) -> None:
     """Raise MetricError unless there are rows, all with the same test set and protocol."""
     if not rows:
-        raise MetricError("a comparison without rows", "there is nothing to show", "Add a method to compare.methods")
+        raise MetricError(
+            "a comparison without rows",
+            "there is nothing to show",
+            "Add a method to compare.methods",
+            code="empty-comparison",
+        )
     first = rows[0]
     for row in rows[1:]:
         if row.evaluated_on != first.evaluated_on or row.auc.level != first.auc.level:
@@ -250,6 +255,7 @@ def check_rows(rows: Sequence[ComparisonRow]) -> None:
                 f"{first.display_name} and {row.display_name} have different test sets or protocols",
                 "they are not comparable",
                 "Make a table for each",
+                code="not-comparable",
             )
 
 
@@ -286,6 +292,7 @@ def paired_rows(
             f"{baseline}: the baseline is not among the methods {', '.join(scores)}",
             "paired tests need the baseline's scores",
             "Set compare.baseline to one of them",
+            code="unknown-baseline",
         )
     slides = sorted(labels)
     for method, of_slides in scores.items():
@@ -313,6 +320,7 @@ def _check_same_slides(method: str, scored: set[str], wanted: set[str]) -> None:
         f"slides have no label ({', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''})",
         "a paired test compares methods on the same slides",
         "Score all methods on one set of slides",
+        code="score-label-mismatch",
     )
 
 
@@ -344,7 +352,10 @@ def _paired(label: Labels, a: Floats, b: Floats, level: float, drawn: _Drawn) ->
         return done.difference, test, done.p_value, done.bootstrap_p_value
     if a.shape != b.shape:
         raise MetricError(
-            f"scores of shapes {a.shape} and {b.shape}", "both must have one column per class", "Check the classes"
+            f"scores of shapes {a.shape} and {b.shape}",
+            "both must have one column per class",
+            "Check the classes",
+            code="score-shape-mismatch",
         )
     # Checks all inputs and computes the two values.
     value_a, value_b = (multiclass_auc(label, one, folds=fold, resamples=100).macro.value for one in (a, b))

@@ -178,6 +178,7 @@ def find_cases(
             "no slide of the cohort has a label",
             "labels are needed for training",
             "Fill the column label of cohort.csv, or pass --labels",
+            code="no-labels",
         )
     check_two_classes(set(cohort.classes), "the cohort")
     order = order_classes(cohort.classes, positive)
@@ -202,6 +203,7 @@ def find_cases(
             f"none of {len(labelled)} labelled slides has a valid feature file",
             failures[0].reason,
             "Pass the folder of the feature files, or embed the slides first",
+            code="no-feature-files",
         )
     check_two_classes({classes[case.label] for case in cases}, "the remaining cohort")
     first = facts[cases[0].slide]
@@ -248,7 +250,7 @@ def _bag_file(slide: str, bag_files: Mapping[str, Path], coarse: CoarseScale | N
 
 def _named(slide: str, files: Mapping[str, Path], what: str, how: str) -> Path:
     if slide not in files or not files[slide].exists():
-        raise BagError(f"{slide}: no {what}", "the slide has a label but no features", how)
+        raise BagError(f"{slide}: no {what}", "the slide has a label but no features", how, code="missing-features")
     return files[slide]
 
 
@@ -258,6 +260,7 @@ def check_two_classes(names: set[str], whole: str) -> None:
             f"{whole} has {f'one class only ({min(names)})' if names else 'no labelled slide'}",
             "a classifier needs at least two classes",
             "Add slides of another class, or correct the labels",
+            code="one-class",
         )
 
 
@@ -278,6 +281,7 @@ def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
             ". ".join(problems),
             "embeddings of different kinds cannot be mixed in training",
             "Embed all slides with the same encoder and settings, or keep each kind in its own folder",
+            code="mixed-embeddings",
         )
 
 
@@ -321,6 +325,7 @@ def join_scales(fine_file: Path, coarse_file: Path, table: TileTable, coarse_til
             f"{table.slide}: its tile table has no parent tiles at {coarse_tiling}",
             f"it has {listing(table.parents) or 'none'}",
             "Run `selfvitmil tile` with tile.parent_mpp, then embed both scales again",
+            code="no-parent-tiles",
         )
     _check_places(fine, table.digest, "fine")
     _check_places(coarse, table.parent_digests[coarse_tiling], "coarse")
@@ -338,6 +343,7 @@ def _check_places(bag: Bag, digest: str, scale: str) -> None:
             f"{bag.slide}: its {scale} feature file does not match its tile table",
             "fine tiles cannot be assigned to coarse tiles",
             "Embed both scales again",
+            code="tile-table-mismatch",
         )
 
 
@@ -388,18 +394,25 @@ class HeldOutLabels:
                 f"{slide}: its label is held out",
                 f"it is a test slide of {split}, and selecting on test labels is data leakage",
                 "Use validation slides; test labels are opened for the final scoring only",
+                code="held-out-label",
             )
         return self._read(split, slide)
 
     def open(self, reason: str, *, optimistic: bool = False) -> None:
         """Open the labels permanently. With `optimistic`, training may continue, and `reason` states the bias."""
         if not reason:
-            raise HeldOutLabelError("test labels opened without a reason", "outputs state it", "Pass a reason")
+            raise HeldOutLabelError(
+                "test labels opened without a reason",
+                "outputs state it",
+                "Pass a reason",
+                code="test-labels-without-reason",
+            )
         if self._running and not optimistic:
             raise HeldOutLabelError(
                 f"test labels opened while {self._running[-1]} is being trained",
                 "a training run with access to test labels is data leakage",
                 "Finish all training runs first",
+                code="test-labels-during-training",
             )
         if not self._reason:
             self._reason, self._optimistic = reason, optimistic
@@ -412,6 +425,7 @@ class HeldOutLabels:
                 f"a training run of {what} started after the test labels were opened",
                 f"they were opened for: {self._reason}",
                 "Train everything first, then score; or start a new run",
+                code="training-after-test-labels",
             )
         self._running.append(what)
         try:
@@ -421,7 +435,9 @@ class HeldOutLabels:
 
     def __reduce__(self) -> NoReturn:
         raise HeldOutLabelError(
-            "held-out test labels cannot be copied or sent to another process", "they could be read there"
+            "held-out test labels cannot be copied or sent to another process",
+            "they could be read there",
+            code="test-labels-copied",
         )
 
     def __repr__(self) -> str:
@@ -467,7 +483,9 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
     if kind == "monte-carlo":
         return monte_carlo(usable, train.folds, val=val, seed=train.seed)
     if train.split_folder is None:
-        raise ConfigError("train.split 'files' without train.split_folder", how="Set the folder of the splits")
+        raise ConfigError(
+            "train.split 'files' without train.split_folder", how="Set the folder of the splits", code="no-split-folder"
+        )
     read = (_only(split, usable) for split in read_splits(train.split_folder, cohort))
     return tuple(split if split.val else carve_validation(usable, split, val, seed=train.seed) for split in read)
 
@@ -609,9 +627,12 @@ def _check_split(split: Split, cases: Cases) -> None:
             f"{split.name}: no training slide of {listing(missing)}",
             "a class without training slides cannot be learned",
             "Use another split, or fewer folds",
+            code="missing-class",
         )
     if not split.test:
-        raise CohortError(f"{split.name}: no test slide", "there is nothing to evaluate on", "Add test slides")
+        raise CohortError(
+            f"{split.name}: no test slide", "there is nothing to evaluate on", "Add test slides", code="no-test-slides"
+        )
 
 
 def _check_validation(split: Split, cases: Cases) -> list[str]:
@@ -621,6 +642,7 @@ def _check_validation(split: Split, cases: Cases) -> list[str]:
             f"{split.name}: no validation slide",
             "epoch and threshold are chosen on slides outside of training and test set",
             "Add some to the split, or set train.validation",
+            code="no-validation-slides",
         )
     missing = _missing(split.val, cases)
     if missing and cases.num_classes == 1:
@@ -628,6 +650,7 @@ def _check_validation(split: Split, cases: Cases) -> list[str]:
             f"{split.name}: no validation slide of {listing(missing)}",
             "a threshold cannot be chosen on slides of one class",
             "Add validation slides of both classes, or none: then they are split off the training slides",
+            code="missing-class",
         )
     return [f"{split.name}: validation has no slide of {listing(missing)}"] if missing else []
 

@@ -312,7 +312,10 @@ def _draw_curves(
     several = given.ndim == 2
     if several and threshold is not None:
         raise MetricError(
-            f"a threshold for {given.shape[1]} classes", "the largest score decides there", "Pass no threshold"
+            f"a threshold for {given.shape[1]} classes",
+            "the largest score decides there",
+            "Pass no threshold",
+            code="threshold-with-classes",
         )
     seeds = [check_scores(one, *given.shape) for one in seed_scores] if len(seed_scores) > 1 else []
     called = _called(given, threshold)
@@ -353,6 +356,7 @@ def _check(labels: ArrayLike, scores: ArrayLike, class_names: Sequence[str]) -> 
             f"{len(class_names)} class names for scores of shape {np.shape(scores)}",
             "every class of the figure needs one",
             "Pass the cohort's class names",
+            code="class-names-mismatch",
         )
     label = check_labels(labels, columns or 2)
     return label, check_scores(scores, len(label), columns)
@@ -563,6 +567,7 @@ def draw_confusion(
             f"a confusion matrix of shape {counts.shape} for {size} class names",
             "it has a row and a column for every class",
             "Pass the matrix of metrics.confusion_matrix",
+            code="class-names-mismatch",
         )
     right, total = int(np.trace(counts)), int(counts.sum())
     label = np.repeat(np.arange(size), counts.sum(axis=1))
@@ -688,7 +693,12 @@ def draw_history(
     `chosen`: the epoch kept of each, marked on its validation line. Means end where the first training stopped.
     """
     if not histories or not all(histories):
-        raise MetricError("a training history without epochs", "there is nothing to draw", "Pass one row per epoch")
+        raise MetricError(
+            "a training history without epochs",
+            "there is nothing to draw",
+            "Pass one row per epoch",
+            code="empty-history",
+        )
     chosen_on = "test slides, OPTIMISTIC" if protocol == "optimistic" else "validation"
     several = len(histories) > 1
     count = (

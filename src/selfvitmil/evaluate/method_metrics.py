@@ -172,6 +172,7 @@ def _samples(rows: Sequence[Prediction], overlap: bool) -> Samples:
             f"{twice[0]}: several predictions in one set, as of {len(twice)} slides",
             "a slide counts once",
             "Take the predictions of one method and, where test sets overlap, of one split",
+            code="repeated-slides",
         )
     calibrated = bool(rows) and all(row.calibrated is not None for row in rows)
     return Samples(

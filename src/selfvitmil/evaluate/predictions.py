@@ -76,6 +76,7 @@ def check_choices(settings: EvaluateSettings, num_classes: int) -> None:
             f"evaluate.calibration 'platt' with {num_classes} classes",
             "Platt scaling is defined for a single probability",
             "Use evaluate.calibration 'temperature'",
+            code="not-binary",
         )
 
 
@@ -166,7 +167,10 @@ def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:
         return [_prediction(dict(zip(header, row, strict=True)), class_names) for row in rows], class_names
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ArtefactError(
-            f"{path.name}: not a readable table of predictions", str(error), "Remove it and evaluate again"
+            f"{path.name}: not a readable table of predictions",
+            str(error),
+            "Remove it and evaluate again",
+            code="unreadable-predictions",
         ) from None
 
 

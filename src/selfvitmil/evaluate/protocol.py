@@ -401,6 +401,7 @@ def _up_to_date_models(name: str, trial: Trial, train: TrainSettings, folder: Pa
                 f"{name}: no up-to-date models of {split.name} ({told})",
                 "this command uses trained models and does not train",
                 f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
+                code="no-up-to-date-models",
             )
     return current
 

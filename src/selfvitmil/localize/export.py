@@ -57,7 +57,12 @@ LEAST_PX = 16
 def write_geojson(path: Path, heatmap: Heatmap, lesions: Sequence[Lesion]) -> Path:
     """Write lesions and tiles as a FeatureCollection for QuPath; gzipped where the name ends in `.gz`."""
     if not path.name.lower().endswith((".geojson", ".geojson.gz")):
-        raise AnnotationError(f"{path.name}: wrong ending", "QuPath reads GeoJSON", "Use .geojson or .geojson.gz")
+        raise AnnotationError(
+            f"{path.name}: wrong ending",
+            "QuPath reads GeoJSON",
+            "Use .geojson or .geojson.gz",
+            code="unknown-annotation-suffix",
+        )
     parts = (part for lesion in lesions for part in lesion.parts)
     features = chain(feature_texts(parts), _tile_texts(heatmap))
     with atomic_path(path) as temporary, temporary.open("wb") as file:

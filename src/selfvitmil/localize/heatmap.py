@@ -218,9 +218,16 @@ def read_heatmap(path: Path) -> Heatmap:
             heatmap = _read(file)
     except (OSError, KeyError, ValueError, TypeError) as error:
         why = without_folders(str(error)).strip("'\"")
-        raise ArtefactError(f"{path.name}: not a readable heatmap", why, "Remove it and localize again") from None
+        raise ArtefactError(
+            f"{path.name}: not a readable heatmap", why, "Remove it and localize again", code="unreadable-heatmap"
+        ) from None
     if not all(len(values) == len(heatmap) for values in (heatmap.score, heatmap.detection)):
-        raise ArtefactError(f"{path.name}: not a readable heatmap", "its parts differ in length", "Localize again")
+        raise ArtefactError(
+            f"{path.name}: not a readable heatmap",
+            "its parts differ in length",
+            "Localize again",
+            code="unreadable-heatmap",
+        )
     return heatmap
 
 
@@ -296,6 +303,7 @@ def place_tiles(
             f"{bag.slide}: its feature file has no coordinates",
             "a heatmap needs the position of each embedding",
             "Give feature files with coordinates (.h5), or tile and embed the slide again",
+            code="bag-without-coords",
         )
     facts = _facts(bag, table, look)
     if facts.mpp is None or facts.size_l0 is None:
@@ -304,6 +312,7 @@ def place_tiles(
             f"{bag.slide}: {missing} is unknown: neither the feature file nor anything else has it",
             "so the positions of its tiles are undefined",
             "Put the slide's file where cohort.csv names it; microns per pixel may also stand in its column mpp",
+            code="unknown-slide-size",
         )
     pixel = facts.mpp if bag.unit == "um" else 1.0
     coords_l0 = np.rint(np.asarray(bag.coords, np.float64) / pixel).astype(np.int64)
@@ -322,6 +331,7 @@ def place_tiles(
             f"{bag.slide}: tiles of its feature file lie outside the slide",
             f"corners go to {tuple(coords_l0.max(axis=0).tolist())}, the slide has {facts.size_l0} pixels",
             "See whether the feature file is of another slide, or of another scan of it",
+            code="tiles-outside-slide",
         )
     return TilePlacement(frame, coords_l0, warnings)
 
@@ -352,6 +362,7 @@ def _tile_size(bag: Bag, coords_l0: NDArray[np.int64], pixel: float) -> tuple[fl
             f"{bag.slide}: its feature file does not have the size of its tiles",
             "and with one tile it cannot be measured",
             "Give feature files of TRIDENT, STAMP or selfvitmil",
+            code="unknown-tile-size",
         )
     extent = float(steps.min())
     warning = f"its feature file does not have the size of tiles: taken as their least distance, {extent:g} px"
@@ -389,6 +400,7 @@ def check_annotations(regions: tuple[Annotation, ...], size_l0: tuple[int, int],
             f"{name}: {share:.0%} of its points lie outside the slide of {size_l0[0]} x {size_l0[1]} pixels",
             "it is of another slide, or not in level-0 pixels",
             "Correct the column annotation of cohort.csv",
+            code="annotation-outside-slide",
         )
     return (f"{share:.1%} of the points in {name} lie outside the slide",) if share else ()
 

@@ -135,9 +135,15 @@ def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
             f"{row.slide}: its heatmap is of {found.slide}",
             "heatmaps are scored against the slide's own lesions",
             "Localize again",
+            code="heatmap-of-other-slide",
         )
     if row.label is None:
-        raise CohortError(f"{row.slide}: it has no label", "so its heatmap cannot be scored", "Fill the column label")
+        raise CohortError(
+            f"{row.slide}: it has no label",
+            "so its heatmap cannot be scored",
+            "Fill the column label",
+            code="unlabelled-slides",
+        )
     return LesionCase(
         found,
         None if row.annotation is None else read_annotations(row.annotation, repair=True),
@@ -361,6 +367,7 @@ def score_lesions(
             f"none of {len(test_cases)} heatmaps can be scored",
             listed or "there is no heatmap of a test slide",
             "Localize",
+            code="no-scored-heatmaps",
         )
     threshold = choose_threshold(val_cases, settings)
     scored = [_score_slide(case, threshold.value, settings.froc_frame) for case in cases]
@@ -403,6 +410,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             f"several heatmaps of {listing(twice)}",
             "a slide counts once, to choose or to evaluate",
             "Pass each slide once",
+            code="repeated-slides",
         )
     kinds = {(case.heatmap.model, case.heatmap.kind, case.heatmap.scale, case.heatmap.gated,
              case.heatmap.prediction.shown) for case in (*test_cases, *val_cases)}  # fmt: skip
@@ -412,6 +420,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
             "heatmaps of different kinds",
             f"model, evidence, scale, gating and class are {listed}",
             "Localize all slides by one model with the same settings",
+            code="mixed-heatmaps",
         )
     for cases, parts, what in ((test_cases, ("test", "new"), "evaluate"), (val_cases, ("val",), "choose a threshold")):
         wrong = [f"{case.slide} ({part})" for case in cases if (part := case.heatmap.prediction.part) not in parts]
@@ -420,6 +429,7 @@ def _check_together(test_cases: Sequence[LesionCase], val_cases: Sequence[Lesion
                 f"heatmaps of slides that may not {what}: {listing(wrong)}",
                 "a model is evaluated on slides that neither trained it nor chose its threshold",
                 "Pass heatmaps of test slides to evaluate, of validation slides to choose the threshold",
+                code="wrong-split",
             )
 
 

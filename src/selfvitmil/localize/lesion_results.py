@@ -494,7 +494,10 @@ def compare_lesions(scores: Mapping[str, LesionScores], baseline: str) -> Lesion
     """Rows in the given order, each but the baseline compared with it; MetricError unless scored alike."""
     if baseline not in scores:
         raise MetricError(
-            f"no heatmaps of the baseline {baseline!r}", f"there are those of {listing(scores)}", "Name one"
+            f"no heatmaps of the baseline {baseline!r}",
+            f"there are those of {listing(scores)}",
+            "Name one",
+            code="unknown-baseline",
         )
     _check_alike(scores)
     base, found = scores[baseline], {name: own for name, own in scores.items() if name != baseline}
@@ -527,6 +530,7 @@ def _check_alike(scores: Mapping[str, LesionScores]) -> None:
                 f"heatmaps of {names[0]} and of {name} were scored on different slides or in different ways",
                 "side by side they would look comparable",
                 "Score the heatmaps of the slides that all models have (common_cases), with the same settings",
+                code="not-comparable",
             )
 
 
@@ -544,7 +548,12 @@ def draw_froc(
     curves = {name: own.froc for name, own in scores.items() if own.froc is not None}
     if not curves:
         why = next((own.reasons.get("froc", "") for own in scores.values()), "") or "there is none to draw"
-        raise MetricError("a FROC curve of nothing", why, "Score heatmaps of positive slides with their annotations")
+        raise MetricError(
+            "a FROC curve of nothing",
+            why,
+            "Score heatmaps of positive slides with their annotations",
+            code="no-lesions",
+        )
     figure = Figure()
     axes = figure.subplots()
     handles: dict[str, Any] = {}

@@ -633,6 +633,7 @@ def _check_slide(heatmap: Heatmap, slide: Slide) -> None:
             f"it has {slide.size_l0[0]} x {slide.size_l0[1]} px of {slide.mpp:g} um, the heatmap "
             f"{frame.size_l0[0]} x {frame.size_l0[1]} of {frame.slide_mpp:g}",
             "Correct the slide's path or mpp in cohort.csv, or tile, embed and localize it again",
+            code="heatmap-of-other-slide",
         )
 
 

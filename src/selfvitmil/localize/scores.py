@@ -80,6 +80,7 @@ def choose_kind(wanted: str, columns: Mapping[str, Floats], method: str) -> str:
             f"localize.score {wanted!r} with {method}",
             f"its per-tile evidence is {' and '.join(columns) or 'none'}",
             "Leave localize.score at auto, or use effect, which every method has",
+            code="no-such-evidence",
         )
     return kind
 
@@ -183,7 +184,10 @@ def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> 
     """Return the class that a heatmap shows: the positive one of two, else `of_class`, else the predicted one."""
     if of_class is not None and of_class not in classes:
         raise ConfigError(
-            f"localize.of_class {of_class!r}", f"the classes are {', '.join(classes)}", "Name one of them"
+            f"localize.of_class {of_class!r}",
+            f"the classes are {', '.join(classes)}",
+            "Name one of them",
+            code="unknown-class",
         )
     if len(classes) > 2:
         return of_class or classes[decision]
@@ -192,6 +196,7 @@ def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> 
             f"localize.of_class {of_class!r}",
             f"of two classes heatmaps show the evidence for the positive one, {classes[1]}",
             "Leave it out, or train with train.positive",
+            code="not-the-positive-class",
         )
     return classes[1]
 
@@ -285,7 +290,11 @@ def build_heatmap(
     kind = source.kind
     values = columns[kind]
     if len(values) != len(coords_l0):
-        raise BagError(f"{slide}: {len(values)} scores for {len(coords_l0)} tiles", "each tile needs its own")
+        raise BagError(
+            f"{slide}: {len(values)} scores for {len(coords_l0)} tiles",
+            "each tile needs its own",
+            code="length-mismatch",
+        )
     score = rescale(values, settings.scale, settings.z_limit)
     notes = list(warnings)
     if not score.any():

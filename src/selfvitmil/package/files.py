@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,7 @@ import safetensors
 import safetensors.numpy
 
 from selfvitmil import __version__
+from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Platt, Temperature
 from selfvitmil.package.ood import TrainingDistribution
@@ -193,7 +194,9 @@ def check_target(folder: Path) -> None:
         return
     if folder.exists() or folder.is_symlink():
         what = f"{folder.name}: this folder is not empty" if folder.is_dir() else f"{folder.name}: this is a file"
-        raise ConfigError(what, "a package is a folder of its own", "Name a new one with --out, or remove this one")
+        raise ConfigError(
+            what, "a package is a folder of its own", "Name a new one with --out, or remove this one", code="out-exists"
+        )
 
 
 def write_package(folder: Path, contents: PackageParts) -> None:
@@ -216,7 +219,7 @@ def write_package(folder: Path, contents: PackageParts) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ArtefactError(
-            f"{folder.name} cannot be written", reason, "Check the disk, or name another --out"
+            f"{folder.name} cannot be written", reason, "Check the disk, or name another --out", code="not-writable"
         ) from error
     finally:
         with suppress(OSError):  # moved to its place already, or never made
@@ -284,7 +287,9 @@ def open_package(folder: Path) -> Package:
         package.choice  # noqa: B018 (that it can be read)
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
         why = str(error).strip("'\"").splitlines()[0]
-        raise ArtefactError(f"{folder.name}: this package cannot be used", why, "Package the model again") from None
+        raise ArtefactError(
+            f"{folder.name}: this package cannot be used", why, "Package the model again", code="invalid-package"
+        ) from None
     return package
 
 
@@ -308,6 +313,7 @@ def _check_settings(folder: Path, told: Mapping[str, Any]) -> None:
             "a package may only say how slides are cut, coloured, embedded and scored; where work runs and which "
             "programs, paths and devices are used is for its user to say, by flags",
             NOT_OURS,
+            code="package-settings-forbidden",
         )
 
 
@@ -333,33 +339,37 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _refuse_name(folder: Path, word: Any, why: str) -> NoReturn:
-    raise ArtefactError(f"{folder.name}: package.json holds {str(word)[:80]!r}", why, NOT_OURS)
+    raise ArtefactError(f"{folder.name}: package.json holds {str(word)[:80]!r}", why, NOT_OURS, code="invalid-package")
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / "package.json"
     try:
         if problem := file_problem(folder, "package.json") if folder.is_dir() else "":
-            raise ArtefactError(f"{folder.name}: package.json cannot be used", problem, NOT_OURS)
+            raise ArtefactError(
+                f"{folder.name}: package.json cannot be used", problem, NOT_OURS, code="invalid-package-file"
+            )
         about = read_json(path)
         schema, version, identity = about["schema"], about["format_version"], about["identity"]
     except (FileNotFoundError, NotADirectoryError):
         why = "it has no package.json" if folder.is_dir() else "there is no such folder"
         how = "Name the folder that `selfvitmil package` wrote"
-        raise ArtefactError(f"{folder.name}: no packaged model", why, how) from None
+        raise ArtefactError(f"{folder.name}: no packaged model", why, how, code="no-package") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"its package.json cannot be read ({type(error).__name__})"
-        raise ArtefactError(f"{folder.name}: no packaged model", why, COPY_AGAIN) from None
+        raise ArtefactError(f"{folder.name}: no packaged model", why, COPY_AGAIN, code="unreadable-package") from None
     if schema != SCHEMA or not isinstance(version, int):
         how = "Name the folder that `selfvitmil package` wrote"
-        raise ArtefactError(f"{folder.name}: no packaged model", f"its package.json is of {schema!r}", how)
+        raise ArtefactError(
+            f"{folder.name}: no packaged model", f"its package.json is of {schema!r}", how, code="no-package"
+        )
     if version != FORMAT_VERSION:
         why = f"its format is version {version}, this program reads {FORMAT_VERSION}"
         how = "Update selfvitmil" if version > FORMAT_VERSION else "Package the model again"
-        raise ArtefactError(f"{folder.name}: a package of another version", why, how)
+        raise ArtefactError(f"{folder.name}: a package of another version", why, how, code="other-format-version")
     if identity != hash_of({key: value for key, value in about.items() if key != "identity"}):
         why = "its package.json differs from what was written"
-        raise ArtefactError(f"{folder.name}: this package was altered", why, COPY_AGAIN)
+        raise ArtefactError(f"{folder.name}: this package was altered", why, COPY_AGAIN, code="package-altered")
     return about
 
 
@@ -367,7 +377,9 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
     """ArtefactError that lists what is missing or altered."""
     for name in files:
         if problem := file_problem(folder, name):
-            raise ArtefactError(f"{folder.name}: {name} is not a file of this package", problem, NOT_OURS)
+            raise ArtefactError(
+                f"{folder.name}: {name} is not a file of this package", problem, NOT_OURS, code="invalid-package-file"
+            )
     missing, altered = [], []
     for name, digest in files.items():
         try:
@@ -375,12 +387,17 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
                 altered.append(name)
         except OSError:
             missing.append(name)
-    _refuse(folder, "incomplete", "missing or unreadable", missing)
-    _refuse(folder, "altered", "other content than was written", altered)
-
-
-def _refuse(folder: Path, word: str, what: str, names: Sequence[str]) -> None:
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        why = f"{what}: {', '.join(names[:5])}{more}"
-        raise ArtefactError(f"{folder.name}: this package is {word}", why, COPY_AGAIN)
+    if missing:
+        raise ArtefactError(
+            f"{folder.name}: this package is incomplete",
+            f"missing or unreadable: {listing(missing, 5)}",
+            COPY_AGAIN,
+            code="package-incomplete",
+        )
+    if altered:
+        raise ArtefactError(
+            f"{folder.name}: this package is altered",
+            f"other content than was written: {listing(altered, 5)}",
+            COPY_AGAIN,
+            code="package-altered",
+        )

@@ -64,6 +64,7 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             f"{settings.init.rstrip('/').split('/')[-1]}: its network is {config.architecture}, not {wanted}",
             "weights of one network do not fit another",
             "Leave pretrain.architecture out, or start from other weights",
+            code="init-mismatch",
         )
     shape = _shape_of(encoder.backbone)
     differing = [ours for ours in names if getattr(settings, ours) not in (None, shape.get(ours))]
@@ -72,6 +73,7 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             f"{settings.init.rstrip('/').split('/')[-1]}: has another {differing[0]} than pretrain.{differing[0]}",
             "weights of one network do not fit another",
             f"Leave pretrain.{differing[0]} out, or start from other weights",
+            code="init-mismatch",
         )
     if settings.lora:
         check_lora(encoder.backbone, settings.lora)

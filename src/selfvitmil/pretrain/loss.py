@@ -107,6 +107,7 @@ def _count_tiles(student: torch.Tensor, teacher: torch.Tensor, center: torch.Ten
             "the student needs one row for every view of every tile, the teacher two rows a tile, and all of them "
             "the same number of outputs",
             "Check num_views and that the last batch is whole",
+            code="view-shape-mismatch",
         )
     return tiles
 

@@ -158,6 +158,7 @@ def check_lora(network: nn.Module, rank: int) -> None:
             f"pretrain.lora {rank} cannot adapt a {type(network).__name__}",
             "LoRA is for the attention layers of a ViT, and this network has none",
             "Leave pretrain.lora out: all weights are trained then",
+            code="lora-unsupported",
         )
     smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
     if rank >= smallest:
@@ -165,6 +166,7 @@ def check_lora(network: nn.Module, rank: int) -> None:
             f"pretrain.lora {rank} is not below the width of the network ({smallest})",
             "such adapters have more weights than the layers that they adapt",
             "Use 4 to 16, or leave pretrain.lora out to train all weights",
+            code="lora-rank-too-large",
         )
 
 

@@ -294,6 +294,7 @@ def read_probe_table(path: Path, seed: int = 0) -> ProbeTable:
             f"{sheet.name}: has {f'one class only ({classes[0]})' if classes else 'no tiles'}",
             "a probe needs at least two classes",
             "Add tiles of another class",
+            code="one-class",
         )
     labels = np.array([classes.index(name) for name in names])
     column = sheet.find("patient")
@@ -311,6 +312,7 @@ def _filled(sheet: Sheet, column: int) -> list[str]:
             f"{sheet.name}: no {sheet.columns[column]} in {listing(empty)}",
             "a probe needs it of every tile",
             "Fill the cells, or remove these rows",
+            code="empty-cells",
         )
     return cells
 
@@ -318,13 +320,16 @@ def _filled(sheet: Sheet, column: int) -> list[str]:
 def _existing(sheet: Sheet, tiles: Sequence[str]) -> tuple[Path, ...]:
     twice = [tile for tile, count in Counter(tiles).items() if count > 1]
     if twice:
-        raise CohortError(f"{sheet.name}: tiles that occur twice: {listing(twice)}", how="Keep each tile once")
+        raise CohortError(
+            f"{sheet.name}: tiles that occur twice: {listing(twice)}", how="Keep each tile once", code="repeated-tiles"
+        )
     missing = [tile for tile in tiles if not (sheet.folder / tile).is_file()]
     if missing:
         raise CohortError(
             f"{sheet.name}: {len(missing)} of {len(tiles)} tiles are not there: {listing(missing, limit=3)}",
             "paths in the table start at the folder it lies in",
             "Correct the column tile, or move the table",
+            code="missing-files",
         )
     return tuple(sheet.folder / tile for tile in tiles)
 
@@ -344,6 +349,7 @@ def _sides(sheet: Sheet, labels: Ints, patients: tuple[str, ...] | None, seed: i
             f"{sheet.name}: neither train nor test: {listing(odd)}",
             "a probe learns from the one and is tested on the other",
             "Correct the column split, or remove these rows",
+            code="unknown-split",
         )
     test = np.array([side == "test" for side in sides])
     learned, tested = ({p for p, t in zip(patients or (), test, strict=False) if t == side} for side in (False, True))
@@ -361,6 +367,7 @@ def _check_classes(sheet: Sheet, labels: Ints, classes: Sequence[str], test: Mas
                 f"{sheet.name}: no {side} tile of {listing(absent)}",
                 "a class is learned from train tiles and tested on test tiles",
                 "Move some of its tiles, or patients, to the other split, or remove the class",
+                code="missing-class",
             )
 
 
@@ -371,13 +378,16 @@ def _common_shape(sheet: Sheet, paths: Sequence[Path]) -> tuple[int, int]:
             with Image.open(path) as image:
                 shapes.setdefault((image.height, image.width), path)
         except OSError:
-            raise CohortError(f"{sheet.name}: {path.name} cannot be read as an image", how="Replace it") from None
+            raise CohortError(
+                f"{sheet.name}: {path.name} cannot be read as an image", how="Replace it", code="unreadable-image"
+            ) from None
     if len(shapes) > 1:
         told = [f"{path.name} has {width} x {height} px" for (height, width), path in shapes.items()]
         raise CohortError(
             f"{sheet.name}: tiles differ in size: {listing(told, limit=3)}",
             "an encoder is for tiles of one size",
             "Bring them to one size",
+            code="mixed-image-sizes",
         )
     return next(iter(shapes))
 
@@ -413,6 +423,7 @@ def probe_embeddings(
             "the encoder returned NaN or infinite embeddings",
             "they cannot be compared",
             "Use --pretrain.precision fp32",
+            code="non-finite-embeddings",
         )
     test_N = torch.from_numpy(test).to(embeddings_ND.device)
     parts = embeddings_ND[~test_N], labels[~test], embeddings_ND[test_N], labels[test]

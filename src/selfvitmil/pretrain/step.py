@@ -150,6 +150,7 @@ class TrainingStep:
                 f"compiling the networks failed in {failed.item():.0f} of {self.worker.world_size} processes",
                 kind if failure is None else f"{kind}: {str(failure).split(chr(10))[0]}",
                 "Use --pretrain.compile off, or auto, which continues without compiling",
+                code="compile-failed",
             ) from failure
         self.compiled, self.render = False, render_view
         for branch in self._branches():
@@ -382,4 +383,5 @@ class TrainingStep:
             f"that is pretrain.batch {self.settings.batch} over {self.worker.world_size} processes "
             f"and pretrain.accumulate {self.settings.accumulate}",
             how,
+            code="out-of-gpu-memory",
         )

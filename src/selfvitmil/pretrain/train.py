@@ -232,18 +232,21 @@ class PretrainRun:
                 f"with {settings.accumulate} parts each",
                 "every process takes an equal part",
                 f"Use a multiple of {world_size * settings.accumulate}",
+                code="batch-indivisible",
             )
         if settings.batch // (world_size * settings.accumulate) < 2:
             raise ConfigError(
                 f"pretrain.batch {settings.batch} leaves one tile for each part",
                 "the rank and spread of embeddings are measured within a part",
                 f"Use at least {2 * world_size * settings.accumulate}",
+                code="batch-too-small",
             )
         if self.order.steps_per_epoch < 1:
             raise ConfigError(
                 f"there are {self.order.tiles_per_epoch} tiles to train on, and a batch takes {settings.batch}",
                 "not even one batch can be filled",
                 "Tile more slides, or lower pretrain.batch",
+                code="too-few-tiles",
             )
         if len(self.source.counts) == 1 and self.source.run > 1:
             self.warnings.append(
@@ -396,6 +399,7 @@ class PretrainRun:
                 f"{settings.probe_table.name}: its tiles have {table.shape_px[1]} x {table.shape_px[0]} px",
                 f"this encoder is for tiles of {size} x {size} px",
                 "Crop or resize them to that size",
+                code="image-size-mismatch",
             )
         self.warnings += table.warnings
         if self.source.stain_method != "none":
@@ -494,6 +498,7 @@ class PretrainRun:
                 f"{self.out.name}: {what}",
                 f"training cannot recover from that; {good}",
                 "Lower pretrain.lr or raise its warm-up; with fp16 use --pretrain.precision bf16 or fp32",
+                code="training-diverged",
             )
         return found.stop > 0
 

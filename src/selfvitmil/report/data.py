@@ -283,12 +283,16 @@ class StudyFiles:
         layout, reader = StudyLayout(study), Reader(study)
         if not layout.has_any_artefact():
             why = "it holds none of the things that commands write" if study.is_dir() else "there is no such folder"
-            raise ConfigError(f"{study.name}: not a study", why, "Name the folder that other commands were given")
+            raise ConfigError(
+                f"{study.name}: not a study", why, "Name the folder that other commands were given", code="no-study"
+            )
         results = [read_results(reader, folder) for folder in layout.all_results()]
         unknown = [name for name in only if name not in {one.name for one in results}]
         if unknown:
             there = f"there are {', '.join(one.name for one in results) or 'none'}"
-            raise ConfigError(f"{study.name}: no results called {unknown[0]!r}", there, "Name one of these")
+            raise ConfigError(
+                f"{study.name}: no results called {unknown[0]!r}", there, "Name one of these", code="unknown-results"
+            )
         heatmaps = [_read_heatmaps(reader, folder) for folder in layout.all_heatmaps()]
         return cls(
             layout=layout,

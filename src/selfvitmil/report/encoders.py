@@ -311,7 +311,7 @@ def draw_pretraining(lines: Sequence[Mapping[str, Any]], title: str = "Pretraini
     """
     shown = [(key, name) for key, name in PANELS if any(is_finite(line.get(key)) for line in lines)]
     if not shown:
-        raise MetricError(f"{title}: no numbers", "there is nothing to draw", "Train it again")
+        raise MetricError(f"{title}: no numbers", "there is nothing to draw", "Train it again", code="no-numbers")
     figure = Figure()
     panels: list[Axes] = list(figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel())
     for axes, (key, name) in zip(panels, shown, strict=False):
@@ -406,7 +406,7 @@ def show_sample(sample: Sample, names: Names) -> SampleViews:
 def read_samples(layout: StudyLayout, cohort: Cohort | None, encoder: EncoderFolder) -> list[Sample]:
     """Return tiles of the first training step and their views. Raises SelfVitMilError where tiles have changed."""
     if not encoder.config:
-        raise ConfigError("its training is not finished")
+        raise ConfigError("its training is not finished", code="training-unfinished")
     settings = StudySettings.model_validate(without_removed(encoder.settings))
     own, source, readable = settings.pretrain, *_training_tiles(layout, cohort, encoder, settings)
     pool = next(order_of(source, own).pools(0, 1))
@@ -445,14 +445,16 @@ def _training_tiles(
     slides = [TrainSlide(SlideRef.of(row, settings.slide), layout.tile_table(tiling, row.slide)) for row in rows]
     slides = [slide for slide in slides if slide.table.exists()]
     if not slides:
-        raise ConfigError("tiles of the slides that it was trained on are not in this study")
+        raise ConfigError(
+            "tiles of the slides that it was trained on are not in this study", code="training-tiles-missing"
+        )
     source = SlideTiles(slides, stain_method=settings.stain.method)
     told = encoder.provenance
     if (told.get("slides"), told.get("tiles")) != (len(source.counts), sum(source.counts)):
-        raise ConfigError("the study's tiles are no longer those that it was trained on")
+        raise ConfigError("the study's tiles are no longer those that it was trained on", code="training-tiles-changed")
     readable = [slide.slide.path.exists() for slide in slides]
     if not any(readable):
-        raise ConfigError("no file of the slides that it was trained on is there")
+        raise ConfigError("no file of the slides that it was trained on is there", code="training-slides-missing")
     return source, np.array(readable)
 
 
@@ -462,7 +464,7 @@ def choose_tiles(batch: Rows, counts: Sequence[int], readable: NDArray[np.bool_]
     groups = np.searchsorted(np.cumsum(counts), tiles, side="right")
     slides = evenly_spaced(np.unique(groups[readable[groups]]), NUM_SAMPLES)
     if not len(slides):
-        raise ConfigError("no file of the slides of its first step is there")
+        raise ConfigError("no file of the slides of its first step is there", code="training-slides-missing")
     each, more = divmod(NUM_SAMPLES, len(slides))
     parts = [evenly_spaced(tiles[groups == slide], each + (place < more)) for place, slide in enumerate(slides)]
     return np.concatenate(parts)

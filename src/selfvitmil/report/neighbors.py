@@ -70,7 +70,7 @@ def neighbor_data(layout: StudyLayout, cohort: Cohort | None, features: str, rea
     tiling, encoder = features.split("/", 1)
     try:
         if cohort is None:
-            raise BagError("no cohort.csv says where the slides are")
+            raise BagError("no cohort.csv says where the slides are", code="no-cohort")
         pool = read_pool(layout.features(tiling, encoder), cohort)
         found = find_neighbors(pool)
     except SelfVitMilError as error:
@@ -243,7 +243,7 @@ def read_pool(folder: Path, cohort: Cohort) -> Pool:
     found = [(slide, part) for slide, part in zip(slides, parts, strict=True) if len(part.rows)]
     patients = list(dict.fromkeys(slide.row.patient for slide, _ in found))
     if len(patients) < 2:
-        raise BagError("files and features of slides of at least two patients are needed")
+        raise BagError("files and features of slides of at least two patients are needed", code="too-few-patients")
     counts = [len(part.rows) for _, part in found]
     patient = [patients.index(slide.row.patient) for slide, _ in found]
     return Pool(
@@ -301,7 +301,7 @@ def read_tile(pool: Pool, tile: int, cache: SlideCache, reader: str) -> NDArray[
     slide = cache.get(SlideRef(row.slide, row.path, told.get("level0_mpp", row.mpp), reader))
     size_l0 = (told.get("level0_width", slide.size_l0[0]), told.get("level0_height", slide.size_l0[1]))
     if slide.size_l0 != size_l0:
-        raise SlideError(f"{row.path.name}: has another size than the slide that was embedded")
+        raise SlideError(f"{row.path.name}: has another size than the slide that was embedded", code="slide-changed")
     x_l0, y_l0 = (int(corner) for corner in bag.coords[pool.row_N[tile]])
     size_px = min(int(told.get("patch_size", TILE_PX)), TILE_PX)
     return slide.read_tile(x_l0, y_l0, size_px, bag.tile_extent * slide.mpp / size_px)

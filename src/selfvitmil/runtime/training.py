@@ -102,12 +102,14 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
             f"{path.name} of {folder.name} cannot be read",
             "it is damaged, or holds more than numbers; nothing in it was run",
             "Remove the folder of this encoder to train it from the start",
+            code="unreadable-checkpoint",
         ) from error
     if version != FORMAT_VERSION:
         raise ArtefactError(
             f"{path.name} of {folder.name} has format version {version}",
             f"this version of selfvitmil resumes from version {FORMAT_VERSION}",
             "Use the version that wrote it, or train under another name",
+            code="other-format-version",
         )
     return state
 
@@ -154,6 +156,7 @@ def tensorboard_writer() -> Any:
             "pretrain.tensorboard is on, but TensorBoard is not installed",
             "it comes as an extra",
             'Run pip install "selfvitmil[tensorboard]", or leave the setting out: metrics.jsonl has the same numbers',
+            code="missing-package",
         ) from None
     return SummaryWriter
 

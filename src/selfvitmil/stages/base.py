@@ -7,6 +7,7 @@ it is (`status`).
 
 from __future__ import annotations
 
+import copy
 import io
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -296,4 +297,7 @@ def nothing_done() -> Iterator[None]:
 
 def say_nothing_done(error: SelfVitMilError, how: str) -> SelfVitMilError:
     """Return the error with another remedy, and that nothing was done."""
-    return type(error)(error.what, error.why, f"{how}. Nothing was done" if how else "Nothing was done")
+    changed = copy.copy(error)  # with its code and the fields of its class
+    changed.how = f"{how}. Nothing was done" if how else "Nothing was done"
+    changed.args = (changed.what, changed.why, changed.how)
+    return changed

@@ -252,7 +252,12 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
         missing = sorted(set(cases.by_slide) - set(found.by_slide))
         if missing:
             what = f"{len(missing)} slides have no vectors of {own.encoder} at {own.tiling}: {', '.join(missing[:5])}"
-            raise ConfigError(what, "rows are compared on the same slides", "Embed them, or leave the row out")
+            raise ConfigError(
+                what,
+                "rows are compared on the same slides",
+                "Embed them, or leave the row out",
+                code="missing-features",
+            )
         return found.only(set(cases.by_slide))
 
     rows = [row(each.title, features, cases, each.train) for each in asked if each.method != TWO_SCALES]
@@ -300,6 +305,7 @@ def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> 
             "compare.random_encoder and compare.mean_color need the slides",
             "they turn tiles into vectors of their own, and feature files hold no pixels",
             "Leave them out, or compare on vectors of the study's own tiles",
+            code="baselines-need-slides",
         )
     return rows
 
@@ -356,6 +362,7 @@ def _make_baseline(study: Path, name: str, like: str, settings: StudySettings) -
             f"encoders/{name} is no baseline (trained on: {before.trained_on})",
             "`compare` needs this name for an encoder that has learned nothing",
             "Give its folder another name",
+            code="not-an-untrained-encoder",
         )
     now, stored = (
         Provenance("compare", None, config.model_dump(mode="json"), {}) for config in (encoder.config, before)
@@ -445,7 +452,9 @@ class Compare(Stage):
         if annotated and lesion_baseline(settings) not in with_heatmaps:
             what = f"compare.baseline {settings.compare.baseline!r} has no heatmaps"
             why = "heatmaps are compared by the annotated lesions"
-            raise ConfigError(what, why, "Name another baseline, or add --until localize")
+            raise ConfigError(
+                what, why, "Name another baseline, or add --until localize", code="baseline-without-heatmaps"
+            )
         if settings.compare.supervised != "none":
             check_supervised(labels.class_names, plan.cohort)
 
@@ -476,4 +485,5 @@ def _check_untrained(plan: RunPlan) -> None:
             f"compare.random_encoder, and {encoder} is not among the study's encoders",
             "an untrained one is made like an encoder of the study",
             f"Copy its folder to encoders/{encoder} of the study, or leave the row out. Nothing was done",
+            code="encoder-not-in-study",
         )

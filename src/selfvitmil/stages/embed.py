@@ -194,13 +194,17 @@ def _check_coarse(config: EncoderConfig | None, mpp: float, settings: StudySetti
 
     try:
         if config is None:
-            raise EncoderError(f"the encoder that is trained here is for tiles at {settings.tile.mpp:g} um/px alone")
+            raise EncoderError(
+                f"the encoder that is trained here is for tiles at {settings.tile.mpp:g} um/px alone",
+                code="encoder-mpp-mismatch",
+            )
         check_fits(config, mpp, settings.tile.size_px, settings.stain.method)
     except EncoderError as error:
         raise ConfigError(
             f"{TWO_SCALES} needs vectors of tiles at {mpp:g} um/px too",
             error.what,
             f"Name compare.methods without {TWO_SCALES}, or give --encoder with one that fits any scale",
+            code="two-scales-mpp",
         ) from None
 
 

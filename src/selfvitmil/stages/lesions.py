@@ -79,7 +79,10 @@ def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None
     methods = [row.method for row in rows if row.method != TWO_SCALES and row.is_main_recipe]
     baseline = lesion_baseline(settings)
     if baseline not in methods:
-        raise ConfigError(f"compare.baseline {baseline!r} is not among the methods that have heatmaps")
+        raise ConfigError(
+            f"compare.baseline {baseline!r} is not among the methods that have heatmaps",
+            code="baseline-without-heatmaps",
+        )
     with study.lock("compare"):
         found, _, failures, notes = _lesion_cases(study, choice, methods, "compare")
         folder = study.layout.results(results_name(name or "compare", settings))

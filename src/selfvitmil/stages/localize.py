@@ -170,11 +170,17 @@ def choose_slides(
                 f"{slide}: no split has this slide",
                 "it has no label, or the splits leave it out",
                 "Use `selfvitmil predict` for slides that take no part in a study's splits",
+                code="slide-in-no-split",
             )
     names = dict.fromkeys(slides) if slides else found
     chosen = {slide: found[slide] for slide in names if slide in found}
     if not chosen and not slides:
-        raise ConfigError(f"localize.parts {', '.join(parts)}", "no split has slides in these parts", "Name others")
+        raise ConfigError(
+            f"localize.parts {', '.join(parts)}",
+            "no split has slides in these parts",
+            "Name others",
+            code="empty-parts",
+        )
     notes = []
     if several := [slide for slide in chosen if slide in again]:
         notes.append(f"{listing(several)}: in the same part of several splits; mapped by the models of the first")

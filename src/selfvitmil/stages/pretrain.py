@@ -78,7 +78,11 @@ def pretrain(study: Study, name: str, images: Path | None = None) -> PretrainRes
     from selfvitmil.data.sources import ImageTiles
 
     if encoder_name(name) != name:
-        raise ConfigError(f"encoder name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
+        raise ConfigError(
+            f"encoder name {name!r} does not do as a folder's name",
+            how=f"Try {encoder_name(name)!r}",
+            code="invalid-name",
+        )
     first = os.environ.get("RANK", "0") == "0"
     with study.lock("pretrain") if first else nullcontext():
         if images is not None:
@@ -181,6 +185,7 @@ def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) 
             "hours of training are not thrown away, so nothing was done",
             f"Give --name with a new name to train another one, --encoder {name} to go on with it as it is, or remove "
             "its folder",
+            code="encoder-of-other-run",
         )
     if seen and not settings.pretrain.transductive:
         raise ConfigError(
@@ -188,6 +193,7 @@ def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) 
             "metrics on them could be too good, so nothing was done",
             "Give --name with a new name to train another encoder, or one for every split; or --encoder with this name "
             "to use it all the same: then all results are labelled transductive",
+            code="encoder-saw-test-patients",
         )
 
 
@@ -250,6 +256,7 @@ def encoder_runs(cohort: Cohort, name: str, settings: StudySettings) -> tuple[En
             "self-supervision must not see slides that a classifier is tested on later",
             "Fill the column split of cohort.csv, add --pretrain.per-split for an encoder per split (it needs labels), "
             "--pretrain.transductive to use all slides, or give --encoder with one that is trained already",
+            code="no-training-slides",
         )
     return (EncoderRun(name, rows, "train split"),)
 
@@ -434,6 +441,7 @@ class Pretrain(Stage):
                 f"encoders/{folder.name} was begun with other settings, other tiles or by another version: {changes}",
                 f"its checkpoint of step {state['step']} does not belong to this run, and nothing was done",
                 "Give --name with a new name, take the change back, or remove its folder to start again",
+                code="checkpoint-of-other-run",
             )
         lines = read_metrics(folder)
         step = max(state["step"], lines[-1]["step"] + 1 if lines else 0)

@@ -46,7 +46,9 @@ def report(
 
     most, root = MAX_SLIDES if slides is None else slides, study.root
     if most < 0:
-        raise ConfigError(f"--slides {most}", "a page cannot have fewer than none", "Give 0 or more")
+        raise ConfigError(
+            f"--slides {most}", "a page cannot have fewer than none", "Give 0 or more", code="invalid-slide-count"
+        )
     made = write_report(root, study.settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most)
     return ReportResult(
         made.path,

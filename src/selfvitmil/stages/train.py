@@ -176,7 +176,9 @@ def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str],
 def results_name(name: str, settings: StudySettings) -> str:
     """Name of the folder of results, which says so where test labels took part in choices."""
     if encoder_name(name) != name:
-        raise ConfigError(f"name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}")
+        raise ConfigError(
+            f"name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}", code="invalid-name"
+        )
     return f"{name}_optimistic" if settings.evaluate.protocol == "optimistic" else name
 
 
@@ -283,16 +285,18 @@ def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Comp
         method, _, recipe = text.partition(":")
         if method not in NAMES:
             what = f"compare.methods: unknown method {method!r}{nearest(method, list(NAMES))}"
-            raise ConfigError(what, how=f"There are {', '.join(NAMES)}")
+            raise ConfigError(what, how=f"There are {', '.join(NAMES)}", code="unknown-method")
         if recipe not in ("", "published"):
-            raise ConfigError(f"compare.methods: {text!r}", how=f"Write {method} or {method}:published")
+            raise ConfigError(
+                f"compare.methods: {text!r}", how=f"Write {method} or {method}:published", code="unknown-recipe"
+            )
         row = _compared(method, recipe, train)
         rows[row.title] = row
     _check_options(train, [row.method for row in rows.values()])
     if compare.baseline not in rows:
         meant = nearest(compare.baseline, list(rows))
         what = f"compare.baseline {compare.baseline!r} is not among the methods{meant}"
-        raise ConfigError(what, how=f"There are {', '.join(rows)}")
+        raise ConfigError(what, how=f"There are {', '.join(rows)}", code="unknown-baseline")
     return tuple(rows.values())
 
 
@@ -321,6 +325,7 @@ def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
             f"train.options: {', '.join(plain)} for {train.aggregator}, which is not compared",
             "options without a method's name are those of train.aggregator",
             "Write them under [train.options.METHOD]",
+            code="options-of-other-method",
         )
     known = settings_of(train.aggregator)
     for key in plain:
@@ -328,20 +333,25 @@ def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
             how = (
                 f"{train.aggregator} has {', '.join(known)}. Options of another method go under [train.options.METHOD]"
             )
-            raise ConfigError(f"train.options: {train.aggregator} has no option {key!r}", how=how)
+            raise ConfigError(
+                f"train.options: {train.aggregator} has no option {key!r}", how=how, code="unknown-aggregator-setting"
+            )
 
 
 def check_supervised(class_names: Sequence[str], cohort: Cohort) -> None:
     """ConfigError where no row of a comparison can learn from outlined lesions."""
     if len(class_names) != 2:
         raise ConfigError(
-            f"compare.supervised with {len(class_names)} classes", "outlines tell tumour from normal tissue only"
+            f"compare.supervised with {len(class_names)} classes",
+            "outlines tell tumour from normal tissue only",
+            code="not-binary",
         )
     if not any(row.annotation is not None for row in cohort.rows if row.label == class_names[1]):
         raise ConfigError(
             f"compare.supervised, and no slide of {class_names[1]} has an annotation",
             "it learns from outlined lesions",
             "Name outlines (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv, or leave it out",
+            code="no-annotations",
         )
 
 
@@ -384,7 +394,7 @@ def try_method(method: str, train: TrainSettings, num_classes: int, localize: Lo
     try:
         module = build(method, 1, num_classes, **recipe.module_options)
     except ConfigError as error:
-        raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how) from None
+        raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how, code=error.code) from None
     if localize is None:
         return
     bag = Bag("made", np.zeros((2, 1), np.float32), np.array([[0, 0], [1, 0]]), tile_extent=1.0)

@@ -74,6 +74,7 @@ def static_files() -> dict[str, StaticFile]:
             "the web viewer is built with packages from npm while selfvitmil is installed, and that did not work",
             "Install a released wheel, or build again with a network: `pip install --force-reinstall --no-deps .` "
             "(`-e .` in a checkout)",
+            code="viewer-not-built",
         )
     return files
 
@@ -111,7 +112,12 @@ def write_folder(
 ) -> Exported:
     """Write the folder, which must not exist or be empty; a slide that fails is left out and reported."""
     if not 0 < top_mpp < math.inf:
-        raise ConfigError(f"--export-mpp {top_mpp:g}", "no picture has that", "Give microns per pixel, for instance 2")
+        raise ConfigError(
+            f"--export-mpp {top_mpp:g}",
+            "no picture has that",
+            "Give microns per pixel, for instance 2",
+            code="invalid-mpp",
+        )
     files = static_files()
     chosen, notes = choose_slides(study, slides)
     plans, failures = _plans(chosen, top_mpp)
@@ -256,7 +262,9 @@ def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str,
 def _new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `out` that takes its place in the end, or is removed."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out.name}: exists already", "nothing in it may be lost", "Choose a new folder")
+        raise ConfigError(
+            f"{out.name}: exists already", "nothing in it may be lost", "Choose a new folder", code="out-exists"
+        )
     temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
     try:
         temporary.mkdir(parents=True)
@@ -268,6 +276,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
             f"{out.name} cannot be written",
             f"{reason[:1].lower()}{reason[1:]}",
             "Free some space, or choose another folder",
+            code="not-writable",
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

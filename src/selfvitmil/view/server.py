@@ -333,7 +333,9 @@ class Address:
 def listen(host: str, port: int, *, require_token: bool = False) -> Address:
     """Take the port at once, so that one that is taken is an error before anything else is done."""
     if not 0 <= port <= 65_535:
-        raise ConfigError(f"port {port} was asked for", "ports go from 0 to 65535", "Choose another --port")
+        raise ConfigError(
+            f"port {port} was asked for", "ports go from 0 to 65535", "Choose another --port", code="invalid-port"
+        )
     token = secrets.token_urlsafe(32) if require_token or not is_loopback(host) else None
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -355,12 +357,19 @@ def listen(host: str, port: int, *, require_token: bool = False) -> Address:
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         remedy = "Choose another --port, or 0 for any"
-        return ConfigError(f"port {port} is in use", "another viewer or program listens there", remedy)
+        return ConfigError(
+            f"port {port} is in use", "another viewer or program listens there", remedy, code="port-in-use"
+        )
     if isinstance(error, OSError) and error.errno == errno.EACCES:
-        return ConfigError(f"port {port} may not be used", "ports below 1024 are reserved", "Choose another --port")
+        return ConfigError(
+            f"port {port} may not be used",
+            "ports below 1024 are reserved",
+            "Choose another --port",
+            code="port-reserved",
+        )
     reason = getattr(error, "strerror", None) or str(error)
     reason = f"{reason[:1].lower()}{reason[1:]}"
-    return ConfigError(f"cannot listen on {host}, port {port}", reason, "Check --host and --port")
+    return ConfigError(f"cannot listen on {host}, port {port}", reason, "Check --host and --port", code="cannot-listen")
 
 
 def serve(

@@ -183,7 +183,9 @@ def read_summary(path: Path) -> Mapping[str, Any]:
         return {**{key: stored[key] for key in ("method", "kind", "scale")}, "prediction": prediction}
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         why = "it cannot be read" if isinstance(error, OSError) else f"it lacks a part ({error})"
-        raise ArtefactError(f"{path.name}: not a readable heatmap", why, "Localize this slide again") from None
+        raise ArtefactError(
+            f"{path.name}: not a readable heatmap", why, "Localize this slide again", code="unreadable-heatmap"
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------------------- study

@@ -70,4 +70,6 @@ def read_history(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _unreadable(folder: Path, why: str) -> ArtefactError:
-    return ArtefactError(f"{folder.name}: not a readable model", why, "Remove the folder and train it again")
+    return ArtefactError(
+        f"{folder.name}: not a readable model", why, "Remove the folder and train it again", code="unreadable-model"
+    )

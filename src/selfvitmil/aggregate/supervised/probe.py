@@ -196,6 +196,7 @@ def _gather(
                 f"{each.slide.slide}: its embeddings contain NaN or infinity",
                 "the probe cannot be fitted",
                 "Embed the slide again; with half precision, check the encoder for overflow",
+                code="non-finite-features",
             )
         start += len(rows)
     labels_N = np.concatenate([each.labels_N[rows] for each, rows in zip(slides, rows_of, strict=True)])
@@ -211,6 +212,7 @@ def _mixed_dimensions(dims: set[int], where: str) -> BagError:
         f"embeddings of {where} have {' and '.join(map(str, sorted(dims)))} dimensions",
         "they come from different encoders",
         "Embed all slides with one encoder",
+        code="mixed-embeddings",
     )
 
 

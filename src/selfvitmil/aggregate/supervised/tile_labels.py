@@ -81,6 +81,7 @@ def coverage_of_bag(bag: Bag, annotation: Sequence[Annotation] | None) -> Covera
             f"{bag.slide}: the feature file has no tile coordinates in level-0 pixels",
             "they are needed to compare tiles with the annotations",
             "Use feature files written by selfvitmil or TRIDENT",
+            code="bag-without-coords",
         )
     return box_coverage(annotation, boxes_l0(bag.coords.astype(np.int64), bag.tile_extent))
 
@@ -108,6 +109,7 @@ def _check_negative(slide: str, coverage_N: Coverage | None) -> None:
             f"{slide}: labelled as negative, but its annotation contains tumour",
             f"{int((coverage_N > 0).sum())} of its tiles would have contradictory labels",
             "Correct the label or the annotation in cohort.csv",
+            code="tumour-in-negative-slide",
         )
 
 
@@ -147,6 +149,7 @@ def _labels_of(slide: AnnotatedSlide, settings: SupervisedSettings, bag: Bag | N
             f"{slide.slide}: label {slide.label}",
             "the supervised baseline is binary: tumour (1) and normal (0)",
             "Compare without it",
+            code="not-binary",
         )
     regions = None if slide.annotation is None else read_annotations(slide.annotation, repair=True)
     if slide.table is not None:
@@ -158,7 +161,10 @@ def _labels_of(slide: AnnotatedSlide, settings: SupervisedSettings, bag: Bag | N
         number, coverage_N = len(bag), coverage_of_bag(bag, regions)
     else:
         raise ConfigError(
-            f"{slide.slide}: has no tile table", "it is needed for the tile labels", "Run `selfvitmil tile`"
+            f"{slide.slide}: has no tile table",
+            "it is needed for the tile labels",
+            "Run `selfvitmil tile`",
+            code="no-tile-table",
         )
     # Tissue outside annotations is normal only where all lesions are annotated.
     use_unannotated = settings.use_unannotated and slide.lesions_complete
@@ -176,6 +182,7 @@ def check_same_tiles(bag: Bag, table: TileTable) -> None:
             f"{bag.slide}: its embeddings do not match its tile table",
             f"the feature file lists {stored}, the table {len(table)}, and they must be the same in the same order",
             "Embed the slide again",
+            code="tile-table-mismatch",
         )
 
 
@@ -196,6 +203,7 @@ def check_sides(training: Sequence[LabelledTiles], validation: Sequence[Labelled
             f"patients in both training and validation: {listing(shared)}",
             "slides of one patient are correlated (data leakage)",
             "Split by patient",
+            code="patient-in-several-splits",
         )
     for name, side in (("training", training), ("validation", validation)):
         if not any((each.labels_N == TUMOUR).any() for each in side):
@@ -206,10 +214,12 @@ def check_sides(training: Sequence[LabelledTiles], validation: Sequence[Labelled
                 else "its hyperparameters are chosen on tiles of validation slides",
                 "Add annotations of positive slides (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv"
                 + (", or raise train.validation" if name == "validation" else ""),
+                code="no-tumour-tiles",
             )
         if not any((each.labels_N == NORMAL).any() for each in side):
             raise ConfigError(
                 f"no normal tile in the {name} slides",
                 "there is no negative slide among them",
                 "Add negative slides; or, if all lesions are annotated, use --supervised.use-unannotated",
+                code="no-normal-tiles",
             )

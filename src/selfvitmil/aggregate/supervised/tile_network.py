@@ -525,6 +525,7 @@ class _Run:
                 f"the loss of epoch {self.epoch + 1} is not a number ({balanced})",
                 "training has diverged",
                 "Lower supervised.lr; with fp16 use --supervised.precision bf16 or fp32",
+                code="training-diverged",
             )
         return {"val_loss": float(balanced), "val_auc": auc(labels, logits)}
 

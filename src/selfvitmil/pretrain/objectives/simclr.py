@@ -53,6 +53,7 @@ def nt_xent_loss(projections_RD: torch.Tensor, temperature: float = 0.5) -> torc
             f"{rows} projections cannot be contrasted",
             "the loss takes two views of at least two tiles",
             "Use a larger batch",
+            code="batch-too-small",
         )
     with torch.autocast(projections_RD.device.type, enabled=False):
         directions_RD = functional.normalize(at_least_float32(projections_RD), dim=-1)
