@@ -11,7 +11,7 @@ import selfvitmil
 
 ROOT = Path(selfvitmil.__file__).parent
 
-BELOW = ["errors", "geometry", "settings", "store", "untrusted", "annotations", "metrics", "formatting"]
+BELOW = ["errors", "geometry", "settings", "store", "annotations", "metrics", "formatting"]
 BELOW += ["engine", "runtime"]
 STAGES = [
     "cohort",

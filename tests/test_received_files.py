@@ -34,9 +34,8 @@ from selfvitmil.errors import AnnotationError, ArtefactError, BagError, CohortEr
 from selfvitmil.package import SETTINGS, open_package
 from selfvitmil.settings import StudySettings, all_keys, read_toml
 from selfvitmil.slides import synthetic
-from selfvitmil.store.files import hash_of, sha256
+from selfvitmil.store.files import file_problem, hash_of, open_hdf5, read_json, sha256
 from selfvitmil.tiles import _relevant, read_tiles
-from selfvitmil.untrusted import file_problem, open_hdf5, read_json
 
 
 @pytest.fixture(scope="module")
@@ -521,12 +520,18 @@ def test_no_other_code_opens_hdf5_files_for_reading():
     import selfvitmil
 
     root = Path(selfvitmil.__file__).parent
-    found = [path.name for path in root.rglob("*.py") if 'File(path, "r")' in path.read_text(encoding="utf-8")]
-    assert found == ["untrusted.py"]
-    loads = [
-        path.name for path in root.rglob("*.py") if re.search(r"(?<!safetensors\.)torch\.load\(", path.read_text())
+    found = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if 'File(path, "r")' in path.read_text(encoding="utf-8")
     ]
-    assert loads == ["untrusted.py"]
+    assert found == ["store/files.py"]
+    loads = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search(r"(?<!safetensors\.)torch\.load\(", path.read_text())
+    ]
+    assert loads == ["store/files.py"]
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "", ".hidden", "a\nb"])

@@ -40,7 +40,7 @@ from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, S
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
 from selfvitmil.slides import Slide, SlideRef, fingerprint
-from selfvitmil.store.files import file_fingerprint, hash_of, write_bytes
+from selfvitmil.store.files import file_fingerprint, hash_of, open_hdf5, write_bytes
 from selfvitmil.store.layout import thumbnail_of
 from selfvitmil.store.provenance import (
     FRESH,
@@ -56,7 +56,6 @@ from selfvitmil.store.provenance import (
     stale,
 )
 from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
-from selfvitmil.untrusted import open_hdf5
 
 SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1

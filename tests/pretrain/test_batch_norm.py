@@ -25,7 +25,7 @@ from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import joint_batch, train
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.joint_batch import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
-from selfvitmil.pretrain.schedule import resolve_hyperparameters
+from selfvitmil.pretrain.optim import resolve_hyperparameters
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings

@@ -32,15 +32,17 @@ from selfvitmil.pretrain.loss import (
 from selfvitmil.pretrain.objectives import Objective, make_objective
 from selfvitmil.pretrain.objectives.dino import DINOHead, WeightNormLinear
 from selfvitmil.pretrain.objectives.simclr import SimCLRHead, nt_xent_loss
-from selfvitmil.pretrain.optim import cancel_gradients, clip_each_gradient, update_teacher
-from selfvitmil.pretrain.schedule import (
+from selfvitmil.pretrain.optim import (
     ConstantSchedule,
     TeacherTemperature,
+    cancel_gradients,
+    clip_each_gradient,
     resolve_hyperparameters,
     scaled_learning_rate,
     suggested_freeze_steps,
     suggested_momentum,
     suggested_out_dim,
+    update_teacher,
 )
 from selfvitmil.runtime.training import CosineSchedule, parameter_groups, suggested_warmup_steps
 from selfvitmil.settings import PretrainSettings

@@ -31,10 +31,10 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
 from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.learner import class_token, has_shortcut
-from selfvitmil.pretrain.schedule import resolve_hyperparameters
+from selfvitmil.pretrain.optim import resolve_hyperparameters
 from selfvitmil.pretrain.step import TrainingStep
 from selfvitmil.pretrain.train import Origin, pretrain
-from selfvitmil.runtime.distributed import Worker
+from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import read_checkpoint, read_metrics, write_checkpoint
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import SlideRef

@@ -44,7 +44,7 @@ from selfvitmil.pretrain.quality import (
 from selfvitmil.pretrain.train import Origin, TrainedEncoder, pretrain
 from selfvitmil.rendering import render
 from selfvitmil.report.encoders import describe_steps
-from selfvitmil.runtime.distributed import Worker
+from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings, resolve_settings
 from selfvitmil.stages import pretrain as stage

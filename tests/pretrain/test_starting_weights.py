@@ -22,7 +22,7 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import optim, train
 from selfvitmil.pretrain.optim import layer_scales, layered_groups, update_teacher
 from selfvitmil.pretrain.train import Origin, pretrain
-from selfvitmil.runtime.distributed import Worker
+from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import parameter_groups, read_metrics
 from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, resolve_settings
 

@@ -42,7 +42,7 @@ from selfvitmil.aggregate.bag_tensors import ChunkedBag, fold
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, check_choice, check_range, register
 from selfvitmil.aggregate.pooling import top_instances
 from selfvitmil.errors import ConfigError
-from selfvitmil.untrusted import load_torch
+from selfvitmil.store.files import load_torch
 
 QUERIES = ("linear", "mlp")
 VALUES = ("linear", "identity", "linear_relu", "bottleneck")

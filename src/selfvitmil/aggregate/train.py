@@ -47,8 +47,7 @@ from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.settings import TrainSettings
-from selfvitmil.store.files import write_bytes, write_text
-from selfvitmil.untrusted import read_json
+from selfvitmil.store.files import read_json, write_bytes, write_text
 
 __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save_model", "score", "train"]
 

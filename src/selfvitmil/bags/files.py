@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil.errors import BagError
-from selfvitmil.store.files import atomic_path
+from selfvitmil.store.files import atomic_path, load_torch, open_hdf5
 from selfvitmil.store.layout import patches_of
 from selfvitmil.tiles import TileTable, trident_attributes
-from selfvitmil.untrusted import load_torch, open_hdf5
 
 SCHEMA = "selfvitmil.bag"
 FORMAT_VERSION = 1

@@ -28,7 +28,7 @@ from xml.etree.ElementTree import ParseError
 from selfvitmil.cohort.table import absolute, listing
 from selfvitmil.errors import CohortError
 from selfvitmil.settings import slide_mpp_problem
-from selfvitmil.untrusted import check_expansion
+from selfvitmil.store.files import check_expansion
 
 _SLIDE_COLUMNS = ("slide", "slide_id", "slide_name", "sample_id", "filename", "file_name", "file", "image", "image_id")
 

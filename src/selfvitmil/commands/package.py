@@ -213,7 +213,7 @@ def _carried_settings(
 
 def _made_with(table: Path) -> dict[str, Any]:
     """Settings of a tile table, as its file tells them."""
-    from selfvitmil.untrusted import open_hdf5
+    from selfvitmil.store.files import open_hdf5
 
     with open_hdf5(table) as file:
         return json.loads(str(file.attrs["settings"]))

@@ -292,7 +292,7 @@ def check_formats(study: Path) -> None:
 
 def _format_of(path: Path) -> int | None:
     """The format version of a file of ours; None of any other, and of a damaged one, which its stage will tell of."""
-    from selfvitmil.untrusted import open_hdf5
+    from selfvitmil.store.files import open_hdf5
 
     try:
         if path.suffix == ".json":

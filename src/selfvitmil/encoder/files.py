@@ -40,8 +40,7 @@ from selfvitmil.encoder.network import (
 )
 from selfvitmil.errors import EncoderError
 from selfvitmil.settings import TokenLayout
-from selfvitmil.store.files import sha256, write_bytes, write_text
-from selfvitmil.untrusted import UnsafeFile, load_torch, read_json
+from selfvitmil.store.files import UnsafeFile, load_torch, read_json, sha256, write_bytes, write_text
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

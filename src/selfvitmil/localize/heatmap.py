@@ -35,9 +35,8 @@ from selfvitmil.cohort.table import check_slide_name, is_negative_name
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, MissingMppError, SlideError
 from selfvitmil.slides import SlideRef
 from selfvitmil.store.failures import without_folders
-from selfvitmil.store.files import atomic_path
+from selfvitmil.store.files import atomic_path, open_hdf5
 from selfvitmil.tiles import TileTable, boxes_l0
-from selfvitmil.untrusted import open_hdf5
 
 SCHEMA = "selfvitmil.map"
 FORMAT_VERSION = 1

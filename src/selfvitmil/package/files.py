@@ -42,8 +42,7 @@ from selfvitmil.settings import (
     parse,
     read_toml,
 )
-from selfvitmil.store.files import hash_of, sha256, write_bytes, write_text
-from selfvitmil.untrusted import check_size, file_problem, read_json
+from selfvitmil.store.files import check_size, file_problem, hash_of, read_json, sha256, write_bytes, write_text
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
     from selfvitmil.evaluate.predictions import Choice

@@ -34,9 +34,8 @@ from selfvitmil.package.files import RESEARCH_ONLY, Package
 from selfvitmil.package.ood import OODFinding, SlideStatistics
 from selfvitmil.settings import LocalizeSettings
 from selfvitmil.store.failures import Failure
-from selfvitmil.store.files import write_csv, write_text
+from selfvitmil.store.files import read_json, write_csv, write_text
 from selfvitmil.tiles import TileTable
-from selfvitmil.untrusted import read_json
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator

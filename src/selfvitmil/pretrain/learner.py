@@ -34,8 +34,7 @@ from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain import loss as losses
 from selfvitmil.pretrain.joint_batch import JointBatch, batch_norms_of
 from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Part, make_objective
-from selfvitmil.pretrain.optim import add_adapters, check_lora, share_frozen, update_teacher
-from selfvitmil.pretrain.schedule import Hyperparameters
+from selfvitmil.pretrain.optim import Hyperparameters, add_adapters, check_lora, share_frozen, update_teacher
 from selfvitmil.runtime.device import seeded
 from selfvitmil.settings import PretrainSettings
 

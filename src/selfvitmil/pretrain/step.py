@@ -26,10 +26,8 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.learner import Branch, Learner
 from selfvitmil.pretrain.objectives import LossOutput, Part
-from selfvitmil.pretrain.optim import all_finite, clip_each_gradient, layered_groups
-from selfvitmil.pretrain.schedule import Hyperparameters
-from selfvitmil.runtime.device import AsyncValues, PhaseTimer, choose_precision
-from selfvitmil.runtime.distributed import Worker
+from selfvitmil.pretrain.optim import Hyperparameters, all_finite, clip_each_gradient, layered_groups
+from selfvitmil.runtime.device import AsyncValues, PhaseTimer, Worker, choose_precision
 from selfvitmil.settings import PretrainSettings
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}

@@ -44,7 +44,7 @@ from selfvitmil.pretrain import joint_batch
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.learner import Learner
 from selfvitmil.pretrain.objectives import RECENT_LINES, LossOutput
-from selfvitmil.pretrain.optim import merged
+from selfvitmil.pretrain.optim import Hyperparameters, merged, resolve_hyperparameters
 from selfvitmil.pretrain.quality import (
     Ending,
     QualityHistory,
@@ -53,10 +53,8 @@ from selfvitmil.pretrain.quality import (
     plan_evaluations,
     read_sample,
 )
-from selfvitmil.pretrain.schedule import Hyperparameters, resolve_hyperparameters
 from selfvitmil.pretrain.step import TrainingStep, ViewOptions
-from selfvitmil.runtime.device import AsyncValues, arithmetic, peak_tflops
-from selfvitmil.runtime.distributed import Worker, distributed, stop_on_signal
+from selfvitmil.runtime.device import AsyncValues, Worker, arithmetic, distributed, peak_tflops, stop_on_signal
 from selfvitmil.runtime.training import (
     MetricsLog,
     read_checkpoint,

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.store.files import atomic_path, write_text
-from selfvitmil.untrusted import load_torch
+from selfvitmil.store.files import atomic_path, load_torch, write_text
 
 FORMAT_VERSION = 1
 CHECKPOINT_FILE = "state.pt"

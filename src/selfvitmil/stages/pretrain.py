@@ -545,7 +545,7 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     from selfvitmil.data.loader import TileOrder
     from selfvitmil.data.views import view_recipes
     from selfvitmil.pretrain.learner import gflop_per_tile, patch_px_of
-    from selfvitmil.pretrain.schedule import resolve_hyperparameters
+    from selfvitmil.pretrain.optim import resolve_hyperparameters
     from selfvitmil.runtime.training import read_metrics
 
     settings, own, encoder, gpu = plan.settings, plan.settings.pretrain, measures.encoder, measures.gpu

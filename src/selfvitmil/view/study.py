@@ -33,8 +33,8 @@ from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
 from selfvitmil.slides import SlideRef
 from selfvitmil.store.failures import Failure, read_failures
+from selfvitmil.store.files import open_hdf5
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.untrusted import open_hdf5
 from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, FileState, OpenedSlide, state_of
 
 NOTICE = "For research only. Not a medical device: do not use it for diagnosis."
