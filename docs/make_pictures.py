@@ -23,8 +23,8 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        truth = make_slide(folder / "s.svs", seed=7, lesions=2, lesion_um=(200.0, 300.0))
-        write_annotations(folder / "s.xml", [Annotation("lesion", "Tumor", ring) for ring in truth.lesions])
+        synthetic = make_slide(folder / "s.svs", seed=7, lesions=2, lesion_um=(200.0, 300.0))
+        write_annotations(folder / "s.xml", [Annotation("lesion", "Tumor", ring) for ring in synthetic.lesions])
         tile_slide(TileJob(SlideRef("s", folder / "s.svs"), folder, StudySettings(), annotation=folder / "s.xml"))
         table = read_tiles(folder / "0.5mpp_224px_0px" / "s.h5")
         with open_slide(folder / "s.svs") as slide, Image.open(folder / "0.5mpp_224px_0px" / "s.jpg") as kept:

@@ -134,7 +134,7 @@ def test_empty_cohort(tmp_path: Path):
 def test_hostile_files_cost_only_themselves(made: Path, tmp_path: Path):
     folder = tmp_path / "slides"
     shutil.copytree(made / "slides", folder)
-    hostile = synthetic.make_hostile(folder / "hostile")
+    hostile = synthetic.make_problem_files(folder / "hostile")
     good = {path.stem for path in (made / "slides").iterdir()}
     study = tmp_path / "study"
     done = selfvitmil("tile", study, "--cohort", folder, "--workers", 2)
@@ -203,7 +203,7 @@ def test_check_tells_twins_and_missing_resolution(made: Path, tmp_path: Path):
     folder.mkdir()
     shutil.copy(slide, folder / f"a{slide.suffix}")
     shutil.copy(slide, folder / f"b{slide.suffix}")
-    shutil.copy(synthetic.make_hostile(tmp_path / "hostile")["no_mpp"], folder / "c.tif")
+    shutil.copy(synthetic.make_problem_files(tmp_path / "hostile")["no_mpp"], folder / "c.tif")
     done = selfvitmil("check", tmp_path / "study", "--cohort", folder, "--workers", 0)
     assert done.returncode == 3
     assert "the same file as a" in done.stdout

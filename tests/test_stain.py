@@ -20,7 +20,7 @@ from PIL import Image
 from helpers.error_codes import has_code
 from selfvitmil import stain
 from selfvitmil.errors import StainError
-from selfvitmil.stain import REFERENCE, StainFit, apply, apply_maps, fit_slide, normalize_tile
+from selfvitmil.stain import REFERENCE, StainFit, apply, apply_transforms, fit_slide, normalize_tile
 
 GOLDEN = Path(__file__).parent / "golden" / "macenko_tiles.npz"
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -255,17 +255,17 @@ def test_odd_pixels_are_left_unchanged_with_a_reason(name: str) -> None:
     fit = fit_slide(pixels)
     assert not fit.fitted
     assert reason in fit.reason
-    np.testing.assert_array_equal(fit.map_od(), np.eye(3))
+    np.testing.assert_array_equal(fit.od_transform(), np.eye(3))
     every_level = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, 2)
     np.testing.assert_array_equal(apply(every_level, fit), every_level)
     np.testing.assert_array_equal(apply(pixels, fit), pixels)
 
 
 def test_a_stain_that_is_hardly_there_is_not_scaled_up() -> None:
-    stain._require_gentle_map(StainFit(STAINS, np.array([1.5, 1.5])))
+    stain._require_gentle_transform(StainFit(STAINS, np.array([1.5, 1.5])))
     for full in ((0.1, 1.5), (1.5, 0.1), (0.0, 1.5), (1.5, -1.0)):
         with pytest.raises(StainError, match="full strength"):
-            stain._require_gentle_map(StainFit(STAINS, np.array(full)))
+            stain._require_gentle_transform(StainFit(STAINS, np.array(full)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -280,7 +280,7 @@ def test_any_palette_gives_a_fit_or_a_reason_and_keeps_white(
     rng = np.random.default_rng(seed)
     pixels = np.array(palette)[rng.integers(0, len(palette), 4_000)] + rng.integers(-spread, spread + 1, (4_000, 3))
     fit = fit_slide(pixels.clip(0, 255).astype(np.uint8))
-    assert np.isfinite(fit.map_od()).all()
+    assert np.isfinite(fit.od_transform()).all()
     assert fit.fitted == (fit.reason == "")
     assert apply(np.full((1, 1, 3), 255, dtype=np.uint8), fit).min() >= 230
 
@@ -292,7 +292,9 @@ def test_map_is_the_two_steps_in_one(golden: Any) -> None:
     for tile in golden["tile"]:
         fit = fit_slide(tile)
         od = -np.log((tile.reshape(-1, 3).astype(np.float64) + 1) / 240)
-        np.testing.assert_allclose(240 * np.exp(-od @ fit.map_od().T), two_steps(tile, fit).reshape(-1, 3), rtol=1e-9)
+        np.testing.assert_allclose(
+            240 * np.exp(-od @ fit.od_transform().T), two_steps(tile, fit).reshape(-1, 3), rtol=1e-9
+        )
         off = difference(apply(tile, fit), np.rint(two_steps(tile, fit)).clip(0, 255).astype(np.uint8))
         assert off.max() <= 1
         assert (off > 0).mean() < 1e-4
@@ -343,14 +345,14 @@ def test_a_reference_needs_stains() -> None:
 
 def test_extreme_maps_stay_finite() -> None:
     colours = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-    maps = np.array([np.full((3, 3), 50.0), np.full((3, 3), -50.0), [[90, -90, 90]] * 3])
+    transforms = np.array([np.full((3, 3), 50.0), np.full((3, 3), -50.0), [[90, -90, 90]] * 3])
     batch = np.stack([colours] * 3)
     with np.errstate(all="raise", under="ignore"):
-        out = apply_maps(batch, maps)
+        out = apply_transforms(batch, transforms)
     assert out[0][(colours > 240).all(-1)].min(initial=255) == 255
     assert out[0][(colours < 200).all(-1)].max() == 0
     assert out[1][(colours < 200).all(-1)].min() == 255
-    np.testing.assert_array_equal(to_numpy(apply_maps(to_torch(batch), maps)), out)
+    np.testing.assert_array_equal(to_numpy(apply_transforms(to_torch(batch), transforms)), out)
 
 
 @pytest.mark.parametrize("shape", [(31, 17), (1, 31, 17), (5, 31, 17), (2, 3, 9, 8), (2, 200, 200), (0, 8, 8)])
@@ -389,13 +391,13 @@ def test_a_batch_with_many_maps_equals_its_images_one_by_one() -> None:
     images, fits = mixed_batch()
     expected = np.stack([apply(image, fit) for image, fit in zip(images, fits, strict=True)])
     np.testing.assert_array_equal(expected[3], images[3])
-    maps = np.stack([fit.map_od() for fit in fits])
-    np.testing.assert_array_equal(apply_maps(images, maps), expected)
-    np.testing.assert_array_equal(to_numpy(apply_maps(to_torch(images), maps)), expected)
-    np.testing.assert_array_equal(to_numpy(apply_maps(to_torch(images), torch.from_numpy(maps))), expected)
+    transforms = np.stack([fit.od_transform() for fit in fits])
+    np.testing.assert_array_equal(apply_transforms(images, transforms), expected)
+    np.testing.assert_array_equal(to_numpy(apply_transforms(to_torch(images), transforms)), expected)
+    np.testing.assert_array_equal(to_numpy(apply_transforms(to_torch(images), torch.from_numpy(transforms))), expected)
     # The way of a GPU, where the whole batch is looked up at once.
     out = torch.empty_like(to_torch(images))
-    stain._look_up_batch(to_torch(images), torch.from_numpy(stain._tables(maps)), out)
+    stain._look_up_batch(to_torch(images), torch.from_numpy(stain._tables(transforms)), out)
     np.testing.assert_array_equal(to_numpy(out), expected)
 
 
@@ -403,12 +405,14 @@ def test_a_batch_with_many_maps_equals_its_images_one_by_one() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gives_the_bytes_of_numpy() -> None:
     images, fits = mixed_batch()
-    maps = np.stack([fit.map_od() for fit in fits])
+    transforms = np.stack([fit.od_transform() for fit in fits])
     tensor = to_torch(images).cuda()
     assert apply(tensor, fits[0]).device == tensor.device
     np.testing.assert_array_equal(to_numpy(apply(tensor, fits[0])), apply(images, fits[0]))
-    for on_device in (maps, torch.from_numpy(maps).cuda()):
-        np.testing.assert_array_equal(to_numpy(apply_maps(tensor, on_device)), apply_maps(images, maps))
+    for on_device in (transforms, torch.from_numpy(transforms).cuda()):
+        np.testing.assert_array_equal(
+            to_numpy(apply_transforms(tensor, on_device)), apply_transforms(images, transforms)
+        )
 
 
 @pytest.mark.parametrize(
@@ -429,9 +433,9 @@ def test_wrong_types_and_layouts_are_refused(images: Any) -> None:
 
 def test_wrong_maps_are_refused() -> None:
     images = np.zeros((2, 4, 4, 3), dtype=np.uint8)
-    for maps in (np.eye(3), np.zeros((3, 3, 3)), np.full((2, 3, 3), np.nan)):
+    for transforms in (np.eye(3), np.zeros((3, 3, 3)), np.full((2, 3, 3), np.nan)):
         with pytest.raises(StainError, check=has_code("stain-transform-shape")):
-            apply_maps(images, maps)
+            apply_transforms(images, transforms)
 
 
 # ---- storing
@@ -445,7 +449,7 @@ def test_a_fit_survives_json_and_hdf5_without_loss(fit: StainFit, tmp_path: Path
     with h5py.File(tmp_path / "fit.h5") as file:
         again = StainFit.from_attributes(dict(file.attrs))
     assert again == fit
-    assert again.map_od().tobytes() == fit.map_od().tobytes()
+    assert again.od_transform().tobytes() == fit.od_transform().tobytes()
 
 
 def test_a_damaged_fit_is_refused() -> None:

@@ -113,7 +113,7 @@ class StainFit:
         """Whether there are stains to normalize."""
         return not self.reason
 
-    def map_od(self, reference: StainFit | None = None) -> NDArray[np.float64]:
+    def od_transform(self, reference: StainFit | None = None) -> NDArray[np.float64]:
         """Return the (3, 3) matrix M that transforms these stains to those of `reference`: OD_out = M @ OD_in."""
         target = REFERENCE if reference is None else reference
         if not target.fitted:
@@ -184,7 +184,7 @@ def fit_slide(pixels: NDArray[np.uint8]) -> StainFit:
         full = _full_strength(np.linalg.pinv(stains) @ od_3N)
         # Sums differ slightly with the number of threads and the processor; the stored fit must not.
         fit = StainFit(stains.round(10), full.round(10))
-        _require_gentle_map(fit)
+        _require_gentle_transform(fit)
         return fit
     except StainError as error:
         return StainFit.unfitted(error.reason)
@@ -257,7 +257,7 @@ def _angle_deg(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.degrees(np.arccos(np.clip(a @ b, -1, 1))))
 
 
-def _require_gentle_map(fit: StainFit) -> None:
+def _require_gentle_transform(fit: StainFit) -> None:
     faint = fit.max_concentration.min()
     if faint < MIN_CONCENTRATION:
         raise StainError(
@@ -265,13 +265,13 @@ def _require_gentle_map(fit: StainFit) -> None:
             f"below {MIN_CONCENTRATION:g} it is absent",
             code="stain-absent",
         )
-    map_od = fit.map_od()
-    gain = np.abs(map_od).max()
+    transform = fit.od_transform()
+    gain = np.abs(transform).max()
     if gain > MAX_GAIN:
         raise StainError(
             f"the map would amplify by {gain:.1f}", f"above {MAX_GAIN:g} noise is all that is left", code="stain-gain"
         )
-    white = (LIGHT * np.exp(-map_od @ _OD[[255, 255, 255]])).min()
+    white = (LIGHT * np.exp(-transform @ _OD[[255, 255, 255]])).min()
     if white < MIN_WHITE:
         raise StainError(f"the map would darken white to {white:.0f}", "glass must stay glass", code="tinted-glass")
 
@@ -285,51 +285,52 @@ def apply(images: Images, fit: StainFit, reference: StainFit | None = None) -> I
     uint8, either a NumPy array (..., H, W, 3) or a torch tensor (..., 3, H, W) on any device; the results are
     identical.
     """
-    return _look_up(images, _tables(fit.map_od(reference)[None]))
+    return _look_up(images, _tables(fit.od_transform(reference)[None]))
 
 
-def apply_maps(images: Images, maps_B33: ArrayLike | torch.Tensor) -> Images:
+def apply_transforms(images: Images, transforms_B33: ArrayLike | torch.Tensor) -> Images:
     """Normalize a batch with one transform per image: (B, H, W, 3) in NumPy or (B, 3, H, W) in torch.
 
-    `maps_B33` are results of `StainFit.map_od`, as an array or as a tensor on any device (a CPU tensor avoids a
-    synchronization). The identity leaves its image unchanged.
+    `transforms_B33` are results of `StainFit.od_transform`, as an array or as a tensor on any device (a CPU tensor
+    avoids a synchronization). The identity leaves its image unchanged.
     """
-    maps = np.asarray(maps_B33 if not hasattr(maps_B33, "cpu") else maps_B33.cpu(), dtype=np.float64)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-    if images.ndim != 4 or maps.shape != (len(images), 3, 3) or not np.isfinite(maps).all():
+    on_cpu: Any = transforms_B33.cpu() if hasattr(transforms_B33, "cpu") else transforms_B33  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    transforms = np.asarray(on_cpu, dtype=np.float64)
+    if images.ndim != 4 or transforms.shape != (len(images), 3, 3) or not np.isfinite(transforms).all():
         raise StainError(
-            f"stain transforms of shape {maps.shape} for images of shape {tuple(images.shape)}",
+            f"stain transforms of shape {transforms.shape} for images of shape {tuple(images.shape)}",
             "every image of a batch needs one 3x3 matrix of finite numbers",
-            "Stack the images' map_od()",
+            "Stack the images' od_transform()",
             code="stain-transform-shape",
         )
-    return _look_up(images, _tables(maps))
+    return _look_up(images, _tables(transforms))
 
 
-def _tables(maps_B33: NDArray[np.float64]) -> NDArray[np.float32]:
+def _tables(transforms_B33: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return (B, 3, 256, 4): per transform, input channel and level the factors of output R, G, B, and a 1 as
     padding."""
-    tables = np.empty((len(maps_B33), 3, 256, 4), dtype=np.float32)
-    for table, map_od in zip(tables, maps_B33, strict=True):
-        table[:] = _table(np.ascontiguousarray(map_od).tobytes())
+    tables = np.empty((len(transforms_B33), 3, 256, 4), dtype=np.float32)
+    for table, transform in zip(tables, transforms_B33, strict=True):
+        table[:] = _table(np.ascontiguousarray(transform).tobytes())
     return tables
 
 
 @lru_cache(maxsize=512)
-def _table(map_bytes: bytes) -> NDArray[np.float32]:
-    map_od = np.frombuffer(map_bytes).reshape(3, 3)
+def _table(transform_bytes: bytes) -> NDArray[np.float32]:
+    transform = np.frombuffer(transform_bytes).reshape(3, 3)
     table = np.ones((3, 256, 4))
-    if np.array_equal(map_od, np.eye(3)):
+    if np.array_equal(transform, np.eye(3)):
         for channel in range(3):
             table[channel, :, channel] = np.arange(256)
     else:
-        exponents = -map_od.T[:, None, :] * _OD[None, :, None]
+        exponents = -transform.T[:, None, :] * _OD[None, :, None]
         table[..., :3] = np.exp(np.clip(exponents, -_MAX_EXPONENT, _MAX_EXPONENT))
         table[0, :, :3] *= LIGHT
     return table.astype(np.float32)
 
 
 def _look_up(images: Images, tables: NDArray[np.float32]) -> Images:
-    """Map every pixel through the table of its image; one table may serve all images."""
+    """Transform every pixel by the table of its image; one table may serve all images."""
     if isinstance(images, np.ndarray):
         return _look_up_numpy(images, tables)
     return _look_up_torch(images, tables)

@@ -2,7 +2,7 @@
 
 Only coordinates are stored; tiles are read from the slide when needed. The grid is regular in microns, so a tile of 224
 px at 0.5 um/px is 112 um wide on every scanner. Next to the table are a picture of the kept tiles (`<slide>.jpg`) and
-the outline of the tissue (`<slide>.geojson`, for QuPath).
+the contour of the tissue (`<slide>.geojson`, for QuPath).
 
 File layout (version 1): dataset `coords` (N, 2) int64, level-0 top left, in reading order, with TRIDENT's attributes;
 `tissue` (N,) float32; `annotated` (N,) float32, the fraction of each tile inside annotated tumour, if the cohort links
@@ -114,8 +114,7 @@ class TileTable:
         return hashlib.sha256(np.ascontiguousarray(self.coords_l0).tobytes()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------- tiling, pure
-# functions
+# ---------------------------------------------------------------------------------------------------- the grid
 
 
 def boxes_l0(coords_l0: Coords, extent: float) -> NDArray[np.float64]:
@@ -242,8 +241,8 @@ def tile_slide(job: TileJob) -> TiledSlide:
         write_tiles(job.folder / tiling_name(job.settings.tile, table.mpp) / target.name, table, provenance)
     fine = tables[0]
     write_bytes(thumbnail_of(target), picture)
-    outline = mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
-    write_annotations(target.with_suffix(".geojson"), outline)
+    contours = mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
+    write_annotations(target.with_suffix(".geojson"), contours)
     write_tiles(target, fine, provenance)
     return TiledSlide(len(fine), outcome_of(freshness), fine.attributes)
 
@@ -363,7 +362,7 @@ def _fit_stain(slide: Slide, table: TileTable, settings: StudySettings) -> stain
     return stain.fit_slide(np.stack(tiles))
 
 
-# ---------------------------------------------------------------------------------------------------- is it current?
+# ---------------------------------------------------------------------------------------------------- freshness
 
 
 def _tables(job: TileJob) -> list[Path]:
@@ -374,7 +373,7 @@ def _tables(job: TileJob) -> list[Path]:
 
 
 def _companion_files(job: TileJob) -> list[Path]:
-    """Return picture and outline, which are next to the fine table."""
+    """Return the picture and the tissue contours, which are next to the fine table."""
     return [_tables(job)[0].with_suffix(suffix) for suffix in (".jpg", ".geojson")]
 
 
@@ -586,7 +585,7 @@ def qc_thumbnail(slide: Slide, tissue: Tissue) -> NDArray[np.uint8]:
 
 
 def draw_qc_picture(table: TileTable, tissue: Tissue, picture: NDArray[np.uint8]) -> bytes:
-    """Return a JPEG of the slide with its tissue outlined in green and kept tiles tinted blue."""
+    """Return a JPEG of the slide with the contour of its tissue in green and kept tiles tinted blue."""
     height, width = picture.shape[:2]
     tint = Image.new("RGBA", (width, height))
     pen = ImageDraw.Draw(tint)

@@ -2,7 +2,7 @@
 
 Otsu's threshold (Otsu 1979) on the grey levels of a thumbnail with fixed microns per pixel. Known problems are handled:
 pure black and white padding is excluded from the histogram; a blank slide is an error, not a slide full of tissue; a
-slide cropped so tightly that no glass is left counts as all tissue, with a warning; pen marks are measured. The outline
+slide cropped so tightly that no glass is left counts as all tissue, with a warning; pen marks are measured. The contour
 of the mask can be written as GeoJSON, edited in QuPath and used instead (`tissue.method = "own"`).
 """
 
@@ -33,7 +33,7 @@ Pixels = NDArray[np.uint8]
 # Glass is bright and almost colourless (chroma: largest minus smallest channel).
 GLASS_MIN_GREY = 200
 GLASS_MAX_CHROMA = 15
-OUTLINE_SUFFIXES, PICTURE_SUFFIXES = (".geojson", ".geojson.gz", ".xml"), (".png", ".tif", ".tiff")
+ANNOTATION_SUFFIXES, PICTURE_SUFFIXES = (".geojson", ".geojson.gz", ".xml"), (".png", ".tif", ".tiff")
 """Suffixes of user-supplied masks, in order of precedence."""
 
 
@@ -82,7 +82,7 @@ def find_tissue(slide: Slide, settings: TissueSettings, name: str) -> Tissue:
             f"{slide.path.name}: no tissue found",
             f"no dark region of at least {settings.min_area_um2:g} um2 stands out from the glass",
             "Look at the slide. If it has tissue, lower tissue.min_contrast or tissue.min_area_um2, try "
-            "tissue.method = saturation, or outline the tissue in QuPath and use tissue.method = own",
+            "tissue.method = saturation, or annotate the tissue in QuPath and use tissue.method = own",
             code="no-tissue",
         )
     return Tissue(mask, mpp, threshold, pen_fraction, thumbnail, warnings)
@@ -197,13 +197,12 @@ def pen_marks(pixels: Pixels) -> Mask:
     return _drop_small(greenish | bluish | black, 25)
 
 
-# ---------------------------------------------------------------------------------------------------- user-supplied
-# masks
+# ---------------------------------------------------------------------------------------------------- supplied masks
 
 
 def own_mask_path(folder: Path, name: str) -> Path | None:
-    """Return the mask file of a slide, outlines before images, or None."""
-    paths = (folder / f"{name}{suffix}" for suffix in (*OUTLINE_SUFFIXES, *PICTURE_SUFFIXES))
+    """Return the mask file of a slide, annotations before images, or None."""
+    paths = (folder / f"{name}{suffix}" for suffix in (*ANNOTATION_SUFFIXES, *PICTURE_SUFFIXES))
     return next((path for path in paths if path.exists()), None)
 
 
@@ -220,10 +219,10 @@ def _own_mask(slide: Slide, settings: TissueSettings, name: str, mpp: float) -> 
         )
     if path.suffix in PICTURE_SUFFIXES:
         return _picture_mask(path, slide, mpp)
-    return _outline_mask(path, slide, settings.exclude, mpp)
+    return _annotation_mask(path, slide, settings.exclude, mpp)
 
 
-def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float) -> Mask:
+def _annotation_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float) -> Mask:
     regions = read_annotations(path)
     out = [region for region in regions if any(fnmatchcase(region.group, pattern) for pattern in exclude)]
     inside = [region for region in regions if region not in out]
@@ -231,7 +230,7 @@ def _outline_mask(path: Path, slide: Slide, exclude: tuple[str, ...], mpp: float
         raise TissueError(
             f"{path.name}: no region to use as tissue",
             "all its classes are excluded, or it is empty",
-            "Outline the tissue in it, or take the slide out of the cohort",
+            "Annotate the tissue in it, or take the slide out of the cohort",
             code="empty-tissue-mask",
         )
     frame = (slide.size_l0, slide.mpp, mpp)

@@ -425,12 +425,12 @@ def test_views_of_one_tile_differ_from_each_other(small):
         assert ((one - other).abs().mean(dim=(1, 2, 3)) > 0.05).all()
 
 
-def test_stain_maps_come_first(small):
-    maps = np.stack([np.eye(3) * gain for gain in (1.0, 0.5, 1.5, 0.8)])
+def test_stain_transforms_come_first(small):
+    transforms = np.stack([np.eye(3) * gain for gain in (1.0, 0.5, 1.5, 0.8)])
     recipes = [ViewRecipe(size_px=32)]
-    made = make_views(small, torch.arange(4), 0, recipes, MEAN, STD, maps_B33=maps)[0]
-    mapped = make_views(stain.apply_maps(small, maps), torch.arange(4), 0, recipes, MEAN, STD)[0]
-    assert torch.equal(made, mapped)
+    made = make_views(small, torch.arange(4), 0, recipes, MEAN, STD, transforms_B33=transforms)[0]
+    transformed = make_views(stain.apply_transforms(small, transforms), torch.arange(4), 0, recipes, MEAN, STD)[0]
+    assert torch.equal(made, transformed)
     assert not torch.equal(made, make_views(small, torch.arange(4), 0, recipes, MEAN, STD)[0])
 
 

@@ -25,7 +25,7 @@ from selfvitmil.cohort import SlideRow
 from selfvitmil.cohort.table import make_cohort, write_cohort
 from selfvitmil.localize.heatmap import Frame, Heatmap, write_heatmap
 from selfvitmil.settings import StudySettings
-from selfvitmil.slides.synthetic import SlideTruth, make_slide
+from selfvitmil.slides.synthetic import SyntheticSlide, make_slide
 from selfvitmil.tiles import boxes_l0
 from selfvitmil.view.export import static_files
 from selfvitmil.view.guard import names_for
@@ -61,7 +61,7 @@ class MadeStudy:
 
     folder: Path
     rows: tuple[SlideRow, ...]
-    truths: dict[str, SlideTruth]
+    synthetic: dict[str, SyntheticSlide]
 
     def viewed(self, rows: Sequence[SlideRow] | None = None) -> ViewedStudy:
         """As the viewer takes it."""
@@ -80,11 +80,11 @@ def make_study(
 ) -> MadeStudy:
     """Slides, annotations, cohort.csv and, by two models, maps."""
     (folder / "slides").mkdir(parents=True)
-    rows, truths = [], {}
+    rows, synthetic = [], {}
     for planned in plan:
         path = folder / "slides" / f"{planned.name}.svs"
         truth = make_slide(path, planned.seed, size=(edge_l0, edge_l0), lesions=planned.lesions, lesion_um=lesion_um)
-        truths[planned.name] = truth
+        synthetic[planned.name] = truth
         outlines = [Annotation(f"lesion {k}", "Tumor", ring) for k, ring in enumerate(truth.lesions)]
         annotation = folder / "slides" / f"{planned.name}.xml" if outlines else None
         if annotation:
@@ -94,11 +94,11 @@ def make_study(
             drawn = draw_map(planned, truth, outlines, model, extent_l0, seed=7 * planned.seed + k)
             write_heatmap(folder / "maps" / model / f"{planned.name}.h5", drawn, "made")
     write_cohort(folder / "cohort.csv", make_cohort(rows, "cohort.csv"))
-    return MadeStudy(folder, tuple(rows), truths)
+    return MadeStudy(folder, tuple(rows), synthetic)
 
 
 def draw_map(
-    planned: Planned, truth: SlideTruth, outlines: Sequence[Annotation], model: str, extent_l0: int, seed: int
+    planned: Planned, truth: SyntheticSlide, outlines: Sequence[Annotation], model: str, extent_l0: int, seed: int
 ) -> Heatmap:
     """Tiles on tissue; what lies inside a lesion scores high, the more of it the higher."""
     rng = np.random.default_rng(seed)
@@ -128,7 +128,7 @@ def draw_map(
     )
 
 
-def tissue_corners(truth: SlideTruth, extent_l0: int) -> NDArray[np.int64]:
+def tissue_corners(truth: SyntheticSlide, extent_l0: int) -> NDArray[np.int64]:
     """(N, 2) corners of the tiles whose middle lies on tissue."""
     across = [edge // extent_l0 for edge in truth.size_l0]
     corners = np.stack(np.meshgrid(*(np.arange(count) * extent_l0 for count in across)), axis=-1).reshape(-1, 2)

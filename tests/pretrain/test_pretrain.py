@@ -217,7 +217,7 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
         batches = list(loader)
     assert [batch.step for batch in batches] == [2, 3, 4, 5]
     for batch, tiles in zip(batches, batches_of(order, 2, 6), strict=True):
-        assert batch.maps_B33 is not None
+        assert batch.transforms_B33 is not None
         for number, tile in enumerate(tiles):
             group = int(np.searchsorted(firsts, tile, side="right") - 1)
             x, y = tables[group].coords_l0[tile - firsts[group]]
@@ -227,7 +227,7 @@ def test_feed_hands_over_the_tiles_of_the_slides(slides: list[TrainSlide]):
             assert batch.ids_B[number] == tile_ids(f"s{group}", np.array([[x, y]]))[0]
             fit = tables[group].stain
             assert fit is not None
-            np.testing.assert_array_equal(batch.maps_B33[number], fit.map_od())
+            np.testing.assert_array_equal(batch.transforms_B33[number], fit.od_transform())
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_worker_processes_change_nothing(slides: list[TrainSlide]):
     for a, b in zip(alone, helped, strict=True):
         assert torch.equal(a.tiles_B3HW, b.tiles_B3HW)
         assert torch.equal(a.ids_B, b.ids_B)
-        assert a.maps_B33 is None
+        assert a.transforms_B33 is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -296,7 +296,7 @@ def test_stains_tile_by_tile(slides: list[TrainSlide]):
     np.testing.assert_array_equal(
         after.tiles_B3HW.permute(0, 2, 3, 1).numpy(), np.stack([stain.normalize_tile(tile) for tile in before])
     )
-    assert normalized.maps(rows) is None
+    assert normalized.stain_transforms(rows) is None
 
 
 def test_colours_are_those_of_all_pixels(slides: list[TrainSlide]):

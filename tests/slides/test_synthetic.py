@@ -22,9 +22,9 @@ from helpers.error_codes import has_code
 from selfvitmil.annotations import read_annotations
 from selfvitmil.errors import ConfigError
 from selfvitmil.slides.synthetic import (
-    SlideTruth,
+    SyntheticSlide,
     make_cohort,
-    make_hostile,
+    make_problem_files,
     make_slide,
     plan_cohort,
     write_planned,
@@ -73,10 +73,10 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path: Path):
 )
 def test_openslide_sees_what_was_written(tmp_path: Path, layout, mpp: float, vendor: str, downsamples: list[int]):
     path = tmp_path / "made.svs"
-    truth = make_slide(path, 1, size=(1100, 1033), mpp=mpp, layout=layout)
+    known = make_slide(path, 1, size=(1100, 1033), mpp=mpp, layout=layout)
     with openslide.OpenSlide(path) as slide:
         assert slide.properties["openslide.vendor"] == vendor
-        assert slide.dimensions == truth.size_l0 == (1100, 1033)
+        assert slide.dimensions == known.size_l0 == (1100, 1033)
         assert list(slide.level_dimensions) == [(1100 // d, 1033 // d) for d in downsamples]
         assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(mpp, rel=1e-6)
         assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(mpp, rel=1e-6)
@@ -112,10 +112,10 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------- truth
+# ---------------------------------------------------------------------------------------------------- ground truth
 
 
-Made = list[tuple[NDArray[np.uint8], SlideTruth]]
+Made = list[tuple[NDArray[np.uint8], SyntheticSlide]]
 
 
 @pytest.fixture(scope="module")
@@ -125,57 +125,57 @@ def positives(tmp_path_factory: pytest.TempPathFactory) -> Made:
     made = []
     for seed, layout in enumerate(("svs40", "svs20", "tiff", "svs40"), start=10):
         path = folder / f"{seed}.svs"
-        truth = make_slide(path, seed, size=(3200, 3200), lesions=3, lesion_um=(150, 300), layout=layout)
-        made.append((pixels_of(path), truth))
+        known = make_slide(path, seed, size=(3200, 3200), lesions=3, lesion_um=(150, 300), layout=layout)
+        made.append((pixels_of(path), known))
     return made
 
 
-def test_tissue_is_where_the_truth_says(positives: Made):
-    for pixels, truth in positives:
-        edge = round(truth.tissue_mpp / truth.mpp)
-        rows, columns = truth.tissue_mask.shape
-        assert (columns * edge, rows * edge) == truth.size_l0
+def test_tissue_is_where_the_ground_truth_says(positives: Made):
+    for pixels, known in positives:
+        edge = round(known.tissue_mpp / known.mpp)
+        rows, columns = known.tissue_mask.shape
+        assert (columns * edge, rows * edge) == known.size_l0
         grey = pixels[..., 1].reshape(rows, edge, columns, edge).mean((1, 3))
-        glass, tissue = np.median(grey[~truth.tissue_mask]), np.median(grey[truth.tissue_mask])
+        glass, tissue = np.median(grey[~known.tissue_mask]), np.median(grey[known.tissue_mask])
         assert glass > tissue + 40
         dark = grey < (glass + tissue) / 2
-        overlap = (dark & truth.tissue_mask).sum() / (dark | truth.tissue_mask).sum()
+        overlap = (dark & known.tissue_mask).sum() / (dark | known.tissue_mask).sum()
         assert overlap > 0.85
 
 
 def test_lesions_lie_in_the_tissue_and_have_the_size_asked_for(positives: Made):
-    for _, truth in positives:
-        assert truth.positive
-        shapes = [shapely.Polygon(outline) for outline in truth.lesions]
+    for _, known in positives:
+        assert known.positive
+        shapes = [shapely.Polygon(contour) for contour in known.lesions]
         assert len(shapes) == 3
         assert all(shape.is_valid for shape in shapes)
         assert shapely.union_all(shapes).area == pytest.approx(sum(shape.area for shape in shapes))
-        rows, columns = np.indices(truth.tissue_mask.shape)
-        scale = truth.tissue_mpp / truth.mpp
+        rows, columns = np.indices(known.tissue_mask.shape)
+        scale = known.tissue_mpp / known.mpp
         for shape in shapes:
             corners = np.array(shape.exterior.coords)
-            longest = np.linalg.norm(corners[:, None] - corners[None], axis=-1).max() * truth.mpp
+            longest = np.linalg.norm(corners[:, None] - corners[None], axis=-1).max() * known.mpp
             assert 80 < longest <= 301
             inside = shapely.contains_xy(shape, (columns + 0.5) * scale, (rows + 0.5) * scale)
-            assert truth.tissue_mask[inside].mean() > 0.75  # the lumina of glands are no tissue
+            assert known.tissue_mask[inside].mean() > 0.75  # the lumina of glands are no tissue
 
 
-def test_stains_are_those_of_the_truth(positives: Made):
+def test_stains_are_those_of_the_ground_truth(positives: Made):
     """The optical densities lie in the plane of the two vectors and, save for noise, between them."""
-    for pixels, truth in positives:
-        density = -np.log(np.maximum(pixels[4::8, 4::8].reshape(-1, 3), 1) / np.array(truth.glass))
+    for pixels, known in positives:
+        density = -np.log(np.maximum(pixels[4::8, 4::8].reshape(-1, 3), 1) / np.array(known.glass))
         density = density[density.sum(axis=1) > 0.6]
-        normal = np.cross(*truth.stain_vectors.T)
+        normal = np.cross(*known.stain_vectors.T)
         normal /= np.linalg.norm(normal)
         thinnest = np.linalg.eigh(density.T @ density)[1][:, 0]
         assert abs(thinnest @ normal) > np.cos(np.radians(6))
-        shares = np.linalg.lstsq(truth.stain_vectors, density.T, rcond=None)[0]
+        shares = np.linalg.lstsq(known.stain_vectors, density.T, rcond=None)[0]
         assert np.percentile(shares, 2, axis=1).min() > -0.12
         assert (shares.mean(axis=1) > 0.2).all()
 
 
 def test_slides_of_other_seeds_are_stained_otherwise(positives: Made):
-    vectors = np.array([truth.stain_vectors for _, truth in positives])
+    vectors = np.array([known.stain_vectors for _, known in positives])
     assert (vectors.std(axis=0).max(axis=0) > 0.01).all()
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-9)
 
@@ -213,18 +213,18 @@ def logistic_scores(
 def tiles(positives: Made) -> dict[str, NDArray[np.float64]]:
     """Mean and spread of colour and a measure of structure of tiles of 112 um, of lesions and of normal tissue."""
     rows = []
-    for number, (pixels, truth) in enumerate(positives):
-        edge = round(112 / truth.mpp)
-        lesion = shapely.union_all([shapely.Polygon(outline) for outline in truth.lesions])
-        scale = truth.mpp / truth.tissue_mpp
+    for number, (pixels, known) in enumerate(positives):
+        edge = round(112 / known.mpp)
+        lesion = shapely.union_all([shapely.Polygon(contour) for contour in known.lesions])
+        scale = known.mpp / known.tissue_mpp
         for y, x in product(*(range(0, extent - edge, edge // 2) for extent in pixels.shape[:2])):
             box = shapely.box(x, y, x + edge, y + edge)
             share = box.intersection(lesion).area / box.area
             i, j = slice(int(y * scale), int((y + edge) * scale)), slice(int(x * scale), int((x + edge) * scale))
-            if truth.tissue_mask[i, j].mean() < 0.5 or 0 < share < 0.5:
+            if known.tissue_mask[i, j].mean() < 0.5 or 0 < share < 0.5:
                 continue
             tile = pixels[y : y + edge, x : x + edge]
-            rows.append([number, share > 0, *tile.mean((0, 1)), *spread(tile), coarseness(tile, truth.mpp)])
+            rows.append([number, share > 0, *tile.mean((0, 1)), *spread(tile), coarseness(tile, known.mpp)])
     table = np.array(rows, dtype=np.float64)
     names = {"slide": 0, "label": 1, "colour": slice(2, 5), "spread": slice(5, 8), "coarseness": 8}
     return {name: table[:, columns] for name, columns in names.items()}
@@ -299,7 +299,7 @@ def test_a_slide_does_not_depend_on_how_many_there_are(layout):
 
 
 def test_a_plain_cohort(tmp_path: Path):
-    truths = make_cohort(tmp_path, slides=6, seed=1, size=SMALL)
+    written = make_cohort(tmp_path, slides=6, seed=1, size=SMALL)
     with (tmp_path / "cohort.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["slide", "path", "label", "patient", "split", "mpp", "annotation"]
@@ -308,31 +308,31 @@ def test_a_plain_cohort(tmp_path: Path):
     assert [(row["slide"], row["label"]) for row in labels] == [(row["slide"], row["label"]) for row in rows]
     assert {row["label"] for row in rows} == {"normal", "tumor"}
     assert {row["split"] for row in rows} == {"train", "test"}
-    for row, truth in zip(rows, truths, strict=True):
+    for row, known in zip(rows, written, strict=True):
         assert (tmp_path / row["path"]).is_file()
-        assert truth.positive == (row["label"] == "tumor") == bool(row["annotation"])
-        known = json.loads((tmp_path / "truth" / f"{row['slide']}.json").read_text())
-        np.testing.assert_allclose(known["stain_vectors"], truth.stain_vectors, atol=1e-5)
+        assert known.positive == (row["label"] == "tumor") == bool(row["annotation"])
+        stored = json.loads((tmp_path / "truth" / f"{row['slide']}.json").read_text())
+        np.testing.assert_allclose(stored["stain_vectors"], known.stain_vectors, atol=1e-5)
         mask = np.asarray(Image.open(tmp_path / "truth" / f"{row['slide']}_tissue.png")) > 0
-        np.testing.assert_array_equal(mask, truth.tissue_mask)
-        if truth.positive:
+        np.testing.assert_array_equal(mask, known.tissue_mask)
+        if known.positive:
             for suffix in (".xml", ".geojson"):
-                outlines = read_annotations(tmp_path / Path(row["annotation"]).with_suffix(suffix))
-                assert [outline.kind for outline in outlines] == ["tumour"] * len(truth.lesions)
-                for outline, lesion in zip(outlines, truth.lesions, strict=True):
-                    np.testing.assert_allclose(outline.polygon, lesion, atol=0.006)
+                annotations = read_annotations(tmp_path / Path(row["annotation"]).with_suffix(suffix))
+                assert [annotation.kind for annotation in annotations] == ["tumour"] * len(known.lesions)
+                for annotation, lesion in zip(annotations, known.lesions, strict=True):
+                    np.testing.assert_allclose(annotation.polygon, lesion, atol=0.006)
 
 
 def test_a_camelyon16_cohort(tmp_path: Path):
-    truths = make_cohort(tmp_path, slides=6, seed=1, size=SMALL, layout="camelyon16", hostile=True)
+    written = make_cohort(tmp_path, slides=6, seed=1, size=SMALL, layout="camelyon16", hostile=True)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.tif") if "hostile" not in path.parts}
-    assert files == {truth.plan.path.as_posix() for truth in truths}
+    assert files == {known.plan.path.as_posix() for known in written}
     assert "training/normal/normal_001.tif" in files
     assert "training/tumor/tumor_001.tif" in files
     assert (tmp_path / "training/lesion_annotations/tumor_001.xml").is_file()
-    assert {truth.mpp for truth in truths} == {0.243, 0.226}
+    assert {known.mpp for known in written} == {0.243, 0.226}
     reference = [line.split(",") for line in (tmp_path / "testing/reference.csv").read_text().splitlines()]
-    tests = {truth.name: truth for truth in truths if truth.plan.split == "test"}
+    tests = {known.name: known for known in written if known.plan.split == "test"}
     assert [row[0] for row in reference] == list(tests)
     for name, kind, *rest in reference:
         assert (kind == "Tumor") == tests[name].positive
@@ -355,7 +355,7 @@ def test_a_planned_slide_is_the_same_wherever_it_is_written(tmp_path: Path):
 
 
 def test_hostile_files_are_what_their_names_say(tmp_path: Path):
-    paths = make_hostile(tmp_path)
+    paths = make_problem_files(tmp_path)
     broken = {"truncated", "zero_bytes", "wrong_suffix", "text"}
     whole = {"single_level", "no_mpp", "all_white", "all_black", "odd_size", "unicode_name"}
     assert set(paths) == broken | whole
@@ -376,21 +376,21 @@ def test_hostile_files_are_what_their_names_say(tmp_path: Path):
 
 def test_a_huge_slide_is_small_on_disk(tmp_path: Path):
     path = tmp_path / "huge.svs"
-    truth = write_sparse_slide(path, (60_000, 40_000), copies=3, lesions=1)
+    known = write_sparse_slide(path, (60_000, 40_000), copies=3, lesions=1)
     assert path.stat().st_size < 8e6
-    assert len(truth.lesions) == 3
+    assert len(known.lesions) == 3
     with openslide.OpenSlide(path) as slide:
         assert slide.dimensions == (60_000, 40_000)
-        step = truth.tissue_mpp / truth.mpp
+        step = known.tissue_mpp / known.mpp
         rng = np.random.default_rng(0)
         for is_tissue in (True, False):
-            spots = np.argwhere(truth.tissue_mask == is_tissue)
+            spots = np.argwhere(known.tissue_mask == is_tissue)
             spots = spots[rng.choice(len(spots), 40)]
             means = [slide.read_region((int(x * step), int(y * step)), 0, (32, 32)) for y, x in spots.tolist()]
             greys = np.array([np.asarray(mean)[..., :3].mean() for mean in means])
             assert (np.median(greys) < 200) == is_tissue
-        for outline in truth.lesions:
-            x, y = outline.mean(axis=0)
+        for contour in known.lesions:
+            x, y = contour.mean(axis=0)
             assert np.asarray(slide.read_region((int(x), int(y)), 0, (32, 32)))[..., :3].mean() < 215
 
 

@@ -36,7 +36,7 @@ from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
 from selfvitmil.report.slides import ends
 from selfvitmil.slides import SlideRef
-from selfvitmil.slides.synthetic import make_hostile
+from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.view import export, server, tiles
 from selfvitmil.view import study as viewed_study
 from selfvitmil.view.tiles import DeepZoom, OpenSlides
@@ -138,7 +138,7 @@ def test_thumbnails_show_the_whole_slide(client: TestClient, study: Path) -> Non
 
 
 def test_a_slide_without_mpp_is_shown_without_a_scale(tmp_path: Path) -> None:
-    made = make_hostile(tmp_path)
+    made = make_problem_files(tmp_path)
     (tmp_path / "cohort.csv").write_text("slide,path\na,no_mpp.tif\nb,odd_size.svs\n")
     with TestClient(app_of(tmp_path)[0], base_url="http://localhost") as client:
         slide = client.get(f"/api/slides/{ids(client)['a']}.json").json()
@@ -343,7 +343,7 @@ def test_a_slide_that_is_deleted_or_cut_short_is_told_and_the_rest_goes_on(clien
 def test_a_slide_that_is_replaced_shows_its_new_pixels(client: TestClient, study: Path) -> None:
     tile = f"/api/slides/{ids(client)['other']}/tiles/9/0_0.jpg"
     before = client.get(tile)
-    made = make_hostile(study / "hostile")
+    made = make_problem_files(study / "hostile")
     os.replace(made["all_black"], study / "slides/other.svs")
     after = client.get(tile, headers={"if-none-match": before.headers["etag"]})
     assert after.status_code == 200

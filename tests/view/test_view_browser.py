@@ -234,7 +234,7 @@ def test_map_lies_on_the_lesion(desk: SimpleNamespace, request: Any, study: Made
     tiles = heatmap.boxes_l0[heatmap.score >= 0.5]
     size = (pixels.shape[1], pixels.shape[0])
     wanted = drawn_mask(page, size, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, y0, x1, y1 in tiles])
-    lesion = drawn_mask(page, size, list(study.truths["node_01"].lesions))
+    lesion = drawn_mask(page, size, list(study.synthetic["node_01"].lesions))
     free = bare(page, pixels.shape)
     assert lesion[free].sum() > 2000
     assert (red & wanted & free).sum() / ((red | wanted) & free).sum() > 0.97
@@ -268,7 +268,7 @@ def test_layer_threshold_and_outlines(desk: SimpleNamespace, address: str, study
     without = picture(page)
     page.get_by_label("Annotation").check()
     changed = (np.abs(picture(page) - without).max(axis=-1) > 60) & bare(page, without.shape)
-    ring = study.truths["node_01"].lesions[0]
+    ring = study.synthetic["node_01"].lesions[0]
     left, bottom = places(page, ring)[:, 0].min() - box["x"], places(page, ring)[:, 1].max() - box["y"]
     across = np.nonzero(changed)
     assert abs(across[1].min() - left) < 6
@@ -344,7 +344,7 @@ def test_lesions_can_be_gone_to(desk: SimpleNamespace, address: str, study: Made
     open_page(page, address)
     choose_model(page)
     page.locator("#lesions button").first.click()
-    ring = study.truths["node_01"].lesions[0]
+    ring = study.synthetic["node_01"].lesions[0]
     wait(page, lambda: float(hash_of(page).get("w", 1e9)) < 1000)
     words = hash_of(page)
     assert np.linalg.norm(ring.mean(axis=0) - [float(words["x"]), float(words["y"])]) < 2 * 64
@@ -386,7 +386,7 @@ def test_scale_bar_is_as_long_as_it_says(desk: SimpleNamespace, address: str, st
         length_px = page.locator("#pane-first .ruler").bounding_box()["width"]
         um_per_px = (
             float(hash_of(page)["w"])
-            * study.truths["node_01"].mpp
+            * study.synthetic["node_01"].mpp
             / page.locator("#pane-first").bounding_box()["width"]
         )
         assert length_px * um_per_px == pytest.approx(microns, rel=0.02)

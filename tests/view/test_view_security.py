@@ -24,7 +24,7 @@ import pytest
 from helpers.viewer import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil.cohort import read_cohort
 from selfvitmil.pseudonyms import names_of
-from selfvitmil.slides.synthetic import make_hostile
+from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.view import export, guard, server, tiles
 from selfvitmil.view import study as viewed_study
@@ -482,7 +482,7 @@ def test_nothing_is_taken_in(app: Any) -> None:
 
 def test_messages_name_no_folder(app: Any, study: Path, tmp_path: Path) -> None:
     known = addresses(app)
-    made = make_hostile(tmp_path / "hostile")
+    made = make_problem_files(tmp_path / "hostile")
     slide, map_file = study / "slides/Meier_01.svs", next(study.glob("maps/vit_abmil/Meier_01.h5"))
     said: list[str] = []
     for content in (made["truncated"].read_bytes(), made["text"].read_bytes(), b"", slide.read_bytes()[:200]):

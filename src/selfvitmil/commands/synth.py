@@ -42,10 +42,10 @@ def synth(folder: Path, settings: SynthSettings, engine: Engine) -> SynthResult:
         layout=settings.layout,
     )
     jobs = {plan.name: (plan, folder) for plan in plans}
-    truths, failures = map_slides(engine, folder, "synth", _write_planned, jobs)
-    synthetic.finish_cohort(folder, list(truths.values()))
-    hostile = synthetic.make_hostile(folder / "hostile") if settings.hostile else ()
-    return SynthResult(folder, tuple(truths), tuple(map(str, hostile)), failures=tuple(failures))
+    written, failures = map_slides(engine, folder, "synth", _write_planned, jobs)
+    synthetic.finish_cohort(folder, list(written.values()))
+    hostile = synthetic.make_problem_files(folder / "hostile") if settings.hostile else ()
+    return SynthResult(folder, tuple(written), tuple(map(str, hostile)), failures=tuple(failures))
 
 
 def _write_planned(job: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tiles for training: which ones, in which order, and read ahead of the training by worker processes.
 
-In comes a source of tiles (see `sources`), out go batches of uint8 tiles with a stable number and a map
-of stain normalization each. Which tiles make up a step is a pure function of (seed, step) and of nothing else, neither
+In comes a source of tiles (see `sources`), out go batches of uint8 tiles with a stable number and a stain
+transform each. Which tiles make up a step is a pure function of (seed, step) and of nothing else, neither
 of the number of processes nor of what was read before, so a resumed run needs no state but its step.
 
 What is unusual is the order. Neighbouring tiles share compressed blocks of the slide, so they are read in runs of up
@@ -189,8 +189,8 @@ class Batch(NamedTuple):
     view_ids_B: torch.Tensor
     """What the views of each tile are drawn from: its id, and another number where the tile occurs again in the step
     (of all processes), so that its copies get views of their own."""
-    maps_B33: NDArray[np.float64] | None
-    """Maps of stain normalization, to be applied on the device."""
+    transforms_B33: NDArray[np.float64] | None
+    """(B, 3, 3) stain transforms, to be applied on the device; None when there is nothing to apply."""
     unfitted: int
     """Number of tiles, since the last batch with a count, whose stains could not be fitted."""
 
@@ -390,7 +390,7 @@ class TileLoader:
         ids = self.source.ids[batch]
         numbers = [torch.from_numpy(each) for each in (ids, ids + repeats * REPEAT_ID)]
         ids_B, view_ids_B = (each.pin_memory() if self._pin else each for each in numbers)
-        return Batch(step, tiles_B3HW, ids_B, view_ids_B, self.source.maps(groups), unfitted)
+        return Batch(step, tiles_B3HW, ids_B, view_ids_B, self.source.stain_transforms(groups), unfitted)
 
 
 def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:
@@ -407,8 +407,8 @@ def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[tor
     for pixels in read_ahead(source, requests_of(source, tiles), workers):
         tiles_B3HW = pixels.tiles_B3HW
         groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right") - 1
-        maps_B33 = source.maps(groups)
-        yield tiles_B3HW if maps_B33 is None else stain.apply_maps(tiles_B3HW, maps_B33)
+        transforms_B33 = source.stain_transforms(groups)
+        yield tiles_B3HW if transforms_B33 is None else stain.apply_transforms(tiles_B3HW, transforms_B33)
         done += len(tiles_B3HW)
 
 

@@ -67,7 +67,7 @@ class TileSource(Protocol):
     mpp: float | None
     """Microns per pixel of the tiles, where that is known."""
     stain_method: Literal["slide", "tile", "none"]
-    """How their stains are normalized: on the device by `maps`, by the reader, or not at all."""
+    """How their stains are normalized: on the device by `stain_transforms`, by the reader, or not at all."""
     ids: Indices
     """A stable and unique number of every tile."""
     run: int
@@ -76,7 +76,7 @@ class TileSource(Protocol):
     @property
     def reader(self) -> TileReader: ...
     def request(self, group: int, rows: Indices) -> Any: ...
-    def maps(self, groups: Indices) -> NDArray[np.float64] | None: ...
+    def stain_transforms(self, groups: Indices) -> NDArray[np.float64] | None: ...
     def inputs(self) -> dict[str, str]: ...
 
 
@@ -153,8 +153,8 @@ class SlideTiles:
             f"tiles of {slide.slide.name}": f"{slide.slide.name} {table.fingerprint} {table.slide_mpp!r} {table.digest}"
             for slide, table in zip(slides, tables, strict=True)
         }
-        maps = [np.eye(3) if table.stain is None else table.stain.map_od() for table in tables]
-        self._maps = np.stack(maps) if stain_method == "slide" else None
+        transforms = [np.eye(3) if table.stain is None else table.stain.od_transform() for table in tables]
+        self._transforms = np.stack(transforms) if stain_method == "slide" else None
         self.reader: TileReader = SlideReader(
             slides=[each.slide.at_mpp(table.slide_mpp) for each, table in zip(slides, tables, strict=True)],
             size_px=self.size_px,
@@ -166,14 +166,14 @@ class SlideTiles:
     def request(self, group: int, rows: Indices) -> Indices:
         return self._places[group][rows]
 
-    def maps(self, groups: Indices) -> NDArray[np.float64] | None:
-        """(B, 3, 3) maps of stain normalization of tiles of these slides; None when there is nothing to apply."""
-        return None if self._maps is None else self._maps[groups]
+    def stain_transforms(self, groups: Indices) -> NDArray[np.float64] | None:
+        """Return the stain transforms (B, 3, 3) of tiles of these slides; None when there is nothing to apply."""
+        return None if self._transforms is None else self._transforms[groups]
 
     def inputs(self) -> dict[str, str]:
         """Return what trained weights depend on, by name: slides and coordinates of their tiles, stain transforms."""
-        maps = "" if self._maps is None else hashlib.sha256(self._maps.tobytes()).hexdigest()
-        return self._inputs | {"stain transforms": maps}
+        digest = "" if self._transforms is None else hashlib.sha256(self._transforms.tobytes()).hexdigest()
+        return self._inputs | {"stain transforms": digest}
 
 
 @dataclass
@@ -227,7 +227,7 @@ class ImageTiles:
     def request(self, group: int, rows: Indices) -> list[Path]:
         return [self._paths[group][row] for row in rows]
 
-    def maps(self, groups: Indices) -> None:
+    def stain_transforms(self, groups: Indices) -> None:
         del groups
 
     def inputs(self) -> dict[str, str]:
@@ -275,7 +275,7 @@ class TensorTiles:
         del group
         return rows
 
-    def maps(self, groups: Indices) -> None:
+    def stain_transforms(self, groups: Indices) -> None:
         del groups
 
     def inputs(self) -> dict[str, str]:

@@ -101,22 +101,22 @@ def make_views(
     std: Sequence[float],
     *,
     seed: int = 0,
-    maps_B33: np.ndarray | torch.Tensor | None = None,
+    transforms_B33: np.ndarray | torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     render: Callable[..., torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """All views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) for every run of recipes of equal size.
 
     `tile_ids_B` (int64) names the tiles; with `seed`, `step` and the number of the view it decides everything random.
-    `maps_B33` are maps of stain normalization (`stain.apply_maps`), applied first. Stain jitter moves along the stains
+    `transforms_B33` are stain transforms (`stain.apply_transforms`), applied first. Stain jitter moves along the stains
     that normalized tiles have. `mean` and `std` are per channel of tiles from 0 to 1; `dtype` is that of the result.
     `render` may be a compiled `render_view`.
     """
     assert tiles_B3HW.dtype == torch.uint8, tiles_B3HW.dtype
     assert tiles_B3HW.shape == (len(tile_ids_B), 3, *tiles_B3HW.shape[-2:]), tiles_B3HW.shape
     device = tiles_B3HW.device
-    if maps_B33 is not None:
-        tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
+    if transforms_B33 is not None:
+        tiles_B3HW = stain.apply_transforms(tiles_B3HW, transforms_B33)
     product_dtype = _PRODUCTS.get(device.type, torch.float32)
     # One pass for cast and new order; whole grey levels are exact in float16 and bfloat16.
     tiles_BH3W = tiles_B3HW.transpose(1, 2).to(product_dtype, memory_format=torch.contiguous_format)

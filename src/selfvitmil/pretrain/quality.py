@@ -249,7 +249,7 @@ def read_sample(source: TileSource, recipe: ViewRecipe, num_tiles: int, seed: in
     for pixels in read_ahead(source, requests_of(source, tiles_N), workers):
         part = slice(done, done + len(pixels.tiles_B3HW))
         ids_B = torch.from_numpy(source.ids[tiles_N[part]])
-        views.append(two_views(pixels.tiles_B3HW, ids_B, recipe, seed, source.maps(groups_N[part])))
+        views.append(two_views(pixels.tiles_B3HW, ids_B, recipe, seed, source.stain_transforms(groups_N[part])))
         done = part.stop
     return Sample(torch.cat(views, dim=1), torch.from_numpy(groups_N))
 
@@ -273,12 +273,14 @@ def choose_tiles(counts: Sequence[int], num_tiles: int, seed: int) -> Indices:
 
 
 def two_views(
-    tiles_B3HW: Tensor, ids_B: Tensor, recipe: ViewRecipe, seed: int, maps_B33: np.ndarray | None = None
+    tiles_B3HW: Tensor, ids_B: Tensor, recipe: ViewRecipe, seed: int, transforms_B33: np.ndarray | None = None
 ) -> Tensor:
     """(2, B, 3, S, S) as uint8: two views by `view_recipe`, each a function of the tile and the seed alone."""
     recipes, black, grey_level = (view_recipe(recipe),) * 2, (0.0,) * 3, (1 / 255,) * 3
     # A step that no training has: its views are none of these.
-    (views,) = make_views(tiles_B3HW, ids_B, 2**32 - 1, recipes, black, grey_level, seed=seed, maps_B33=maps_B33)
+    (views,) = make_views(
+        tiles_B3HW, ids_B, 2**32 - 1, recipes, black, grey_level, seed=seed, transforms_B33=transforms_B33
+    )
     return views.round().clamp(0, 255).to(torch.uint8)
 
 

@@ -353,7 +353,7 @@ class TrainingStep:
             self.views.mean,
             self.views.std,
             seed=self.settings.seed,
-            maps_B33=None if batch.maps_B33 is None else batch.maps_B33[part],
+            transforms_B33=None if batch.transforms_B33 is None else batch.transforms_B33[part],
             dtype=self.dtype,
             render=self.render,
         )

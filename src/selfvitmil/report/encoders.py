@@ -417,13 +417,13 @@ def read_samples(layout: StudyLayout, cohort: Cohort | None, encoder: EncoderFol
         source.reader.read(int(group), source.request(int(group), np.array([tile - firsts[group]]))).tiles_B3HW
         for group, tile in zip(groups, tiles, strict=True)
     ]
-    tiles_B3HW, maps_B33 = torch.cat(parts), source.maps(groups)
+    tiles_B3HW, transforms_B33 = torch.cat(parts), source.stain_transforms(groups)
     recipes = view_recipes(own, source.size_px, _patch_px(encoder.config))
     mean, std = (encoder.config["pretrained_cfg"][key] for key in ("mean", "std"))
     ids_B = torch.from_numpy(source.ids[tiles])
-    views = make_views(tiles_B3HW, ids_B, 0, recipes, mean, std, seed=own.seed, maps_B33=maps_B33)
-    if maps_B33 is not None:
-        tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
+    views = make_views(tiles_B3HW, ids_B, 0, recipes, mean, std, seed=own.seed, transforms_B33=transforms_B33)
+    if transforms_B33 is not None:
+        tiles_B3HW = stain.apply_transforms(tiles_B3HW, transforms_B33)
     flat_VB = [_as_pixels(view_B3SS, mean, std) for part_VB3SS in views for view_B3SS in part_VB3SS]
     return [
         Sample(

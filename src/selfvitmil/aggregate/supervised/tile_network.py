@@ -149,9 +149,9 @@ def score_tiles(
     for tiles_B3HW in _in_batches(loader.read_ahead(source, loader.requests_of(source, tiles), workers)):
         groups = np.searchsorted(firsts, tiles[done : done + len(tiles_B3HW)], side="right")
         done += len(tiles_B3HW)
-        tiles_B3HW, maps_B33 = tiles_B3HW.to(device), source.maps(groups)
-        if maps_B33 is not None:
-            tiles_B3HW = stain.apply_maps(tiles_B3HW, maps_B33)
+        tiles_B3HW, transforms_B33 = tiles_B3HW.to(device), source.stain_transforms(groups)
+        if transforms_B33 is not None:
+            tiles_B3HW = stain.apply_transforms(tiles_B3HW, transforms_B33)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits.append(network(network.encoder.normalize(tiles_B3HW)))
     return torch.cat(logits).double().cpu().numpy()
@@ -503,7 +503,7 @@ class _Run:
             config.mean,
             config.std,
             seed=self.seed,
-            maps_B33=batch.maps_B33,
+            transforms_B33=batch.transforms_B33,
         )
         return views_VB3SS[0]
 

@@ -1,7 +1,7 @@
 """Synthetic slides: H&E lymph nodes with and without metastases and known ground truth, reproducible from a seed.
 
-    truth = make_slide(Path("a.svs"), seed=1, lesions=2)        # truth.lesions: outlines in level-0 pixels
-    make_cohort(Path("made"), slides=12, seed=1)                # slides, annotations, tables, ground truth
+    slide = make_slide(Path("a.svs"), seed=1, lesions=2)        # slide.lesions: contours in level-0 pixels
+    make_cohort(Path("synthetic"), slides=12, seed=1)           # slides, annotations, tables, ground truth
 
 They are used in the tests, the demo and the documentation, so they resemble tissue: a capsule, sinuses, follicles,
 packed lymphocytes, uneven staining, folds, dust. Lesions differ from normal tissue in morphology (large nuclei,
@@ -14,12 +14,12 @@ two stains with the cell images of `cells`, `colour` converts these to pixels, `
 """
 
 from selfvitmil.slides.synthetic.cohort import (
-    PlannedTruth,
+    CohortSlide,
     SlidePlan,
-    SlideTruth,
+    SyntheticSlide,
     finish_cohort,
     make_cohort,
-    make_hostile,
+    make_problem_files,
     make_slide,
     plan_cohort,
     write_planned,
@@ -27,12 +27,12 @@ from selfvitmil.slides.synthetic.cohort import (
 )
 
 __all__ = [
-    "PlannedTruth",
+    "CohortSlide",
     "SlidePlan",
-    "SlideTruth",
+    "SyntheticSlide",
     "finish_cohort",
     "make_cohort",
-    "make_hostile",
+    "make_problem_files",
     "make_slide",
     "plan_cohort",
     "write_planned",

@@ -27,7 +27,7 @@ from selfvitmil.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------------- the coarse grid
 
-Map = NDArray[np.floating[Any]]
+Field = NDArray[np.floating[Any]]
 """Values on the cells of the plan or on pixels: float32."""
 Points = NDArray[np.floating[Any]]
 """Values at points, mostly (x, y) rows: float64."""
@@ -68,7 +68,7 @@ class Grid:
         x, y = self.xy()
         return np.hypot(x - point_um[0], y - point_um[1])
 
-    def noise(self, rng: np.random.Generator, scale_um: float) -> Map:
+    def noise(self, rng: np.random.Generator, scale_um: float) -> Field:
         """Return smooth noise of about unit variance with features of about `scale_um`: B-splines on ever finer
         lattices."""
         out = np.zeros(self.shape)
@@ -89,14 +89,14 @@ def _spline(knots: Points, at: Points) -> Points:
     return sum((weight / 6 * knots[low + k] for k, weight in enumerate(basis)), np.zeros(()))
 
 
-def sample(grid: Grid, values: Map, xy_um: Points) -> Points:
+def sample(grid: Grid, values: Field, xy_um: Points) -> Points:
     """Return values of a field at points, linearly interpolated between cell centres."""
     if not len(xy_um):
         return np.empty(0)
     return ndimage.map_coordinates(values, xy_um.T[::-1] / grid.cell_um - 0.5, order=1, mode="nearest")
 
 
-def smooth_step(values: Map, low: float | Map, high: float | Map) -> Map:
+def smooth_step(values: Field, low: float | Field, high: float | Field) -> Field:
     """Return 0 below `low`, 1 above `high`, smooth between; falling if `low` > `high`."""
     t = np.clip((values - low) / (high - low), 0, 1)
     return t * t * (3 - 2 * t)
@@ -163,26 +163,26 @@ class Anatomy:
     size_px: tuple[int, int]
     mpp: float
     step_px: int
-    depth_um: Map
+    depth_um: Field
     """Distance under the surface of the tissue; negative on glass."""
-    across_um: Map
+    across_um: Field
     """A coordinate across the fibres, which follow its level lines."""
-    stroma: Map
-    sinus: Map
-    centre: Map
+    stroma: Field
+    sinus: Field
+    centre: Field
     """Germinal centres, 0 to 1."""
-    h_gain: Map
-    e_gain: Map
-    glass: Map
+    h_gain: Field
+    e_gain: Field
+    glass: Field
     """Unevenness of the illumination, in standard deviations."""
-    tint: Map
+    tint: Field
     """Unevenness of its hue, in standard deviations."""
-    lesion_um: Map
+    lesion_um: Field
     """Distance inside the border of the nearest lesion; negative outside."""
-    septum: Map
+    septum: Field
     """Fibrous bands within lesions, 0 to 1."""
     lesions_um: tuple[Points, ...]
-    """Outlines of the lesions, (K, 2) in microns."""
+    """Contours of the lesions, (K, 2) in microns."""
     cells: Cells
     replaced: NDArray[np.bool_]
     """Which of `cells` are replaced by a lesion."""
@@ -203,21 +203,21 @@ def grow_anatomy(
     """Generate the plan of a slide; lesions are `lesion_um` = (smallest, largest) microns in diameter."""
     step_px = max(1, round(4.0 / mpp))
     # Separate random streams, so that adding lesions changes the rest as little as possible.
-    outline_rng, stain_rng, cell_rng, lesion_rng, cavity_rng = rng.spawn(5)
+    node_rng, stain_rng, cell_rng, lesion_rng, cavity_rng = rng.spawn(5)
     grid = Grid.over(size_px, step_px, mpp)
 
-    depth, hilum = _outline(outline_rng, grid)
+    depth, hilum = _node_shape(node_rng, grid)
     near_hilum = np.exp(-0.5 * (grid.distance_to(hilum) / (0.2 * grid.short_um)) ** 2)
-    bands = grid.noise(outline_rng, 150)
-    stroma = _stroma(outline_rng, grid, depth, bands, near_hilum)
-    sinus = _sinus(outline_rng, grid, depth, near_hilum) * (1 - stroma)
-    centre, mantle = _follicles(outline_rng, grid, depth)
+    bands = grid.noise(node_rng, 150)
+    stroma = _stroma(node_rng, grid, depth, bands, near_hilum)
+    sinus = _sinus(node_rng, grid, depth, near_hilum) * (1 - stroma)
+    centre, mantle = _follicles(node_rng, grid, depth)
     centre *= (1 - stroma) * (1 - sinus)
     edge = np.exp(-((depth / 45) ** 2))
     across = edge * depth + (1 - edge) * 110 * bands
 
     lesions = _place_lesions(lesion_rng, grid, depth, num_lesions, lesion_um)
-    inside = _lesion_map(grid, lesions)
+    inside = _lesion_depth(grid, lesions)
     septum = np.exp(-((grid.noise(lesion_rng, 55) / 0.16) ** 2))
     cavities = _cavities(cavity_rng, grid, depth, hilum, stroma)
     cavities = _select(cavities, sample(grid, inside, cavities.xy_um) < -cavities.radius_um)
@@ -226,7 +226,7 @@ def grow_anatomy(
     density = _density(cell_rng, grid, depth, stroma, sinus, centre, mantle)
     cells = _normal_cells(cell_rng, grid, depth, across, stroma, sinus, centre, density, cavities)
     tumour_cells = _tumour_cells(lesion_rng, grid, inside, septum, across, lumina)
-    h_gain, e_gain = _stain_maps(stain_rng, grid, depth)
+    h_gain, e_gain = _stain_uptake(stain_rng, grid, depth)
     num_dust = stain_rng.poisson(3 + 4 * grid.area_mm2)
     dust = stain_rng.random((num_dust, 3)) * (grid.width_um, grid.height_um, 3.0) + (0, 0, 1.0)
     return Anatomy(
@@ -268,7 +268,7 @@ def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
 # ---------------------------------------------------------------------------------------------------- tissue
 
 
-def _outline(rng: np.random.Generator, grid: Grid) -> tuple[Map, tuple[float, float]]:
+def _node_shape(rng: np.random.Generator, grid: Grid) -> tuple[Field, tuple[float, float]]:
     """Return the depth under the surface of a bean-shaped node, and the position of its hilum."""
     x, y = grid.xy()
     centre = np.array([grid.width_um, grid.height_um]) * rng.uniform(0.47, 0.53, 2)
@@ -281,7 +281,7 @@ def _outline(rng: np.random.Generator, grid: Grid) -> tuple[Map, tuple[float, fl
     margin = np.minimum(np.minimum(x, grid.width_um - x), np.minimum(y, grid.height_um - y)) / grid.short_um
     inside = np.minimum(shape, 2 * margin - 0.07 + 0.02 * grid.noise(rng, 0.2 * grid.short_um)) > 0
     inside = _largest_piece(inside)
-    depth: Map = np.subtract(*(np.asarray(ndimage.distance_transform_edt(part)) for part in (inside, ~inside)))
+    depth: Field = np.subtract(*(np.asarray(ndimage.distance_transform_edt(part)) for part in (inside, ~inside)))
     depth = ndimage.gaussian_filter(depth, 1.2) * grid.cell_um
     return depth.astype(np.float32), (float(hilum[0]), float(hilum[1]))
 
@@ -294,7 +294,7 @@ def _largest_piece(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray(ndimage.binary_fill_holes(labels == sizes.argmax()), bool)
 
 
-def _stroma(rng: np.random.Generator, grid: Grid, depth: Map, bands: Map, near_hilum: Points) -> Map:
+def _stroma(rng: np.random.Generator, grid: Grid, depth: Field, bands: Field, near_hilum: Points) -> Field:
     """Return the capsule, the trabeculae that run in from it, and the fibrous hilum."""
     capsule_um = np.maximum(15 + 7 * grid.noise(rng, 140), 5)
     capsule = smooth_step(depth, capsule_um + 3, capsule_um - 3)
@@ -304,7 +304,7 @@ def _stroma(rng: np.random.Generator, grid: Grid, depth: Map, bands: Map, near_h
     return np.clip(np.maximum(np.maximum(capsule, trabeculae), core), 0, 1).astype(np.float32)
 
 
-def _sinus(rng: np.random.Generator, grid: Grid, depth: Map, near_hilum: Points) -> Map:
+def _sinus(rng: np.random.Generator, grid: Grid, depth: Field, near_hilum: Points) -> Field:
     """Return loose channels: under the capsule, and a net of them towards the hilum."""
     under = np.exp(-(((depth - 30) / 10) ** 2)) * smooth_step(grid.noise(rng, 140), -0.4, 0.7)
     net = np.exp(-((grid.noise(rng, 80) / 0.22) ** 2))
@@ -313,7 +313,7 @@ def _sinus(rng: np.random.Generator, grid: Grid, depth: Map, near_hilum: Points)
     return np.clip(np.maximum(under, net * np.maximum(gate, patches)), 0, 1).astype(np.float32)
 
 
-def _follicles(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
+def _follicles(rng: np.random.Generator, grid: Grid, depth: Field) -> tuple[Field, Field]:
     """Return germinal centres and the dark mantles around them."""
     centre, mantle = np.zeros(grid.shape), np.zeros(grid.shape)
     ripple = grid.noise(rng, 60)
@@ -333,7 +333,7 @@ def _follicles(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, M
     return centre.astype(np.float32), mantle.astype(np.float32)
 
 
-def _stain_maps(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, Map]:
+def _stain_uptake(rng: np.random.Generator, grid: Grid, depth: Field) -> tuple[Field, Field]:
     """Return the local uptake of haematoxylin and eosin: uneven baths, uneven thickness, a fold."""
     thickness = 0.07 * grid.noise(rng, 90)
     h_gain = np.exp(thickness + 0.05 * grid.noise(rng, 400) + 0.11 * grid.noise(rng, 110))
@@ -351,7 +351,9 @@ def _stain_maps(rng: np.random.Generator, grid: Grid, depth: Map) -> tuple[Map, 
     return h_gain.astype(np.float32), e_gain.astype(np.float32)
 
 
-def _cavities(rng: np.random.Generator, grid: Grid, depth: Map, hilum: tuple[float, float], stroma: Map) -> Cavities:
+def _cavities(
+    rng: np.random.Generator, grid: Grid, depth: Field, hilum: tuple[float, float], stroma: Field
+) -> Cavities:
     """Return fat cells packed around the hilum, and scattered vessels."""
     spacing = 50.0
     fat = scatter(rng, grid, spacing, jitter=0.16)
@@ -384,19 +386,19 @@ def _select(cavities: Cavities, keep: NDArray[np.bool_]) -> Cavities:
 
 
 def _place_lesions(
-    rng: np.random.Generator, grid: Grid, depth: Map, num_lesions: int, lesion_um: tuple[float, float]
+    rng: np.random.Generator, grid: Grid, depth: Field, num_lesions: int, lesion_um: tuple[float, float]
 ) -> tuple[Points, ...]:
-    """Return outlines of irregular islands inside the tissue, 80 um apart if there is room, never touching."""
+    """Return contours of irregular islands inside the tissue, 80 um apart if there is room, never touching."""
     smallest, largest = lesion_um
     free = depth.copy()
-    outlines: list[Points] = []
+    contours: list[Points] = []
     x, y = grid.xy()
     for _ in range(num_lesions):
         widest = min(largest, float(free.max()) / ROOM)
         if widest < smallest:
             raise ConfigError(
                 f"{num_lesions} lesions of {smallest:g} um or more do not fit",
-                f"the tissue of a slide of {grid.width_um:.0f} x {grid.height_um:.0f} um has room for {len(outlines)}",
+                f"the tissue of a slide of {grid.width_um:.0f} x {grid.height_um:.0f} um has room for {len(contours)}",
                 "Use fewer or smaller lesions, or a larger slide",
                 code="lesions-do-not-fit",
             )
@@ -406,10 +408,10 @@ def _place_lesions(
         chance = 0.1 + np.exp(-depth[rows, columns] / 70)
         pick = rng.choice(len(rows), p=chance / chance.sum())
         centre = np.array([columns[pick] + 0.5, rows[pick] + 0.5]) * grid.cell_um
-        outline = _island(rng, grid, depth, free, centre, diameter / 2)
-        outlines.append(outline)
-        free = np.minimum(free, -_inside(outline, x, y) - 30)
-    return tuple(outlines)
+        contour = _island(rng, grid, depth, free, centre, diameter / 2)
+        contours.append(contour)
+        free = np.minimum(free, -_inside(contour, x, y) - 30)
+    return tuple(contours)
 
 
 NUM_CORNERS = 120
@@ -418,8 +420,8 @@ ROOM = 0.3
 capsule."""
 
 
-def _island(rng: np.random.Generator, grid: Grid, depth: Map, free: Map, centre: Points, radius: float) -> Points:
-    """Return a star-shaped outline around `centre`, limited where it would leave the tissue or meet another lesion."""
+def _island(rng: np.random.Generator, grid: Grid, depth: Field, free: Field, centre: Points, radius: float) -> Points:
+    """Return a star-shaped contour around `centre`, limited where it would leave the tissue or meet another lesion."""
     angle = np.arange(NUM_CORNERS) * (2 * np.pi / NUM_CORNERS)
     reach = np.ones(NUM_CORNERS)
     for order in range(2, 15):
@@ -434,31 +436,31 @@ def _island(rng: np.random.Generator, grid: Grid, depth: Map, free: Map, centre:
     return centre + direction * np.maximum(reach, 4.0)[:, None]
 
 
-def _inside(outline: Points, x: Points, y: Points) -> Points:
-    """Return the approximate distance inside a star-shaped outline, exactly 0 on it; negative outside."""
-    centre = _outline_centre(outline)
-    reach = np.hypot(*(outline - centre).T)
+def _inside(contour: Points, x: Points, y: Points) -> Points:
+    """Return the approximate distance inside a star-shaped contour, exactly 0 on it; negative outside."""
+    centre = _contour_centre(contour)
+    reach = np.hypot(*(contour - centre).T)
     angle = np.arctan2(y - centre[1], x - centre[0]) % (2 * np.pi)
     corners = np.arange(NUM_CORNERS + 1) * (2 * np.pi / NUM_CORNERS)
     return np.interp(angle, corners, np.append(reach, reach[0])) - np.hypot(x - centre[0], y - centre[1])
 
 
-def _outline_centre(outline: Points) -> Points:
-    """Return the centre of a star-shaped outline: the intersection of the lines between opposite corners."""
-    a, b = outline[0], outline[NUM_CORNERS // 2]
-    c, d = outline[NUM_CORNERS // 4], outline[3 * NUM_CORNERS // 4]
+def _contour_centre(contour: Points) -> Points:
+    """Return the centre of a star-shaped contour: the intersection of the lines between opposite corners."""
+    a, b = contour[0], contour[NUM_CORNERS // 2]
+    c, d = contour[NUM_CORNERS // 4], contour[3 * NUM_CORNERS // 4]
     return np.array([(c[0] + d[0]) / 2, (a[1] + b[1]) / 2])
 
 
-def _lesion_map(grid: Grid, lesions: tuple[Points, ...]) -> Map:
+def _lesion_depth(grid: Grid, lesions: tuple[Points, ...]) -> Field:
     x, y = grid.xy()
     inside = np.full(grid.shape, -1e4)
-    for outline in lesions:
-        inside = np.maximum(inside, _inside(outline, x, y))
+    for contour in lesions:
+        inside = np.maximum(inside, _inside(contour, x, y))
     return inside.astype(np.float32)
 
 
-def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
+def _lumina(rng: np.random.Generator, grid: Grid, inside: Field) -> Cavities:
     """Return the lumina of tumour glands."""
     xy = scatter(rng, grid, 46.0, jitter=0.2)
     keep = (sample(grid, inside, xy) > 16) & (rng.random(len(xy)) < 0.85)
@@ -470,8 +472,8 @@ def _lumina(rng: np.random.Generator, grid: Grid, inside: Map) -> Cavities:
 
 
 def _density(
-    rng: np.random.Generator, grid: Grid, depth: Map, stroma: Map, sinus: Map, centre: Map, mantle: Map
-) -> Map:
+    rng: np.random.Generator, grid: Grid, depth: Field, stroma: Field, sinus: Field, centre: Field, mantle: Field
+) -> Field:
     """Return the probability that a lattice point holds a cell of lymphoid tissue."""
     base = 0.83 + 0.08 * grid.noise(rng, 130) + 0.05 * grid.noise(rng, 35) + 0.15 * mantle
     base = base * (1 - 0.80 * sinus) * (1 - 0.42 * centre)
@@ -481,12 +483,12 @@ def _density(
 def _normal_cells(
     rng: np.random.Generator,
     grid: Grid,
-    depth: Map,
-    across: Map,
-    stroma: Map,
-    sinus: Map,
-    centre: Map,
-    density: Map,
+    depth: Field,
+    across: Field,
+    stroma: Field,
+    sinus: Field,
+    centre: Field,
+    density: Field,
     cavities: Cavities,
 ) -> Cells:
     """Return lymphocytes, blasts, histiocytes; spindle cells of stroma and vessels; red cells in some vessels."""
@@ -528,7 +530,7 @@ def _vessel_cells(rng: np.random.Generator, cavities: Cavities) -> tuple[Points,
 
 
 def _tumour_cells(
-    rng: np.random.Generator, grid: Grid, inside: Map, septum: Map, across: Map, lumina: Cavities
+    rng: np.random.Generator, grid: Grid, inside: Field, septum: Field, across: Field, lumina: Cavities
 ) -> Cells:
     """Return tumour cells packed between septa and lumina; spindle cells and stray lymphocytes in the septa."""
     xy = scatter(rng, grid, 18.5, jitter=0.25)
@@ -558,7 +560,7 @@ def _outside(xy: Points, cavities: Cavities, scale: float, margin_um: float) -> 
     return xy[~taken]
 
 
-def _fibre_angle(grid: Grid, across: Map, xy_um: Points) -> Points:
+def _fibre_angle(grid: Grid, across: Field, xy_um: Points) -> Points:
     """Return the direction along the level lines of `across`."""
     slopes = [sample(grid, np.asarray(slope), xy_um) for slope in np.gradient(across)]
     return np.arctan2(*slopes) + np.pi / 2

@@ -2,8 +2,8 @@
 tables.
 
     plans = plan_cohort(slides=12, seed=1)
-    truths = [write_planned(plan, folder) for plan in plans]
-    finish_cohort(folder, truths)
+    written = [write_planned(plan, folder) for plan in plans]
+    finish_cohort(folder, written)
 
 Slide k of a seed does not depend on the number of slides: its label, patient, split and pixels follow from the seed and
 k.
@@ -58,15 +58,15 @@ SMALLEST_LESION_UM = 40.0
 
 
 @dataclass(frozen=True, eq=False)
-class SlideTruth:
-    """Ground truth of a synthetic slide."""
+class SyntheticSlide:
+    """A synthetic slide and its ground truth: lesions, tissue and stains."""
 
     name: str
     size_l0: tuple[int, int]
     mpp: float
     layout: Layout
     lesions: tuple[NDArray[np.float64], ...]
-    """Outlines, (K, 2) of (x, y) in level-0 pixels, first point not repeated."""
+    """Contours, (K, 2) of (x, y) in level-0 pixels, first point not repeated."""
     tissue_mask: NDArray[np.bool_]
     """[y, x] at `tissue_mpp`; the insides of fat cells and vessels are not tissue."""
     tissue_mpp: float
@@ -90,7 +90,7 @@ class SlideTruth:
             "mpp": self.mpp,
             "layout": self.layout,
             "positive": self.positive,
-            "lesions_l0": [outline.round(2).tolist() for outline in self.lesions],
+            "lesions_l0": [contour.round(2).tolist() for contour in self.lesions],
             "tissue_mpp": self.tissue_mpp,
             "stain_vectors": self.stain_vectors.round(6).tolist(),
             "stain_strengths": [round(value, 6) for value in self.stain_strengths],
@@ -108,7 +108,7 @@ def make_slide(
     lesion_um: tuple[float, float] = (150.0, 400.0),
     layout: Layout = "svs40",
     jpeg_quality: int = 85,
-) -> SlideTruth:
+) -> SyntheticSlide:
     """Write a slide of a lymph node, `size` = (width, height) in level-0 pixels, with `lesions` metastases.
 
     The diameters of the lesions are within `lesion_um` microns. The same arguments give identical bytes.
@@ -117,7 +117,7 @@ def make_slide(
     scene = _make_scene(seed, size, mpp, lesions, lesion_um)
     pyramid = encode_pyramid(size, scene.render, layout, jpeg_quality)
     write_pyramid(path, pyramid, mpp)
-    return scene.truth(path.stem, layout)
+    return scene.describe(path.stem, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,17 +132,17 @@ class _Scene:
     def render(self, x0: int, y0: int, width: int, height: int) -> Pixels:
         return render(self.anatomy, self.palette, Window(x0, y0, width, height), self.seed)
 
-    def truth(self, name: str, layout: Layout) -> SlideTruth:
+    def describe(self, name: str, layout: Layout) -> SyntheticSlide:
         size, mpp = self.anatomy.size_px, self.anatomy.mpp
         columns, rows = size_at_mpp(size, mpp, TISSUE_MPP)
         y, x = np.mgrid[:rows, :columns]
         centres_um = (np.stack([x.ravel(), y.ravel()], axis=-1) + 0.5) * TISSUE_MPP
-        return SlideTruth(
+        return SyntheticSlide(
             name=name,
             size_l0=size,
             mpp=mpp,
             layout=layout,
-            lesions=tuple(np.asarray(outline, np.float64) / mpp for outline in self.anatomy.lesions_um),
+            lesions=tuple(np.asarray(contour, np.float64) / mpp for contour in self.anatomy.lesions_um),
             tissue_mask=is_tissue(self.anatomy, centres_um).reshape(rows, columns),
             tissue_mpp=TISSUE_MPP,
             stain_vectors=np.asarray(self.stain.vectors, np.float64),
@@ -183,7 +183,7 @@ def write_sparse_slide(
     mpp: float = 0.25,
     copies: int = 9,
     lesions: int = 0,
-) -> SlideTruth:
+) -> SyntheticSlide:
     """Write a slide of any size in a small file: copies of one 4096-pixel node on glass, equal tiles stored once."""
     layout, edge = "svs40", 4096
     quality, form = 85, FORMS[layout]
@@ -199,7 +199,7 @@ def write_sparse_slide(
         place = _placed(size, small.size, [(x // downsample, y // downsample) for x, y in origins], form.tile_px)
         levels.append(EncodedLevel(size, [blank, *small.tiles], place))
     write_pyramid(path, EncodedPyramid(layout, levels, node.thumbnail, quality), mpp)
-    return _copied(scene.truth(path.stem, layout), size_l0, origins)
+    return _copied(scene.describe(path.stem, layout), size_l0, origins)
 
 
 def _spread(size_l0: tuple[int, int], edge: int, copies: int) -> list[tuple[int, int]]:
@@ -230,22 +230,22 @@ def _placed(
     return place.ravel()
 
 
-def _copied(truth: SlideTruth, size_l0: tuple[int, int], origins: list[tuple[int, int]]) -> SlideTruth:
+def _copied(slide: SyntheticSlide, size_l0: tuple[int, int], origins: list[tuple[int, int]]) -> SyntheticSlide:
     """Return the ground truth of a slide with copies of a node at `origins`."""
-    columns, rows = size_at_mpp(size_l0, truth.mpp, truth.tissue_mpp)
+    columns, rows = size_at_mpp(size_l0, slide.mpp, slide.tissue_mpp)
     mask = np.zeros((rows, columns), bool)
     for x, y in origins:
-        j, i = (round(value * truth.mpp / truth.tissue_mpp) for value in (x, y))
-        part = mask[i : i + truth.tissue_mask.shape[0], j : j + truth.tissue_mask.shape[1]]
-        part |= truth.tissue_mask[: part.shape[0], : part.shape[1]]
-    outlines = tuple(outline + np.array(origin) for origin in origins for outline in truth.lesions)
-    return dataclasses.replace(truth, size_l0=size_l0, lesions=outlines, tissue_mask=mask)
+        j, i = (round(value * slide.mpp / slide.tissue_mpp) for value in (x, y))
+        part = mask[i : i + slide.tissue_mask.shape[0], j : j + slide.tissue_mask.shape[1]]
+        part |= slide.tissue_mask[: part.shape[0], : part.shape[1]]
+    contours = tuple(contour + np.array(origin) for origin in origins for contour in slide.lesions)
+    return dataclasses.replace(slide, size_l0=size_l0, lesions=contours, tissue_mask=mask)
 
 
 # ---------------------------------------------------------------------------------------------------- problem files
 
 
-def make_hostile(folder: Path) -> dict[str, Path]:
+def make_problem_files(folder: Path) -> dict[str, Path]:
     """Write files that test error handling: damaged ones, and valid but unusual ones."""
     size, mpp = (1024, 1024), 0.25
     scene = _make_scene(5, size, mpp, 0, (100.0, 100.0))
@@ -331,8 +331,8 @@ class SlidePlan:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedTruth(SlideTruth):
-    """Ground truth of a slide of a cohort."""
+class CohortSlide(SyntheticSlide):
+    """A synthetic slide of a cohort, with the plan it was written from."""
 
     plan: SlidePlan
 
@@ -440,9 +440,9 @@ def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float])
     return dataclasses.replace(plan, layout=layout, mpp=mpp, lesions=lesions, lesion_um=lesion_um)
 
 
-def write_planned(plan: SlidePlan, folder: Path) -> PlannedTruth:
+def write_planned(plan: SlidePlan, folder: Path) -> CohortSlide:
     """Write one slide of a cohort with its annotations and ground truth."""
-    truth = make_slide(
+    slide = make_slide(
         folder / plan.path,
         plan.seed,
         size=plan.size,
@@ -451,21 +451,21 @@ def write_planned(plan: SlidePlan, folder: Path) -> PlannedTruth:
         lesion_um=plan.lesion_um,
         layout=plan.layout,
     )
-    outlines = [Annotation(f"lesion {k}", "Tumor", ring.round(2)) for k, ring in enumerate(truth.lesions, start=1)]
+    annotations = [Annotation(f"lesion {k}", "Tumor", ring.round(2)) for k, ring in enumerate(slide.lesions, start=1)]
     for path in plan.annotations:
-        write_annotations(folder / path, outlines)
-    described = {**truth.to_json(), "patient": plan.patient, "label": plan.label, "split": plan.split}
+        write_annotations(folder / path, annotations)
+    described = {**slide.to_json(), "patient": plan.patient, "label": plan.label, "split": plan.split}
     write_text(folder / "truth" / f"{plan.name}.json", json.dumps(described) + "\n")
     mask = io.BytesIO()
-    Image.fromarray(truth.tissue_mask.astype(np.uint8) * 255).save(mask, "png")
+    Image.fromarray(slide.tissue_mask.astype(np.uint8) * 255).save(mask, "png")
     write_bytes(folder / "truth" / f"{plan.name}_tissue.png", mask.getvalue())
-    fields = {field.name: getattr(truth, field.name) for field in dataclasses.fields(truth)}
-    return PlannedTruth(**fields, plan=plan)
+    fields = {field.name: getattr(slide, field.name) for field in dataclasses.fields(slide)}
+    return CohortSlide(**fields, plan=plan)
 
 
-def finish_cohort(folder: Path, truths: Sequence[PlannedTruth]) -> None:
+def finish_cohort(folder: Path, written: Sequence[CohortSlide]) -> None:
     """Write the tables of the written slides."""
-    plain = [truth.plan for truth in truths if truth.plan.cohort_layout == "plain"]
+    plain = [slide.plan for slide in written if slide.plan.cohort_layout == "plain"]
     if plain:
         rows = [(plan.name, plan.patient, plan.label, plan.split) for plan in plain]
         write_csv(folder / "labels.csv", [("slide", "patient", "label", "split"), *rows])
@@ -474,16 +474,16 @@ def finish_cohort(folder: Path, truths: Sequence[PlannedTruth]) -> None:
             annotation = plan.annotations[0] if plan.annotations else ""
             table.append((plan.name, plan.path, plan.label, plan.patient, plan.split, "", annotation))
         write_csv(folder / "cohort.csv", table)
-    tests = [truth for truth in truths if truth.plan.cohort_layout == "camelyon16" and truth.plan.split == "test"]
+    tests = [slide for slide in written if slide.plan.cohort_layout == "camelyon16" and slide.plan.split == "test"]
     if tests:
-        write_csv(folder / "testing" / "reference.csv", [_reference_row(truth) for truth in tests])
+        write_csv(folder / "testing" / "reference.csv", [_reference_row(slide) for slide in tests])
 
 
-def _reference_row(truth: SlideTruth) -> tuple[str, str, str, str]:
-    if not truth.positive:
-        return truth.name, "Normal", "None", "None"
-    largest = max(float(np.ptp(outline, axis=0).max()) * truth.mpp for outline in truth.lesions)
-    return truth.name, "Tumor", "IDC", "Macro" if largest >= MACRO_UM else "Micro"
+def _reference_row(slide: SyntheticSlide) -> tuple[str, str, str, str]:
+    if not slide.positive:
+        return slide.name, "Normal", "None", "None"
+    largest = max(float(np.ptp(contour, axis=0).max()) * slide.mpp for contour in slide.lesions)
+    return slide.name, "Tumor", "IDC", "Macro" if largest >= MACRO_UM else "Micro"
 
 
 def make_cohort(
@@ -498,7 +498,7 @@ def make_cohort(
     layout: CohortLayout = "plain",
     hostile: bool = False,
     test_fraction: float = 0.33,
-) -> list[PlannedTruth]:
+) -> list[CohortSlide]:
     """Plan, write and finish a cohort in this process; `hostile` adds a folder of files that test error handling."""
     plans = plan_cohort(
         slides=slides,
@@ -510,8 +510,8 @@ def make_cohort(
         layout=layout,
         test_fraction=test_fraction,
     )
-    truths = [write_planned(plan, folder) for plan in plans]
-    finish_cohort(folder, truths)
+    written = [write_planned(plan, folder) for plan in plans]
+    finish_cohort(folder, written)
     if hostile:
-        make_hostile(folder / "hostile")
-    return truths
+        make_problem_files(folder / "hostile")
+    return written

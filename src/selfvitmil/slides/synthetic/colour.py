@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage, optimize
 
-from selfvitmil.slides.synthetic.anatomy import Anatomy, Map
+from selfvitmil.slides.synthetic.anatomy import Anatomy, Field
 from selfvitmil.slides.synthetic.painter import (
     E_UNIT,
     H_UNIT,
     SENSOR_PX,
     TURNS,
     Bytes,
-    Maps,
+    Concentrations,
     View,
     Window,
     paint,
@@ -40,7 +40,7 @@ from selfvitmil.slides.synthetic.painter import (
 class Stain:
     """Stain colours of a slide: optical density = concentrations times strengths times `vectors`."""
 
-    vectors: Map
+    vectors: Field
     """(3, 2): unit optical density (natural logarithm) in red, green, blue of haematoxylin and eosin."""
     strengths: tuple[float, float]
     """Optical density of one unit of concentration of each stain."""
@@ -55,7 +55,7 @@ class Stain:
         colours[..., :3] = np.round(np.asarray(self.glass) * np.exp(-(h + e)))
         return colours.reshape(-1, 4).view(np.uint32).ravel()
 
-    def neither(self) -> Map:
+    def neither(self) -> Field:
         """Return the direction in optical density that is orthogonal to both stains."""
         direction = np.cross(self.vectors[:, 0], self.vectors[:, 1])
         return direction / np.linalg.norm(direction)
@@ -82,11 +82,11 @@ class Palette:
 
     table: NDArray[np.uint32]
     lesion_table: NDArray[np.uint32]
-    gains: tuple[Map, ...]
+    gains: tuple[Field, ...]
     """Gain in red, green and blue of light through lesions, on cells of GAIN_PX; empty without lesions."""
-    painted: dict[Window, Maps]
+    painted: dict[Window, Concentrations]
     """Windows that were rendered to find the above."""
-    tint: Map
+    tint: Field
     """Grey levels by which red, green and blue follow the unevenness of the illumination's hue."""
 
 
@@ -103,12 +103,12 @@ MOST_SURVEYED = 64
 
 def render(anatomy: Anatomy, palette: Palette, window: Window, noise_seed: int) -> Bytes:
     """Return the pixels of a window as (height, width, 4) RGBX bytes."""
-    maps = palette.painted.get(window) or paint(anatomy, window)
-    pixels = coloured(maps, palette.table)
+    concentrations = palette.painted.get(window) or paint(anatomy, window)
+    pixels = coloured(concentrations, palette.table)
     view = View(anatomy, window)
     if palette.gains and view.any_above(anatomy.lesion_um, -8):
         cover = view.lesion_cover(view.upsample(anatomy.lesion_um))
-        own = coloured(maps, palette.lesion_table)
+        own = coloured(concentrations, palette.lesion_table)
         for channel, gain in enumerate(palette.gains):
             lit = np.minimum(own[..., channel] * view.upsample(gain, GAIN_PX), 248)
             pixels[..., channel] = pixels[..., channel] * (1 - cover) + lit * cover + 0.5
@@ -122,8 +122,8 @@ def render(anatomy: Anatomy, palette: Palette, window: Window, noise_seed: int) 
     return pixels
 
 
-def coloured(maps: Maps, table: NDArray[np.uint32]) -> Bytes:
-    words = table.take((maps[0].astype(np.uint16) << 8) | maps[1])
+def coloured(concentrations: Concentrations, table: NDArray[np.uint32]) -> Bytes:
+    words = table.take((concentrations[0].astype(np.uint16) << 8) | concentrations[1])
     return words.view(np.uint8).reshape(*words.shape, 4)
 
 
@@ -149,12 +149,14 @@ def mix_palette(anatomy: Anatomy, stain: Stain) -> Palette:
         return Palette(table, table, (), {}, tint)
     survey = _survey(anatomy, table, tint)
     inside, target = survey.inside, survey.target()
-    samples = np.concatenate([_samples(maps, inside[_gain_cells(window)]) for window, maps in survey.painted.items()])
+    samples = np.concatenate(
+        [_samples(concentrations, inside[_gain_cells(window)]) for window, concentrations in survey.painted.items()]
+    )
     strengths = _balance(stain, samples[:: len(samples) // 20_000 + 1], target[inside].mean(axis=0))
     lesion_table = Stain(stain.vectors, strengths, stain.glass).table()
     lesion = np.zeros_like(target)
-    for window, maps in survey.painted.items():
-        lesion[_gain_cells(window)] = _cell_means(coloured(maps, lesion_table))
+    for window, concentrations in survey.painted.items():
+        lesion[_gain_cells(window)] = _cell_means(coloured(concentrations, lesion_table))
     gains = _local_gains(target, lesion, inside, MATCH_UM / (GAIN_PX * anatomy.mpp))
     return Palette(table, lesion_table, gains, survey.painted, tint)
 
@@ -163,18 +165,18 @@ def mix_palette(anatomy: Anatomy, stain: Stain) -> Palette:
 class _Survey:
     """Samples of a slide on cells of GAIN_PX: all of its lesions and some of the rest."""
 
-    normal: Map
+    normal: Field
     """Mean colours; in lesions, those of the normal tissue they replace."""
     inside: NDArray[np.bool_]
     """In a lesion."""
     tissue: NDArray[np.bool_]
     """In normal tissue."""
-    light: Map
+    light: Field
     """Grey levels added by the hue of the illumination."""
-    painted: dict[Window, Maps]
+    painted: dict[Window, Concentrations]
     cell_um: float
 
-    def target(self) -> Map:
+    def target(self) -> Field:
         """Return the target mean colours of lesions: those of the replaced tissue, shifted per lesion to the usual
         colour.
 
@@ -189,7 +191,7 @@ class _Survey:
             target[cells] = (usual - self.light[cells].mean(axis=0)) * inherited / inherited.mean(axis=0)
         return target
 
-    def _usual_colour(self) -> Map:
+    def _usual_colour(self) -> Field:
         """Return the median of the mean colours of tile-sized squares in normal tissue.
 
         Not their mean: fibres and gaps would give it a hue that hardly any square has.
@@ -202,11 +204,11 @@ class _Survey:
         return np.median(sums[full] / share[full][:, None], axis=0)
 
 
-def _survey(anatomy: Anatomy, table: NDArray[np.uint32], tint: Map) -> _Survey:
+def _survey(anatomy: Anatomy, table: NDArray[np.uint32], tint: Field) -> _Survey:
     shape = (-(-anatomy.size_px[1] // GAIN_PX), -(-anatomy.size_px[0] // GAIN_PX))
     normal, light = np.zeros((*shape, 3)), np.zeros((*shape, 3))
     inside, tissue = np.zeros(shape, bool), np.zeros(shape, bool)
-    painted: dict[Window, Maps] = {}
+    painted: dict[Window, Concentrations] = {}
     with_tissue = [w for w in windows(anatomy.size_px) if View(anatomy, w).any_above(anatomy.depth_um, 0)]
     every = len(with_tissue) // MOST_SURVEYED + 1
     for number, window in enumerate(with_tissue):
@@ -225,10 +227,10 @@ def _survey(anatomy: Anatomy, table: NDArray[np.uint32], tint: Map) -> _Survey:
     return _Survey(normal, inside, tissue, light, painted, GAIN_PX * anatomy.mpp)
 
 
-def _balance(stain: Stain, samples: Map, target: Map) -> tuple[float, float]:
+def _balance(stain: Stain, samples: Field, target: Field) -> tuple[float, float]:
     """Return the strengths of the two stains for which the lesions' samples (bytes) have the mean colour `target`."""
 
-    def miss(scales: Map) -> Map:
+    def miss(scales: Field) -> Field:
         density = samples * (scales * stain.strengths / (H_UNIT, E_UNIT)) @ stain.vectors.T
         return (np.asarray(stain.glass) * np.exp(-density)).mean(axis=0) - target
 
@@ -236,7 +238,7 @@ def _balance(stain: Stain, samples: Map, target: Map) -> tuple[float, float]:
     return float(stain.strengths[0] * scales[0]), float(stain.strengths[1] * scales[1])
 
 
-def _local_gains(target: Map, lesion: Map, inside: NDArray[np.bool_], spread: float) -> tuple[Map, ...]:
+def _local_gains(target: Field, lesion: Field, inside: NDArray[np.bool_], spread: float) -> tuple[Field, ...]:
     """Return gains for which the local means of `lesion` equal those of `target` everywhere inside."""
     target = _smooth(target, inside, spread)
     gain = np.ones_like(target)
@@ -245,7 +247,7 @@ def _local_gains(target: Map, lesion: Map, inside: NDArray[np.bool_], spread: fl
     return tuple(np.ascontiguousarray(gain[..., channel], dtype=np.float32) for channel in range(3))
 
 
-def _at_cells(view: View, values: Map) -> Map:
+def _at_cells(view: View, values: Field) -> Field:
     """Return a field at the centres of the cells of GAIN_PX that are completely in a window."""
     middles = view.upsample(values)[GAIN_PX // 2 :: GAIN_PX, GAIN_PX // 2 :: GAIN_PX]
     return middles[: view.window.height // GAIN_PX, : view.window.width // GAIN_PX]
@@ -257,15 +259,17 @@ def _gain_cells(window: Window) -> tuple[slice, slice]:
     return slice(y, y + window.height // GAIN_PX), slice(x, x + window.width // GAIN_PX)
 
 
-def _samples(maps: Maps, inside: NDArray[np.bool_]) -> Map:
+def _samples(concentrations: Concentrations, inside: NDArray[np.bool_]) -> Field:
     """Return concentrations (bytes) of some of the pixels of the cells that are `inside`."""
     every = GAIN_PX // 4
     rows, columns = (4 * extent for extent in inside.shape)
     picked = np.repeat(np.repeat(inside, 4, axis=0), 4, axis=1)
-    return np.stack([values[::every, ::every][:rows, :columns][picked] for values in maps], axis=-1).astype(np.float64)
+    return np.stack([values[::every, ::every][:rows, :columns][picked] for values in concentrations], axis=-1).astype(
+        np.float64
+    )
 
 
-def _cell_means(pixels: Bytes) -> Map:
+def _cell_means(pixels: Bytes) -> Field:
     """Return mean red, green and blue of the cells of GAIN_PX that are completely in an image."""
     height, width = pixels.shape[0] // GAIN_PX, pixels.shape[1] // GAIN_PX
     rows = pixels[: height * GAIN_PX, : width * GAIN_PX].reshape(height, GAIN_PX, width * GAIN_PX * 4)
@@ -273,7 +277,7 @@ def _cell_means(pixels: Bytes) -> Map:
     return sums[..., :3] / GAIN_PX**2
 
 
-def _smooth(values: Map, inside: NDArray[np.bool_], spread: float) -> Map:
+def _smooth(values: Field, inside: NDArray[np.bool_], spread: float) -> Field:
     """Return the Gaussian mean over the cells that are `inside`."""
     weight = ndimage.gaussian_filter(inside.astype(np.float64), spread)[..., None] + 1e-9
     return (ndimage.gaussian_filter(values * inside[..., None], (spread, spread, 0)) + 1e-9) / weight

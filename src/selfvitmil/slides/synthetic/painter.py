@@ -35,7 +35,7 @@ from selfvitmil.slides.synthetic.anatomy import (
     Anatomy,
     Cavities,
     Cells,
-    Map,
+    Field,
 )
 
 # ---------------------------------------------------------------------------------------------------- textures
@@ -48,13 +48,13 @@ H_UNIT, E_UNIT = 64.0, 100.0
 """Byte values of one unit of concentration."""
 
 
-def soft(inside_um: Map, width_um: float) -> Map:
+def soft(inside_um: Field, width_um: float) -> Field:
     """Return a smooth step from 0 to 1 across an edge, as wide as the optical blur."""
     t = np.clip(inside_um / width_um + 0.5, 0, 1)
     return t * t * (3 - 2 * t)
 
 
-def to_bytes(values: Map, unit: float) -> Bytes:
+def to_bytes(values: Field, unit: float) -> Bytes:
     return np.clip(values * unit + 0.5, 0, 255).astype(np.uint8)
 
 
@@ -65,15 +65,15 @@ def to_bytes(values: Map, unit: float) -> Bytes:
 class Textures:
     """Periodic noise of unit variance; arrays are long enough that each window of a block is a slice."""
 
-    grain: Map
-    mesh: Map
-    wave: Map
-    fibre: Map
+    grain: Field
+    mesh: Field
+    wave: Field
+    fibre: Field
     """One-dimensional: 16 values per micron."""
     sensor: Bytes
 
-    def window(self, name: str, x0: int, y0: int, width: int, height: int) -> Map:
-        texture: Map = getattr(self, name)
+    def window(self, name: str, x0: int, y0: int, width: int, height: int) -> Field:
+        texture: Field = getattr(self, name)
         period = len(texture) - BLOCK_PX
         x0, y0 = x0 % period, y0 % period
         return texture[y0 : y0 + height, x0 : x0 + width]
@@ -96,7 +96,7 @@ def textures(mpp: float) -> Textures:
     return Textures(grain, mesh, wave, (fibre / fibre.std()).astype(np.float32), sensor)
 
 
-def _periodic_noise(rng: np.random.Generator, period: int, scale_px: float) -> Map:
+def _periodic_noise(rng: np.random.Generator, period: int, scale_px: float) -> Field:
     frequency = np.hypot(scipy.fft.fftfreq(period)[:, None], scipy.fft.rfftfreq(period)[None, :])
     z = (2 * np.pi * scale_px * frequency).astype(np.float32)
     white = np.asarray(scipy.fft.rfft2(rng.standard_normal((period, period), dtype=np.float32)))
@@ -148,8 +148,8 @@ def stamps(mpp: float) -> dict[int, list[Stamp]]:
 class _Disc:
     """Polar coordinates around the centre of an image, in microns."""
 
-    x: Map
-    y: Map
+    x: Field
+    y: Field
     mpp: float
 
     @classmethod
@@ -158,7 +158,7 @@ class _Disc:
         steps = np.arange(-reach, reach + 1, dtype=np.float32) * np.float32(mpp)
         return cls(steps[None, :], steps[:, None], mpp)
 
-    def inside(self, rng: np.random.Generator, radius: float, stretch: float, wobble: float, angle: float) -> Map:
+    def inside(self, rng: np.random.Generator, radius: float, stretch: float, wobble: float, angle: float) -> Field:
         """Return the approximate distance inside an irregular ellipse, in microns."""
         cosine, sine = np.float32(np.cos(angle)), np.float32(np.sin(angle))
         along, aside = self.x * cosine + self.y * sine, self.y * cosine - self.x * sine
@@ -170,7 +170,7 @@ class _Disc:
         at = np.arctan2(aside, along) * np.float32(256 / np.pi) + np.float32(256.5)
         return (radius * edge).astype(np.float32)[at.astype(np.int32)] - np.hypot(along, aside)
 
-    def noise(self, rng: np.random.Generator, name: str) -> Map:
+    def noise(self, rng: np.random.Generator, name: str) -> Field:
         height, width = len(self.y), self.x.shape[1]
         return textures(self.mpp).window(name, int(rng.integers(600)), int(rng.integers(600)), width, height)
 
@@ -247,8 +247,6 @@ def _tumour_nucleus(rng: np.random.Generator, mpp: float) -> Stamp:
     return Stamp(to_bytes(haematoxylin, H_UNIT), to_bytes(eosin, E_UNIT), inside > 0.2)
 
 
-# ---------------------------------------------------------------------------------------------------- windows
-
 # ---------------------------------------------------------------------------------------------------- one window
 
 
@@ -269,50 +267,51 @@ def windows(size_px: tuple[int, int]) -> Iterator[Window]:
             yield Window(x, y, min(BLOCK_PX, size_px[0] - x), min(BLOCK_PX, size_px[1] - y))
 
 
-Maps = tuple[Bytes, Bytes]
-"""Haematoxylin and eosin of a window."""
+Concentrations = tuple[Bytes, Bytes]
+"""Haematoxylin and eosin of a window, each (height, width) bytes in units of H_UNIT and E_UNIT."""
 
 
-def paint(anatomy: Anatomy, window: Window) -> Maps:
+def paint(anatomy: Anatomy, window: Window) -> Concentrations:
     """Render a window with its lesions."""
     return _paint(View(anatomy, window), with_normal=False)[-1]
 
 
-def paint_both(anatomy: Anatomy, window: Window) -> tuple[Maps, Maps]:
+def paint_both(anatomy: Anatomy, window: Window) -> tuple[Concentrations, Concentrations]:
     """Render a window without lesions (the normal tissue they replace), and with its lesions."""
     normal, real = _paint(View(anatomy, window), with_normal=True)
     return normal, real
 
 
-def _paint(view: View, *, with_normal: bool) -> list[Maps]:
+def _paint(view: View, *, with_normal: bool) -> list[Concentrations]:
     anatomy = view.anatomy
     grain, mesh, wave = view.texture("grain"), view.texture("mesh"), view.texture("wave")
     light = 0.03 + 0.007 * view.upsample(anatomy.glass) + 0.005 * grain  # the grain hides the steps of the bytes
     if not view.any_above(anatomy.depth_um, -12):
         return [(to_bytes(light, H_UNIT), to_bytes(light, E_UNIT))] * (2 if with_normal else 1)
     haematoxylin, eosin = _ground(view, grain, mesh, wave)
-    h_map, e_map = to_bytes(haematoxylin, H_UNIT), to_bytes(eosin, E_UNIT)
-    _drop_cavities(view, h_map, e_map, anatomy.cavities)
+    h_bytes, e_bytes = to_bytes(haematoxylin, H_UNIT), to_bytes(eosin, E_UNIT)
+    _drop_cavities(view, h_bytes, e_bytes, anatomy.cavities)
     inside = view.upsample(anatomy.lesion_um) if view.any_above(anatomy.lesion_um, -8) else None
-    painted: list[Maps] = []
+    painted: list[Concentrations] = []
     if with_normal:
-        painted.append((h_map.copy(), e_map.copy()))
+        painted.append((h_bytes.copy(), e_bytes.copy()))
         _drop_cells(view, *painted[0], anatomy.cells)
-    painted.append((h_map, e_map))
-    _drop_cells(view, h_map, e_map, anatomy.cells, ~anatomy.replaced)
+    painted.append((h_bytes, e_bytes))
+    _drop_cells(view, h_bytes, e_bytes, anatomy.cells, ~anatomy.replaced)
     if inside is not None:
-        _lesion(view, h_map, e_map, inside, grain, mesh, wave)
+        _lesion(view, h_bytes, e_bytes, inside, grain, mesh, wave)
     h_gain, e_gain = view.upsample(anatomy.h_gain), view.upsample(anatomy.e_gain)
     if not view.all_above(anatomy.depth_um, 12):
         cover = soft(view.upsample(anatomy.depth_um) + 0.4 * mesh + 0.9 * wave, 3.0)
         h_gain *= cover
         e_gain *= cover
     return [
-        (_stained(h_map, h_gain, light * H_UNIT), _stained(e_map, e_gain, light * E_UNIT)) for h_map, e_map in painted
+        (_stained(h_bytes, h_gain, light * H_UNIT), _stained(e_bytes, e_gain, light * E_UNIT))
+        for h_bytes, e_bytes in painted
     ]
 
 
-def _stained(values: Bytes, gain: Map, light: Map) -> Bytes:
+def _stained(values: Bytes, gain: Field, light: Field) -> Bytes:
     """Apply the optics: blur, local stain uptake, and glass that is not quite clear."""
     _blur(values)
     return to_bytes(values * gain + light, 1.0)
@@ -324,24 +323,24 @@ class View:
     def __init__(self, anatomy: Anatomy, window: Window):
         self.anatomy, self.window = anatomy, window
 
-    def texture(self, name: str) -> Map:
+    def texture(self, name: str) -> Field:
         w = self.window
         return textures(self.anatomy.mpp).window(name, w.x0, w.y0, w.width, w.height)
 
-    def _cells(self, values: Map) -> Map:
+    def _cells(self, values: Field) -> Field:
         """Return the cells of a field that the window needs."""
         w, step = self.window, self.anatomy.step_px
         rows = slice(max(0, w.y0 // step - 1), (w.y0 + w.height) // step + 2)
         columns = slice(max(0, w.x0 // step - 1), (w.x0 + w.width) // step + 2)
         return values[rows, columns]
 
-    def any_above(self, values: Map, limit: float) -> bool:
+    def any_above(self, values: Field, limit: float) -> bool:
         return bool((self._cells(values) > limit).any())
 
-    def all_above(self, values: Map, limit: float) -> bool:
+    def all_above(self, values: Field, limit: float) -> bool:
         return bool((self._cells(values) > limit).all())
 
-    def upsample(self, values: Map, step_px: int | None = None) -> Map:
+    def upsample(self, values: Field, step_px: int | None = None) -> Field:
         """Return a coarse field at every pixel of the window, linearly interpolated between cell centres."""
         step, w = step_px or self.anatomy.step_px, self.window
         low_x, share_x = _between(w.x0, w.width, step, values.shape[1])
@@ -357,8 +356,8 @@ class View:
             out[start:stop] += columns[cell]
         return out
 
-    def lesion_cover(self, inside_um: Map) -> Map:
-        """Return how much a lesion covers each pixel: its border follows the cells, not the smooth outline."""
+    def lesion_cover(self, inside_um: Field) -> Field:
+        """Return how much a lesion covers each pixel: its border follows the cells, not the smooth contour."""
         return soft(inside_um + 1.5 * self.texture("mesh") + 1.0 * self.texture("wave"), 2.5)
 
     def box_px(self, x_um: float, y_um: float, reach_um: float) -> tuple[int, int, int, int] | None:
@@ -369,7 +368,7 @@ class View:
         y0, y1 = max(0, int(y - reach)), min(w.height, int(y + reach) + 1)
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
 
-    def polar(self, box: tuple[int, int, int, int], x_um: float, y_um: float) -> tuple[Map, Map]:
+    def polar(self, box: tuple[int, int, int, int], x_um: float, y_um: float) -> tuple[Field, Field]:
         """Return distance and direction from a point to every pixel of a box; directions range from 0 to 512."""
         w, mpp = self.window, self.anatomy.mpp
         dx = ((np.arange(box[0], box[2]) + w.x0) * mpp - x_um).astype(np.float32)[None, :]
@@ -378,14 +377,14 @@ class View:
 
 
 @lru_cache(maxsize=8)
-def _between(start: int, count: int, step: int, cells: int) -> tuple[NDArray[np.int64], Map]:
+def _between(start: int, count: int, step: int, cells: int) -> tuple[NDArray[np.int64], Field]:
     """Return, for `count` pixels from `start`, the cell whose centre precedes each, and the weight of the next."""
     at = np.clip((np.arange(start, start + count) + 0.5) / step - 0.5, 0, cells - 1.001)
     low = at.astype(np.int64)
     return low, (at - low).astype(np.float32)
 
 
-def _ground(view: View, grain: Map, mesh: Map, wave: Map) -> tuple[Map, Map]:
+def _ground(view: View, grain: Field, mesh: Field, wave: Field) -> tuple[Field, Field]:
     """Return the background between the cells: a pale net with gaps, loose sinuses, fibrous stroma."""
     anatomy = view.anatomy
     gap = mesh + 0.5 * wave - 0.6
@@ -406,7 +405,7 @@ def _ground(view: View, grain: Map, mesh: Map, wave: Map) -> tuple[Map, Map]:
     return haematoxylin, eosin
 
 
-def _collagen(view: View, mesh: Map, wave: Map) -> Map:
+def _collagen(view: View, mesh: Field, wave: Field) -> Field:
     """Return the eosin of wavy fibres along the level lines of the plan's `across_um`."""
     fibre = textures(view.anatomy.mpp).fibre
     at = (view.upsample(view.anatomy.across_um) + 3.0 * wave + 0.35 * mesh) * 16
@@ -426,7 +425,7 @@ def _average(a: Bytes, b: Bytes) -> Bytes:
 
 
 def _drop_cells(
-    view: View, h_map: Bytes, e_map: Bytes, cells: Cells, there: NDArray[np.bool_] | np.bool_ = np.True_
+    view: View, h_bytes: Bytes, e_bytes: Bytes, cells: Cells, there: NDArray[np.bool_] | np.bool_ = np.True_
 ) -> None:
     """Stamp the images of the cells selected by `there` into the window."""
     w, reach = view.window, int(17 / view.anatomy.mpp) + 1
@@ -442,29 +441,29 @@ def _drop_cells(
             stamp, flips = collection[turn * 8 + (shape >> 3) % 8], 0
         else:
             stamp, flips = collection[(shape >> 3) % len(collection)], shape & 7
-        _drop(h_map, e_map, stamp, cx, cy, flips)
+        _drop(h_bytes, e_bytes, stamp, cx, cy, flips)
 
 
-def _drop(h_map: Bytes, e_map: Bytes, stamp: Stamp, cx: int, cy: int, flips: int) -> None:
+def _drop(h_bytes: Bytes, e_bytes: Bytes, stamp: Stamp, cx: int, cy: int, flips: int) -> None:
     half = stamp.haematoxylin.shape[0] // 2
-    height, width = h_map.shape
+    height, width = h_bytes.shape
     top, bottom, left, right = cy - half, cy + half + 1, cx - half, cx + half + 1
     y0, y1, x0, x1 = max(top, 0), min(bottom, height), max(left, 0), min(right, width)
     if y0 >= y1 or x0 >= x1:
         return
     cut = (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left))
-    here = h_map[y0:y1, x0:x1]
+    here = h_bytes[y0:y1, x0:x1]
     picture = _flipped(stamp.haematoxylin, flips)[cut]
     if stamp.mask is None:
         np.maximum(here, picture, out=here)
         if stamp.eosin is not None:
-            there = e_map[y0:y1, x0:x1]
+            there = e_bytes[y0:y1, x0:x1]
             np.maximum(there, _flipped(stamp.eosin, flips)[cut], out=there)
     else:
         mask = _flipped(stamp.mask, flips)[cut]
         np.copyto(here, picture, where=mask)
         if stamp.eosin is not None:
-            np.copyto(e_map[y0:y1, x0:x1], _flipped(stamp.eosin, flips)[cut], where=mask)
+            np.copyto(e_bytes[y0:y1, x0:x1], _flipped(stamp.eosin, flips)[cut], where=mask)
 
 
 def _flipped(picture: NDArray[Any], flips: int) -> NDArray[Any]:
@@ -480,7 +479,7 @@ TURNS = np.arange(513) * (np.pi / 256) - np.pi
 """The directions of `View.polar`."""
 
 
-def _drop_cavities(view: View, h_map: Bytes, e_map: Bytes, cavities: Cavities) -> None:
+def _drop_cavities(view: View, h_bytes: Bytes, e_bytes: Bytes, cavities: Cavities) -> None:
     """Draw fat cells with membranes, vessels with walls, lumina with a little secretion."""
     rows = np.column_stack([cavities.xy_um, cavities.radius_um, cavities.kind, cavities.phase]).tolist()
     for x, y, radius, kind, phase in rows:
@@ -493,10 +492,10 @@ def _drop_cavities(view: View, h_map: Bytes, e_map: Bytes, cavities: Cavities) -
         distance, turn = view.polar(box, x, y)
         outside = distance - (radius * edge).astype(np.float32)[turn.astype(np.int32)]
         part = (slice(box[1], box[3]), slice(box[0], box[2]))
-        _hollow(h_map[part], e_map[part], outside + 0.35 * view.texture("mesh")[part], int(kind), radius)
+        _hollow(h_bytes[part], e_bytes[part], outside + 0.35 * view.texture("mesh")[part], int(kind), radius)
 
 
-def _hollow(h_here: Bytes, e_here: Bytes, outside: Map, kind: int, radius: float) -> None:
+def _hollow(h_here: Bytes, e_here: Bytes, outside: Field, kind: int, radius: float) -> None:
     """Clear a cavity, given the distance outside its edge, and draw its wall."""
     clear = soft(-outside, 0.9)
     wall_um = {FAT: 1.1, LUMEN: 0.8}.get(kind, 1.5 + 0.28 * radius)
@@ -508,7 +507,7 @@ def _hollow(h_here: Bytes, e_here: Bytes, outside: Map, kind: int, radius: float
     e_here[...] = to_bytes(eosin, 1.0)
 
 
-def _lesion(view: View, h_map: Bytes, e_map: Bytes, inside: Map, grain: Map, mesh: Map, wave: Map) -> None:
+def _lesion(view: View, h_bytes: Bytes, e_bytes: Bytes, inside: Field, grain: Field, mesh: Field, wave: Field) -> None:
     """Draw the lesion over the background: tumour cells, lumina, and fibrous septa between nests."""
     anatomy = view.anatomy
     cover = view.lesion_cover(inside)
@@ -518,7 +517,7 @@ def _lesion(view: View, h_map: Bytes, e_map: Bytes, inside: Map, grain: Map, mes
     gap = soft(mesh + 0.6 * wave - 1.55, 0.5)
     eosin *= 1 - 0.8 * gap
     haematoxylin = (0.26 + 0.04 * mesh + 0.04 * grain - 0.07 * septum) * (1 - 0.8 * gap)
-    h_map[...] = to_bytes(h_map + cover * (haematoxylin * H_UNIT - h_map), 1.0)
-    e_map[...] = to_bytes(e_map + cover * (eosin * E_UNIT - e_map), 1.0)
-    _drop_cells(view, h_map, e_map, anatomy.tumour_cells)
-    _drop_cavities(view, h_map, e_map, anatomy.lumina)
+    h_bytes[...] = to_bytes(h_bytes + cover * (haematoxylin * H_UNIT - h_bytes), 1.0)
+    e_bytes[...] = to_bytes(e_bytes + cover * (eosin * E_UNIT - e_bytes), 1.0)
+    _drop_cells(view, h_bytes, e_bytes, anatomy.tumour_cells)
+    _drop_cavities(view, h_bytes, e_bytes, anatomy.lumina)
