@@ -299,7 +299,7 @@ def test_from_tiles_to_an_encoder_to_feature_files(made: Path, tmp_path: Path):
     training = [row["slide"] for row in rows_of(study / "cohort.csv") if row["split"] == "train"]
     config = json.loads((study / "encoders" / "tiny" / "config.json").read_text())
     assert f"train split, {len(training)} slides" in json.dumps(config)
-    assert "current" in selfvitmil("pretrain", study, "--name", "tiny").stdout
+    assert "up to date" in selfvitmil("pretrain", study, "--name", "tiny").stdout
     embedded = selfvitmil("embed", study, "--encoder", "tiny", "--workers", 0)
     assert embedded.returncode == 0, embedded.stderr
     for row in rows_of(study / "cohort.csv"):
