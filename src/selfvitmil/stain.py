@@ -406,10 +406,25 @@ def _look_up_batch(images_B3HW: torch.Tensor, tables: torch.Tensor, out_B3HW: to
 
 
 def normalize_tile(tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Normalize a tile (H, W, 3) by its own stains, exactly as the authors' code does.
+    """Normalize a tile by its own stains (Macenko et al., ISBI 2009), exactly as the authors' code does.
 
-    All pixels count for the full strength, including glass; levels are truncated; values above 255 become 254. Raises
-    StainError if the stains cannot be estimated; the authors' code drops such tiles.
+    All pixels count for the full strength, including glass; levels are truncated; values above 255 become 254.
+
+    Parameters
+    ----------
+    tile
+        RGB pixels, uint8 (H, W, 3).
+
+    Returns
+    -------
+    NDArray[np.uint8]
+        The tile in the reference stains, (H, W, 3).
+
+    Raises
+    ------
+    StainError
+        The two stains cannot be estimated; the authors' code drops such tiles. Also if `tile` is not uint8 with RGB
+        last.
     """
     _check_pixels(tile)
     channels_3N = np.ascontiguousarray(tile.reshape(-1, 3).T)

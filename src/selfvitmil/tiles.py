@@ -74,16 +74,21 @@ class TileTable:
     """The tiles of one slide at one resolution."""
 
     slide: str
+    """Name of the slide in the study."""
     coords_l0: Coords
     """(N, 2) top left corners (x, y) in level-0 pixels."""
     tissue: NDArray[np.float32]
     """(N,) tissue fraction of each tile."""
     size_px: int
+    """Edge of a tile in its own pixels."""
     mpp: float
     """Microns per tile pixel."""
     overlap_px: int
+    """Overlap of neighbouring tiles in tile pixels."""
     slide_mpp: float
+    """Microns per level-0 pixel."""
     size_l0: tuple[int, int]
+    """(width, height) of the slide in level-0 pixels."""
     stain: stain.StainFit | None = None
     """The slide's stain fit; None when stains are normalized per tile or not at all."""
     annotated: NDArray[np.float32] | None = None
@@ -102,15 +107,17 @@ class TileTable:
 
     @property
     def extent_l0(self) -> float:
+        """Edge of a tile in level-0 pixels."""
         return extent_l0(self.size_px, self.mpp, self.slide_mpp)
 
     @property
     def boxes_l0(self) -> NDArray[np.float64]:
-        """Return the tiles as (N, 4) boxes (x0, y0, x1, y1)."""
+        """Tiles as (N, 4) boxes (x0, y0, x1, y1) in level-0 pixels."""
         return boxes_l0(self.coords_l0, self.extent_l0)
 
     @property
     def digest(self) -> str:
+        """SHA-256 of the coordinates, in hexadecimal."""
         return hashlib.sha256(np.ascontiguousarray(self.coords_l0).tobytes()).hexdigest()
 
 
@@ -482,7 +489,23 @@ def write_tiles(path: Path, table: TileTable, provenance: Provenance) -> None:
 
 
 def read_tiles(path: Path) -> TileTable:
-    """Read a table; raise ArtefactError if the file is damaged or of another kind."""
+    """Read the tile table of a slide.
+
+    Parameters
+    ----------
+    path
+        `tiles/<tiling>/<slide>.h5` of a study.
+
+    Returns
+    -------
+    TileTable
+        The tiles of the slide at one resolution: corners in level-0 pixels, tissue and tumour fractions, stain fit.
+
+    Raises
+    ------
+    ArtefactError
+        The file does not exist, is damaged, or is not a tile table of this format version.
+    """
     try:
         with open_hdf5(path) as file:
             return _table_from(file)

@@ -67,12 +67,27 @@ class Malformed(ValueError):
 
 
 def read_annotations(path: str | Path, *, repair: bool = False) -> tuple[Annotation, ...]:
-    """Read all annotations of an ASAP XML, QuPath GeoJSON or NCRF JSON file, in the order of the file.
+    """Read all annotations of an ASAP XML, QuPath GeoJSON or NCRF JSON file.
 
-    A geometry of several parts becomes several annotations. Raises AnnotationError that lists every outline that
-    crosses itself or encloses nothing. With `repair` such outlines are repaired and marked `repaired` instead: a
-    crossing outline becomes everything it encloses; one that encloses nothing is kept as a `line` or `points`, which
-    have no area.
+    Parameters
+    ----------
+    path
+        The file, plain or gzipped. Its format is detected from its content.
+    repair
+        Repair polygons that cross themselves or enclose nothing, and mark them `repaired`: a crossing polygon becomes
+        everything it encloses; one that encloses nothing is kept as a `line` or `points`, which have no area.
+
+    Returns
+    -------
+    tuple[Annotation, ...]
+        The annotations in the order of the file, in level-0 pixels. A geometry of several parts becomes several
+        annotations.
+
+    Raises
+    ------
+    AnnotationError
+        The file cannot be read or is in another format; or, without `repair`, polygons cross themselves or enclose
+        nothing: the message lists all of them.
     """
     path = Path(path)
     try:

@@ -65,12 +65,33 @@ class SlideRef:
 def open_slide(
     path: str | Path, *, reader: str = "auto", mpp: float | None = None, otherwise_mpp: float | None = None
 ) -> Slide:
-    """Open a slide; `reader` is `auto`, `openslide` or `jpegtiff`.
+    """Open a slide file.
 
-    `mpp` replaces the microns per pixel in the file, `otherwise_mpp` is used if the file has none.
+    A slide without microns per pixel opens too, and raises MissingMppError when the value is first needed.
 
-    Raises SlideError if the file is not a slide. A slide without microns per pixel opens, and raises MissingMppError
-    when the value is first needed.
+    Parameters
+    ----------
+    path
+        The slide file, in any format that OpenSlide supports.
+    reader
+        `openslide`, `jpegtiff` (faster; JPEG-compressed TIFF and SVS only), or `auto`, which takes `jpegtiff` where it
+        can read the file.
+    mpp
+        Microns per level-0 pixel, in place of the value in the file.
+    otherwise_mpp
+        Microns per level-0 pixel if the file states none or only an objective power.
+
+    Returns
+    -------
+    Slide
+        The open slide. Use it in a `with` block, or call `close`.
+
+    Raises
+    ------
+    SlideError
+        The file does not exist, is empty, truncated or not a slide, or `reader` cannot read it.
+    ConfigError
+        `reader` is unknown, or `mpp` or `otherwise_mpp` is implausible.
     """
     if reader not in READERS:
         raise ConfigError(

@@ -182,7 +182,11 @@ class SlideInfo:
 
 
 class Slide(ABC):
-    """An open slide. Use it in a `with` block, or call `close`.
+    """An open slide, from `open_slide`. Use it in a `with` block, or call `close`.
+
+    Positions are level-0 pixels from the top left corner; sizes are output pixels. Pixels are resampled to exactly the
+    requested microns per pixel, as area means of the nearest finer level, or interpolated where there is none. What
+    lies outside the slide or was not scanned is white.
 
     Pickles as path and metadata: the file is opened again at the first read. Reading from several threads is safe;
     after `close` the next read opens the file again.
@@ -203,12 +207,18 @@ class Slide(ABC):
 
     @property
     def name(self) -> str:
-        """The file name with its suffix, used in errors. Studies name slides by the column `slide` of the cohort."""
+        """File name with its suffix, used in errors. Studies name slides by the column `slide` of the cohort."""
         return self.path.name
 
     @property
     def mpp(self) -> float:
-        """Microns per level-0 pixel; raises MissingMppError if neither the file nor the caller gave a value."""
+        """Microns per level-0 pixel.
+
+        Raises
+        ------
+        MissingMppError
+            Neither the file nor the caller of `open_slide` gave a usable value.
+        """
         if self.info.mpp.value is None:
             raise MissingMppError(
                 f"{self.name}: no usable microns-per-pixel value in the file ({self.info.mpp.problem})",
@@ -230,12 +240,12 @@ class Slide(ABC):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The pyramid, largest first."""
+        """Levels of the pyramid, largest first."""
         return self.info.levels
 
     @property
     def size_l0(self) -> tuple[int, int]:
-        """(width, height) of level 0."""
+        """(width, height) of level 0, in pixels."""
         return self.info.levels[0].size
 
     @property
@@ -256,12 +266,55 @@ class Slide(ABC):
     # ------------------------------------------------------------------------------------------------ pixels
 
     def read_tile(self, x_l0: float, y_l0: float, size_px: int, mpp: float) -> Pixels:
-        """Read the square with its top left corner at (x_l0, y_l0): uint8 (size_px, size_px, 3) at exactly `mpp`."""
+        """Read a square tile at exactly `mpp` microns per pixel.
+
+        Parameters
+        ----------
+        x_l0, y_l0
+            Top left corner in level-0 pixels; fractions and positions outside the slide are allowed.
+        size_px
+            Edge of the tile in output pixels.
+        mpp
+            Microns per output pixel. The tile covers `size_px * mpp` microns.
+
+        Returns
+        -------
+        NDArray[np.uint8]
+            RGB pixels, (size_px, size_px, 3).
+
+        Raises
+        ------
+        SlideError
+            The region cannot be read, or the file has changed or disappeared.
+        MissingMppError
+            The slide has no microns per pixel.
+        ConfigError
+            `size_px` or `mpp` is not positive.
+        """
         return self.read_region(x_l0, y_l0, (size_px, size_px), mpp)
 
     def read_region(self, x_l0: float, y_l0: float, size_px: tuple[int, int], mpp: float) -> Pixels:
-        """Read the (width, height) rectangle at that corner: uint8 (height, width, 3) at exactly `mpp`, in bounded
-        memory."""
+        """Read a rectangle at exactly `mpp` microns per pixel. Beyond the result, memory is bounded.
+
+        Parameters
+        ----------
+        x_l0, y_l0
+            Top left corner in level-0 pixels; fractions and positions outside the slide are allowed.
+        size_px
+            (width, height) in output pixels.
+        mpp
+            Microns per output pixel.
+
+        Returns
+        -------
+        NDArray[np.uint8]
+            RGB pixels, (height, width, 3).
+
+        Raises
+        ------
+        SlideError, MissingMppError, ConfigError
+            As for `read_tile`.
+        """
         width, height = size_px
         if width < 1 or height < 1 or not 0 < mpp < math.inf:
             size = f"{width} px" if width == height else f"{width} x {height} px"
@@ -274,8 +327,23 @@ class Slide(ABC):
         return self._read(x_l0, y_l0, width, height, mpp)
 
     def thumbnail(self, mpp: float) -> Pixels:
-        """Read the whole slide at exactly `mpp`: (height, width, 3) as given by `geometry.size_at_mpp`, in bounded
-        memory."""
+        """Read the whole slide at exactly `mpp` microns per pixel. Beyond the result, memory is bounded.
+
+        Parameters
+        ----------
+        mpp
+            Microns per output pixel.
+
+        Returns
+        -------
+        NDArray[np.uint8]
+            RGB pixels, (height, width, 3), of the size given by `geometry.size_at_mpp`.
+
+        Raises
+        ------
+        SlideError, MissingMppError, ConfigError
+            As for `read_tile`.
+        """
         if not 0 < mpp < math.inf:
             raise ConfigError(
                 f"invalid thumbnail at {mpp:g} microns per pixel",
@@ -343,7 +411,7 @@ class Slide(ABC):
         )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a later read opens it again."""
         self._handle = None
 
     def __enter__(self) -> Self:
