@@ -108,7 +108,7 @@ class NotebookBar(Progress):
     def __enter__(self) -> Progress:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
-        self._handle = display(self._bar(), display_id=True)
+        self._handle: Any = display(self._bar(), display_id=True)
         return self
 
     def __exit__(self, *error: object) -> None:

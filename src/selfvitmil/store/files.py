@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from selfvitmil.errors import ArtefactError
 
 if TYPE_CHECKING:
-    import h5py
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
 
 
 # ---------------------------------------------------------------------------------------------------- atomic writes
@@ -223,7 +223,7 @@ def open_hdf5(path: Path) -> h5py.File:
     Rejected anywhere in the file: external, soft and user-defined links, datasets with external storage, virtual
     datasets, and shapes that the stored bytes cannot fill.
     """
-    import h5py
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
 
     file = h5py.File(path, "r")
     try:
@@ -235,7 +235,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def _check_hdf5(file: h5py.File) -> None:
-    import h5py
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
 
     seen: set[Any] = {file.id}
     groups: list[Any] = [file]
@@ -315,6 +315,8 @@ def _tensors(content: Any) -> Iterable[Any]:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif isinstance(item, dict | list | tuple) and id(item) not in seen:
-            seen.add(id(item))
-            waiting += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, dict | list | tuple):
+            nested = cast("dict[Any, Any] | list[Any] | tuple[Any, ...]", item)
+            if id(nested) not in seen:
+                seen.add(id(nested))
+                waiting += nested.values() if isinstance(nested, dict) else nested
