@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import pickle
-import re
 import shutil
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from timm.layers import SwiGLUPacked
 from torch import nn
 
 import selfvitmil
+from helpers.error_codes import has_code
 from selfvitmil.encoder import (
     LAYOUTS,
     POOLED,
@@ -171,17 +171,17 @@ def test_embed_keeps_the_mode_and_takes_no_images():
 
 
 @pytest.mark.parametrize(
-    ("images", "message"),
+    ("images", "code"),
     [
-        (np.zeros((32, 32, 3), np.uint8), "not a batch"),
-        (Image.new("RGB", (32, 32)), "not a batch"),
-        (np.zeros((1, 32, 32, 3), np.float32), "uint8"),
-        (np.zeros((1, 32, 16, 3), np.uint8), "shape"),
-        (np.zeros((1, 32, 32, 4), np.uint8), "shape"),
+        (np.zeros((32, 32, 3), np.uint8), "not-a-batch"),
+        (Image.new("RGB", (32, 32)), "not-a-batch"),
+        (np.zeros((1, 32, 32, 3), np.float32), "not-uint8"),
+        (np.zeros((1, 32, 16, 3), np.uint8), "image-size-mismatch"),
+        (np.zeros((1, 32, 32, 4), np.uint8), "image-size-mismatch"),
     ],
 )
-def test_embed_refuses_what_is_not_a_batch_of_tiles(images, message):
-    with pytest.raises(EncoderError, match=message):
+def test_embed_refuses_what_is_not_a_batch_of_tiles(images, code):
+    with pytest.raises(EncoderError, check=has_code(code)):
         tiny_encoder().embed(images)
 
 
@@ -228,7 +228,7 @@ def test_encode_normalizes_pixels():
     torch.testing.assert_close(encoder.normalize(tiles), by_hand, atol=2e-6, rtol=0)
     with torch.no_grad():
         torch.testing.assert_close(encoder.encode(tiles), encoder(by_hand), atol=1e-4, rtol=1e-4)
-    with pytest.raises(EncoderError, match="uint8"):
+    with pytest.raises(EncoderError, check=has_code("not-uint8")):
         encoder.encode(by_hand)
 
 
@@ -244,24 +244,24 @@ def test_cuda_equals_cpu():
 
 
 @pytest.mark.parametrize(
-    ("args", "layout", "size", "message"),
+    ("args", "layout", "size", "code"),
     [
-        ({"class_token": False, "global_pool": "avg"}, "cls", 32, "needs a class token"),
-        ({"depth": 3}, "cls4", 32, "needs 4 blocks"),
-        ({}, "cls5", 32, "unknown layout 'cls5'"),
-        ({}, POOLED, 32, "without a class token"),
-        ({}, "cls", 30, "do not divide into patches"),
-        ({}, "cls", 64, "takes 32 x 32 only"),
+        ({"class_token": False, "global_pool": "avg"}, "cls", 32, "layout-needs-class-token"),
+        ({"depth": 3}, "cls4", 32, "layout-needs-4-blocks"),
+        ({}, "cls5", 32, "unknown-layout"),
+        ({}, POOLED, 32, "layout-without-class-token"),
+        ({}, "cls", 30, "patches-do-not-divide"),
+        ({}, "cls", 64, "image-size-mismatch"),
     ],
 )
-def test_what_cannot_be_embedded(args, layout, size, message):
+def test_what_cannot_be_embedded(args, layout, size, code):
     network = timm.create_model("vit_tiny_patch16_224", num_classes=0, **{**ARGS, **args})
-    with pytest.raises(EncoderError, match=message):
+    with pytest.raises(EncoderError, check=has_code(code)):
         embed_tokens(network, images(size), layout)
 
 
 def test_pixels_in_place_of_images_are_refused():
-    with pytest.raises(EncoderError, match=r"uint8.*Encoder\.encode"):
+    with pytest.raises(EncoderError, match=r"Encoder\.encode", check=has_code("not-normalized-images")):
         embed_tokens(tiny_encoder(), torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
 
@@ -337,25 +337,25 @@ def test_convolutional_stem_ignores_the_other_tiles_and_takes_other_sizes():
     with torch.no_grad():
         torch.testing.assert_close(encoder(images(count=3))[:1], encoder(images(count=3)[:1]))
         assert encoder(images(48)).shape == (2, encoder.dim)
-    with pytest.raises(EncoderError, match=r"36 x 36 px do not divide"):
+    with pytest.raises(EncoderError, check=has_code("patches-do-not-divide")):
         encoder(images(36))
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"patch_size": 12}, r"cannot make patches of 12 px.*8, 16 or 32 for pretrain\.patch_px"),
-        ({"patch_size": [16, 16]}, r"cannot make patches of \[16, 16\]"),
-        ({"embed_dim": 60}, r"tokens of width 60 for patches of 16 px.*multiple of 8 for pretrain\.width"),
+        ({"patch_size": 12}, r"12 px.*8, 16 or 32 for pretrain\.patch_px"),
+        ({"patch_size": [16, 16]}, r"\[16, 16\]"),
+        ({"embed_dim": 60}, r"60 .*16 px.*multiple of 8 for pretrain\.width"),
     ],
 )
 def test_stems_that_cannot_be_built_are_explained(args, message):
-    with pytest.raises(EncoderError, match=message):
+    with pytest.raises(EncoderError, match=message, check=has_code("invalid-conv-stem")):
         build_encoder("vit_tiny_patch16_convstem_224", model_args=args)
 
 
 def test_convolutional_stems_have_no_published_weights():
-    with pytest.raises(EncoderError, match=r"vit_small_patch16_convstem_224: there are no published weights"):
+    with pytest.raises(EncoderError, check=has_code("no-published-weights")):
         load_encoder("vit_small_patch16_convstem_224")
 
 
@@ -367,36 +367,43 @@ def test_student_takes_the_weights_of_an_encoder():
 
 
 def test_wrong_requests_are_named():
-    with pytest.raises(EncoderError, match=r"Did you mean .*vit_small_patch16_224"):
+    with pytest.raises(
+        EncoderError, match=r"Did you mean .*vit_small_patch16_224", check=has_code("unknown-architecture")
+    ):
         build_encoder("vit_smal_patch16_224")
-    with pytest.raises(EncoderError, match=r"cannot be built with.*no_such_argument"):
+    with pytest.raises(EncoderError, match="no_such_argument", check=has_code("invalid-model-args")):
         build_encoder("vit_tiny_patch16_224", model_args={"no_such_argument": 1})
-    with pytest.raises(EncoderError, match=r"its weights cannot be loaded.*list_pretrained"):
+    with pytest.raises(EncoderError, check=has_code("weights-not-loaded")):
         build_encoder("vit_small_patch16_36x1_224", model_args={"depth": 1}, pretrained=True)
-    with pytest.raises(EncoderError, match=r"std\.1 is not valid"):
+    with pytest.raises(EncoderError, match=r"std\.1", check=has_code("invalid-encoder-config")):
         tiny_encoder(std=(0.2, 0.0, 0.2))
-    with pytest.raises(EncoderError, match="colour is not valid"):
+    with pytest.raises(EncoderError, match="colour", check=has_code("invalid-encoder-config")):
         tiny_encoder(colour="red")
 
 
 @pytest.mark.parametrize(
-    ("tiles", "message"),
+    ("tiles", "code"),
     [
         ((0.51, 32, "slide"), None),
-        ((0.25, 32, "slide"), "0.5 microns per pixel, these tiles have 0.25"),
-        ((0.53, 32, "slide"), "--tile.mpp 0.5"),
-        ((0.5, 256, "slide"), "32 px, these have 256"),
-        ((0.5, 32, "none"), "'slide', these tiles have 'none'"),
+        ((0.25, 32, "slide"), "encoder-mpp-mismatch"),
+        ((0.53, 32, "slide"), "encoder-mpp-mismatch"),
+        ((0.5, 256, "slide"), "encoder-size-mismatch"),
+        ((0.5, 32, "none"), "encoder-stain-mismatch"),
     ],
 )
-def test_check_fits(tiles, message):
+def test_check_fits(tiles, code):
     config = EncoderConfig(architecture="vit", mpp=0.5, size_px=32, stain="slide")
-    if message is None:
+    if code is None:
         check_fits(config, *tiles)
     else:
-        with pytest.raises(EncoderError, match=re.escape(message)):
+        with pytest.raises(EncoderError, check=has_code(code)):
             check_fits(config, *tiles)
     check_fits(EncoderConfig(architecture="vit", size_px=tiles[1]), *tiles)  # nothing known, nothing to object to
+
+
+def test_check_fits_says_both_values_and_the_flag():
+    with pytest.raises(EncoderError, match=r"0\.5 microns per pixel, these tiles have 0\.25.*--tile\.mpp 0\.5"):
+        check_fits(EncoderConfig(architecture="vit", mpp=0.5), 0.25, 32, "slide")
 
 
 # ---------------------------------------------------------------------------------------------------- our folders
@@ -462,24 +469,28 @@ def other_weights(folder):
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("break_it", "code", "names"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "names no timm architecture"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "there are no weights"),
-        (lambda folder: edit_config(folder, format_version=99), "format version 99.*reads version 1"),
-        (lambda folder: edit_config(folder, stain="maybe"), "stain is not valid"),
-        (lambda folder: edit_config(folder, architecture="vit_smal"), "nor a network that timm knows"),
-        (lambda folder: edit_config(folder, model_args={**ARGS, "depth": 6}), r"missing: blocks\.5\..* and \d+ more"),
-        (other_weights, "damaged, or not the one"),
+        (lambda folder: (folder / "config.json").unlink(), "no-encoder-config", ""),
+        (lambda folder: (folder / "config.json").write_text("{"), "unreadable-encoder-config", ""),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'), "no-architecture", ""),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no-weights", ""),
+        (lambda folder: edit_config(folder, format_version=99), "other-format-version", "99.* 1"),
+        (lambda folder: edit_config(folder, stain="maybe"), "invalid-encoder-config", "stain"),
+        (lambda folder: edit_config(folder, architecture="vit_smal"), "unknown-architecture", "vit_smal"),
+        (
+            lambda folder: edit_config(folder, model_args={**ARGS, "depth": 6}),
+            "weights-mismatch",
+            r"missing: blocks\.5\..* and \d+ more",
+        ),
+        (other_weights, "checksum-mismatch", "model.safetensors"),
     ],
 )
-def test_broken_folders_are_explained(tmp_path, break_it, message):
+def test_broken_folders_are_explained(tmp_path, break_it, code, names):
     folder = tmp_path / "my-encoder"
     save_encoder(folder, tiny_encoder())
     break_it(folder)
-    with pytest.raises(EncoderError, match=message) as caught:
+    with pytest.raises(EncoderError, match=names or None, check=has_code(code)) as caught:
         load_encoder(folder)
     assert str(tmp_path) not in str(caught.value)
 
@@ -541,7 +552,9 @@ def test_the_student_on_request(tmp_path):
     torch.save(dino_checkpoint(student, teacher), tmp_path / "c.pth")
     encoder = load_encoder(tmp_path / "c.pth", num_heads=3, checkpoint_key="student")
     assert torch.equal(encoder.backbone.cls_token, student["cls_token"])
-    with pytest.raises(EncoderError, match=r"under 'ema'.*holds student, teacher, optimizer and 3 more"):
+    with pytest.raises(
+        EncoderError, match=r"'ema'.*student, teacher, optimizer and 3 more", check=has_code("no-known-network")
+    ):
         load_encoder(tmp_path / "c.pth", checkpoint_key="ema")
 
 
@@ -579,7 +592,7 @@ def test_convolutional_stem_is_read_off_the_weights(tmp_path, width, patch, size
 
 def test_heads_are_not_guessed_for_odd_widths(tmp_path):
     torch.save(golden_weights(), tmp_path / "odd.pth")
-    with pytest.raises(EncoderError, match=r"odd\.pth: the number of attention heads is not known.*num_heads"):
+    with pytest.raises(EncoderError, match=r"odd\.pth.*num_heads", check=has_code("unknown-num-heads")):
         load_encoder(tmp_path / "odd.pth")
 
 
@@ -606,23 +619,23 @@ def changed(**changes):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code", "names"),
     [
-        (changed(**{"blocks.2.norm1.bias": None}), r"missing: blocks\.2\.norm1\.bias"),
-        (changed(**{"blocks.2.attn.bias_table": torch.ones(3)}), r"unexpected: blocks\.2\.attn\.bias_table"),
-        (changed(**{"norm.bias": torch.ones(25)}), r"of another shape: norm\.bias \(25,\) for \(24,\)"),
-        (changed(**{"norm.bias": torch.full((24,), np.nan)}), r"not finite: norm\.bias"),
-        (changed(**{"patch_embed.proj.weight": torch.ones(24, 768)}), "no weights of a ViT"),
-        (changed(cls_token=None), "no weights of a ViT with a class token"),
-        ({"layers.0.weight": torch.ones(3)}, r"no ViT or ResNet-18 found.*holds layers\.0\.weight"),
-        ({"epoch": 3}, "holds epoch"),
-        ([torch.ones(3)], "holds a list"),
-        (torch.ones(3), "holds a Tensor"),
+        (changed(**{"blocks.2.norm1.bias": None}), "weights-mismatch", r"missing: blocks\.2\.norm1\.bias"),
+        (changed(**{"blocks.2.attn.bias_table": torch.ones(3)}), "weights-mismatch", r"blocks\.2\.attn\.bias_table"),
+        (changed(**{"norm.bias": torch.ones(25)}), "weights-mismatch", r"norm\.bias \(25,\) for \(24,\)"),
+        (changed(**{"norm.bias": torch.full((24,), np.nan)}), "non-finite-weights", r"norm\.bias"),
+        (changed(**{"patch_embed.proj.weight": torch.ones(24, 768)}), "not-a-vit", ""),
+        (changed(cls_token=None), "not-a-vit", ""),
+        ({"layers.0.weight": torch.ones(3)}, "no-known-network", r"layers\.0\.weight"),
+        ({"epoch": 3}, "no-known-network", "epoch"),
+        ([torch.ones(3)], "not-a-state-dict", "list"),
+        (torch.ones(3), "not-a-state-dict", "Tensor"),
     ],
 )
-def test_checkpoint_of_another_architecture(tmp_path, content, message):
+def test_checkpoint_of_another_architecture(tmp_path, content, code, names):
     torch.save(content, tmp_path / "other.pth")
-    with pytest.raises(EncoderError, match=rf"other\.pth: .*{message}"):
+    with pytest.raises(EncoderError, match=rf"other\.pth: .*{names}", check=has_code(code)):
         load_encoder(tmp_path / "other.pth", num_heads=3)
 
 
@@ -662,7 +675,7 @@ def test_code_in_a_checkpoint_is_refused_unexecuted(tmp_path, trap, form):
         path = folder
     else:
         torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
-    with pytest.raises(EncoderError, match=r"holds more than weights.*nothing was run"):
+    with pytest.raises(EncoderError, check=has_code("unsafe-weights")):
         load_encoder(path)
     assert not proof.exists()
     if form == "zip":  # the trap does work
@@ -680,7 +693,7 @@ def test_damaged_files_are_explained(tmp_path, suffix):
     content = whole.read_bytes()
     for length in [0, 1, 7, 8, 100, *np.linspace(1_000, len(content) - 1, 12, dtype=int)]:
         path.write_bytes(content[:length])
-        with pytest.raises(EncoderError, match=rf"^cut{suffix}: cannot be read as weights"):
+        with pytest.raises(EncoderError, match=rf"^cut{suffix}: ", check=has_code("unreadable-weights")):
             load_encoder(path, num_heads=3)
     generator = np.random.default_rng(0)
     for _ in range(40):
@@ -824,26 +837,26 @@ def test_timm_names_bring_their_normalization(monkeypatch):
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224.augreg_in21k", "timm/resnet18.a1_in1k", "Nobody/nothing"])
 def test_no_connection(monkeypatch, name):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(EncoderError, match=r"the weights cannot be fetched.*HF_HUB_OFFLINE=1") as caught:
+    with pytest.raises(EncoderError, match="HF_HUB_OFFLINE=1", check=has_code("hub-unreachable")) as caught:
         load_encoder(name)
     assert caught.value.what.startswith(name.removeprefix("timm/"))
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "code", "remedy"),
     [
-        ("GatedRepoError", "hand out the weights on request.*hf auth login"),
-        ("RepositoryNotFoundError", "knows no such"),
+        ("GatedRepoError", "weights-gated", "hf auth login"),
+        ("RepositoryNotFoundError", "unknown-hub-model", "log in"),
     ],
 )
-def test_closed_doors(monkeypatch, error, message):
+def test_closed_doors(monkeypatch, error, code, remedy):
     kind = getattr(huggingface_hub.errors, error)
 
     def refuse(*_, **__):
         raise kind.__new__(kind)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(EncoderError, match=f"MahmoodLab/UNI: .*{message}"):
+    with pytest.raises(EncoderError, match=f"MahmoodLab/UNI: .*{remedy}", check=has_code(code)):
         load_encoder("MahmoodLab/UNI")
 
 
@@ -855,6 +868,6 @@ def test_a_mistyped_path_asks_nobody(tmp_path, monkeypatch, source):
     (tmp_path / "encoders").mkdir()
     monkeypatch.chdir(tmp_path)
     asked = fake_hub(monkeypatch, tmp_path)
-    with pytest.raises(EncoderError, match="no such file or folder"):
+    with pytest.raises(EncoderError, check=has_code("file-not-found")):
         load_encoder(source)
     assert asked == []

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from helpers.cli import Done, rows_of, selfvitmil
+from helpers.error_codes import has_code
 from selfvitmil.commands.package import package
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import ArtefactError, ConfigError
@@ -403,30 +404,36 @@ def path_outside(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "names"),
     [
-        (altered_weights, "altered, other content than was written: models/seed1/model.safetensors"),
-        (other_threshold, "its package.json differs"),
-        (
-            lambda folder: (folder / "encoder" / "config.json").unlink(),
-            "incomplete, missing or unreadable: encoder/config",
-        ),
-        (lambda folder: (folder / "package.json").unlink(), "it has no package.json"),
-        (lambda folder: (folder / "package.json").write_text("{"), "package.json cannot be read"),
-        (lambda folder: rewrite(folder, format_version=99), "version 99, this program reads 2. Update"),
-        (lambda folder: rewrite(folder, schema="other"), "no packaged model"),
-        (lambda folder: rewrite(folder, seeds=[0, 7]), "models/seed7/"),
-        (path_outside, "leads out of the folder"),
-        (shutil.rmtree, "there is no such folder"),
+        (altered_weights, "package-altered", "models/seed1/model.safetensors"),
+        (other_threshold, "package-altered", "package.json"),
+        (lambda folder: (folder / "encoder" / "config.json").unlink(), "package-incomplete", "encoder/config.json"),
+        (lambda folder: (folder / "package.json").unlink(), "no-package", "package.json"),
+        (lambda folder: (folder / "package.json").write_text("{"), "unreadable-package", "package.json"),
+        (lambda folder: rewrite(folder, format_version=99), "other-format-version", "99"),
+        (lambda folder: rewrite(folder, schema="other"), "no-package", "other"),
+        (lambda folder: rewrite(folder, seeds=[0, 7]), "invalid-package", "models/seed7/"),
+        (path_outside, "invalid-package-file", "../secret"),
+        (shutil.rmtree, "no-package", "model"),
     ],
 )
-def test_an_altered_package_is_refused(model: Path, tmp_path: Path, change: Callable[[Path], Any], words: str):
+def test_an_altered_package_is_refused(
+    model: Path, tmp_path: Path, change: Callable[[Path], Any], code: str, names: str
+):
     shutil.copytree(model, tmp_path / "model")
     change(tmp_path / "model")
-    with pytest.raises(ArtefactError) as error:
+    with pytest.raises(ArtefactError, check=has_code(code)) as error:
         open_package(tmp_path / "model")
-    assert words in str(error.value)
+    assert names in error.value.reason
     assert str(tmp_path) not in str(error.value)
+
+
+def test_a_package_of_a_newer_version_says_both_versions_and_what_to_do(model: Path, tmp_path: Path):
+    shutil.copytree(model, tmp_path / "model")
+    rewrite(tmp_path / "model", format_version=99)
+    with pytest.raises(ArtefactError, match=r"version 99, this program reads 2\. Update"):
+        open_package(tmp_path / "model")
 
 
 def test_nothing_is_done_with_an_altered_package(model: Path, strange: Path, tmp_path: Path):

@@ -254,7 +254,7 @@ def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[s
             f"{name}: no ViT or ResNet-18 found under {key!r}",
             f"the file holds {_brief(state)}",
             "If one of these is the network, name it by checkpoint_key",
-            code="unsupported-network",
+            code="no-known-network",
         )
     (prefix,) = prefixes
     own = {k.removeprefix(prefix): value for k, value in tensors.items() if k.startswith(prefix)}
@@ -287,7 +287,7 @@ def _read_off(
             f"{name}: these are no weights of a ViT with a class token",
             f"they are {_brief(state)}",
             "Use a ViT of DINO's or timm's form, a ResNet-18, or a timm or hub name",
-            code="unsupported-network",
+            code="not-a-vit",
         )
     width = state["cls_token"].shape[2]
     has_stem = f"{STEM}.0.weight" in state

@@ -145,7 +145,7 @@ class Encoder(nn.Module):
         """Return uint8 tiles (B, 3, H, W) as the float32 images that the network takes. Raises EncoderError."""
         if tiles_B3HW.dtype != torch.uint8:
             raise EncoderError(
-                f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255", code="invalid-tiles"
+                f"tiles are {tiles_B3HW.dtype}", "pixels are expected as uint8, 0 to 255", code="not-uint8"
             )
         return torch.addcmul(self.shift_311, tiles_B3HW.float(), self.scale_311)
 
@@ -267,17 +267,20 @@ def _check_layout(backbone: nn.Module, layout: str) -> None:
         raise EncoderError(
             f"layout {POOLED!r} is for networks without a class token",
             how="Use 'cls' or 'cls4'",
-            code="layout-mismatch",
+            code="layout-without-class-token",
         )
     if layout != POOLED and not has_class_token(backbone):
         kind = type(backbone).__name__
         how = f"Leave embed.layout unset: its own layout is {POOLED!r}"
         raise EncoderError(
-            f"layout {layout!r} needs a class token", f"this {kind} has none", how, code="layout-mismatch"
+            f"layout {layout!r} needs a class token", f"this {kind} has none", how, code="layout-needs-class-token"
         )
     if layout.startswith("cls4") and len(getattr(backbone, "blocks", ())) < 4:
         raise EncoderError(
-            f"layout {layout!r} needs 4 blocks", "this network has fewer", "Use 'cls+patchmean'", code="layout-mismatch"
+            f"layout {layout!r} needs 4 blocks",
+            "this network has fewer",
+            "Use 'cls+patchmean'",
+            code="layout-needs-4-blocks",
         )
 
 
@@ -287,14 +290,14 @@ def _check_images(backbone: Any, images_B3HW: Tensor) -> None:
             f"images are {images_B3HW.dtype} of shape {tuple(images_B3HW.shape)}",
             "normalized float images (B, 3, H, W) are expected",
             "For uint8 tiles call Encoder.encode",
-            code="invalid-images",
+            code="not-normalized-images",
         )
     height, width = images_B3HW.shape[2:]
     patch, native = backbone.patch_embed.patch_size, backbone.patch_embed.img_size
     if height % patch[0] or width % patch[1]:
         raise EncoderError(
             f"images of {width} x {height} px do not divide into patches of {patch[1]} x {patch[0]} px",
-            code="image-size-mismatch",
+            code="patches-do-not-divide",
         )
     if not getattr(backbone, "dynamic_img_size", False) and native is not None and (height, width) != tuple(native):
         raise EncoderError(
@@ -341,7 +344,7 @@ def check_sequence(images: Images) -> None:
             f"{type(images).__name__}{f' of shape {shape}' if shape else ''} is not a batch of images",
             "an array (N, H, W, 3) or a list of images is expected",
             "For one image pass [image]",
-            code="invalid-images",
+            code="not-a-batch",
         )
 
 
@@ -358,9 +361,7 @@ def _to_tile(image: Any, size_px: int) -> Tensor:
         image = image.convert("RGB")
     pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
     if pixels.dtype != torch.uint8:
-        raise EncoderError(
-            f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255", code="invalid-images"
-        )
+        raise EncoderError(f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255", code="not-uint8")
     if tuple(pixels.shape) != (size_px, size_px, 3):
         what, why = f"image of shape {tuple(pixels.shape)}", f"the encoder takes ({size_px}, {size_px}, 3)"
         raise EncoderError(

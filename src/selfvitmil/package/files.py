@@ -338,7 +338,9 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _refuse_name(folder: Path, word: Any, why: str) -> NoReturn:
-    raise ArtefactError(f"{folder.name}: package.json holds {str(word)[:80]!r}", why, NOT_OURS, code="invalid-package")
+    raise ArtefactError(
+        f"{folder.name}: package.json holds {str(word)[:80]!r}", why, NOT_OURS, code="invalid-package-value"
+    )
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
