@@ -54,6 +54,7 @@ class Tissue:
 
     @property
     def area_mm2(self) -> float:
+        """Area of the tissue in square millimetres."""
         return float(self.mask.sum()) * self.mpp**2 / 1e6
 
 

@@ -1,13 +1,13 @@
 """Tiles for training: which ones, in which order, and read ahead of the training by worker processes.
 
-In comes a source of tiles (see `sources`), out go batches of uint8 tiles with a stable number and a stain
+Input is a source of tiles (see `sources`), output are batches of uint8 tiles with a stable number and a stain
 transform each. Which tiles make up a step is a pure function of (seed, step) and of nothing else, neither
 of the number of processes nor of what was read before, so a resumed run needs no state but its step.
 
 What is unusual is the order. Neighbouring tiles share compressed blocks of the slide, so they are read in runs of up
 to `RUN` neighbours; the runs of all slides are shuffled. Some hundred runs make a pool, which is held in memory, and
-batches are drawn at random from the pool. So a batch mixes many slides while disk and decoder see runs. Where all tiles
-of the source fit into the memory that is allowed for it, each is read once and kept.
+batches are drawn at random from the pool. So a batch mixes many slides while disk and decoder see runs. If all tiles of
+the source fit into the allowed memory, each is read once and kept.
 
 Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 """
@@ -64,25 +64,27 @@ class TileOrder:
 
     @property
     def tiles_per_epoch(self) -> int:
-        """Tiles that an epoch chooses; what does not fill a last batch is left to other epochs."""
+        """Tiles chosen for an epoch; those that do not fill a last batch are left to other epochs."""
         if self.sampler == "one-slide":
             return len(self.counts) * (self.tiles_per_slide or 0)
         return sum(min(count, self.tiles_per_slide or count) for count in self.counts)
 
     @property
     def steps_per_epoch(self) -> int:
+        """Whole batches of an epoch."""
         return self.tiles_per_epoch // self.batch
 
     @property
     def batches_per_pool(self) -> int:
+        """Batches drawn from one pool."""
         return -(-self.pool // self.batch)
 
     def epoch(self, epoch: int) -> Indices:
-        """The tiles of an epoch in the order in which they are read, cut to whole batches."""
+        """Return the tiles of an epoch in reading order, cut to whole batches."""
         return _epoch_cached(self, epoch)
 
     def pools(self, first_step: int, last_step: int) -> Iterator[Pool]:
-        """The batches of steps `first_step` to before `last_step`, pool by pool."""
+        """Yield the batches of steps `first_step` to `last_step` - 1, pool by pool."""
         step = first_step
         while step < last_step:
             epoch, place = divmod(step, self.steps_per_epoch)
@@ -118,10 +120,10 @@ class Pool(NamedTuple):
     tiles: Indices
     """In reading order."""
     batches: list[Indices]
-    """Places among `tiles`, in rising order."""
+    """Indices into `tiles`, ascending."""
 
     def share(self, rank: int, world_size: int) -> Pool:
-        """A process's part: an equal part of each batch, neighbours together. The batches as a whole stay the same."""
+        """Return the part of process `rank`: an equal part of each batch, neighbours together."""
         size = len(self.batches[0]) // world_size
         parts = [batch[rank * size : (rank + 1) * size] for batch in self.batches]
         used = np.unique(np.concatenate(parts))
@@ -129,7 +131,7 @@ class Pool(NamedTuple):
 
 
 def count_repeats(tiles: Indices) -> Indices:
-    """How often each tile occurs before its own place."""
+    """Return how often each tile occurs before its own position, (N,)."""
     order = np.argsort(tiles, kind="stable")
     in_order = tiles[order]
     repeats = np.empty(len(tiles), dtype=np.int64)
@@ -156,7 +158,7 @@ def _epoch_cached(order: TileOrder, epoch: int) -> Indices:
 
 
 def _choose_runs(order: TileOrder, count: int, generator: np.random.Generator) -> list[Indices]:
-    """Runs of neighbours, cut at places that differ from epoch to epoch, as many as the cap allows."""
+    """Return runs of neighbours, cut at positions that differ between epochs, as many as `tiles_per_slide` allows."""
     edges = np.unique(np.clip(np.arange(-int(generator.integers(order.run)), count + order.run, order.run), 0, count))
     runs = [np.arange(start, stop) for start, stop in pairwise(edges)]
     left = order.tiles_per_slide
@@ -187,8 +189,8 @@ class Batch(NamedTuple):
     """uint8 in the CPU's memory, pinned for a GPU."""
     ids_B: torch.Tensor
     view_ids_B: torch.Tensor
-    """What the views of each tile are drawn from: its id, and another number where the tile occurs again in the step
-    (of all processes), so that its copies get views of their own."""
+    """Seed of each tile's views: its id, or another number if the tile occurs again in the step (of all processes), so
+    that its copies get different views."""
     transforms_B33: NDArray[np.float64] | None
     """(B, 3, 3) stain transforms, to be applied on the device; None when there is nothing to apply."""
     unfitted: int
@@ -203,7 +205,7 @@ class Request(NamedTuple):
 
 
 def requests_of(source: TileSource, tiles: Indices) -> Iterator[Request]:
-    """Tiles in reading order as requests: one slide each, and at most one run."""
+    """Yield requests for tiles in reading order: one slide each, and at most one run."""
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
     groups = np.searchsorted(firsts, tiles, side="right") - 1
     for part in np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(groups)) + 1):
@@ -214,7 +216,7 @@ def requests_of(source: TileSource, tiles: Indices) -> Iterator[Request]:
 
 
 class _Requests(Dataset[Any]):
-    """What the workers of a DataLoader call. Errors come back as values: a DataLoader would garble them."""
+    """Called by the workers of a DataLoader. Errors are returned as values: a DataLoader would garble them."""
 
     def __init__(self, reader: TileReader):
         self.reader = reader
@@ -231,7 +233,7 @@ def _as_it_is(pixels: Any) -> Any:
 
 
 def _start_worker(number: int) -> None:
-    """Batch systems send their warning to all processes: only the trainer may act on it, and ends the workers."""
+    """Ignore termination signals in a worker: batch systems send them to all processes, and only the trainer reacts."""
     del number
     for warning in (signal.SIGTERM, signal.SIGINT):
         signal.signal(warning, signal.SIG_IGN)
@@ -298,7 +300,7 @@ class TileLoader:
         pin: bool = False,
         most_kept_bytes: int = 0,
     ):
-        """`most_kept_bytes`: memory for all tiles of the source; where that is too little, none is kept."""
+        """Prepare to read. All tiles of the source are kept in memory if they fit into `most_kept_bytes`, else none."""
         self.source, self.order = source, order
         self.waited_s = 0.0
         """Seconds that the training has waited for tiles."""
@@ -352,7 +354,7 @@ class TileLoader:
         return (pool.share(*self._part) for pool in self.order.pools(*self._span))
 
     def _unread(self) -> Iterator[Indices]:
-        """Of each pool the tiles that are to be read for it, in reading order."""
+        """Yield, for each pool, the tiles that must be read for it, in reading order."""
         was_read = np.zeros(sum(self.source.counts), dtype=bool)
         for pool in self._pools():
             tiles = pool.tiles[~was_read[pool.tiles]]
@@ -394,14 +396,14 @@ class TileLoader:
 
 
 def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:
-    """Return the numbers of about `num_tiles` tiles in rising order: as many from every slide, rounded up."""
+    """Return the numbers of about `num_tiles` tiles, ascending: equally many from every slide, rounded up."""
     per_slide = -(-num_tiles // len(source.counts))
     order = TileOrder(source.counts, batch=1, seed=seed, tiles_per_slide=per_slide, run=min(source.run, 4))
     return np.sort(order.epoch(0))
 
 
 def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[torch.Tensor]:
-    """These tiles in order, not augmented, their stains normalized: uint8 (B, 3, H, W), some at a time."""
+    """Yield these tiles in order, not augmented, stains normalized: uint8 (B, 3, H, W), some at a time."""
     firsts = np.concatenate([[0], np.cumsum(source.counts)])
     done = 0
     for pixels in read_ahead(source, requests_of(source, tiles), workers):
@@ -413,7 +415,7 @@ def read_plain(source: TileSource, tiles: Indices, workers: int) -> Iterator[tor
 
 
 def read_plain_sample(source: TileSource, num_tiles: int, size_px: int, seed: int, workers: int) -> torch.Tensor:
-    """At most so many tiles, uint8 (N, 3, S, S) of this size, in random order: the same ones on every call."""
+    """Return at most `num_tiles` tiles, uint8 (N, 3, S, S) with S = `size_px`, in an order that the seed determines."""
     parts = [
         fit_tiles(tiles_B3HW, size_px)
         for tiles_B3HW in read_plain(source, sample_tiles(source, num_tiles, seed), workers)
@@ -424,7 +426,7 @@ def read_plain_sample(source: TileSource, num_tiles: int, size_px: int, seed: in
 
 
 def fit_tiles(tiles_B3HW: torch.Tensor, size_px: int) -> torch.Tensor:
-    """The middle square of uint8 tiles, resampled where its edge is another one."""
+    """Return the central square of uint8 tiles, (B, 3, S, S), resampled (bicubic) if its edge is not `size_px`."""
     height, width = tiles_B3HW.shape[2:]
     edge = min(height, width)
     top, left = (height - edge) // 2, (width - edge) // 2
@@ -438,9 +440,10 @@ def fit_tiles(tiles_B3HW: torch.Tensor, size_px: int) -> torch.Tensor:
 def channel_statistics(
     source: TileSource, num_tiles: int, seed: int, workers: int
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Mean and standard deviation of the channels of normalized tiles, white = 1, over a sample, in one pass.
+    """Return mean and standard deviation of each channel of stain-normalized tiles, 1 = white, over a sample.
 
-    Sums of grey levels are whole numbers, so the result does not depend on the order. Every slide counts alike.
+    Every slide has the same weight. Sums of grey levels are whole numbers, so the result does not depend on the order.
+    Raises ConfigError if all pixels have nearly one colour.
     """
     histogram = np.zeros((3, 256), dtype=np.int64)
     for images_B3HW in read_plain(source, sample_tiles(source, num_tiles, seed), workers):

@@ -1,7 +1,7 @@
 """Sources of tiles: slides by their tile tables, a folder of tile images, memory.
 
-A source knows all tiles that training may see, numbered through; its reader, which travels to worker processes, turns
-requests for a few tiles of one slide into pixels. Only the reader touches slides.
+A source knows all tiles that training may see, numbered through; its reader, which is sent to worker processes,
+reads a few tiles of one slide at a time. Only the reader opens slides.
 
 Axes in names: B tiles of a batch, H and W height and width, 3 is RGB.
 """
@@ -33,7 +33,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TrainSlide:
-    """A slide to train on, and the table that says where its tiles are."""
+    """A slide to train on, and its tile table."""
 
     slide: SlideRef
     """Its `mpp`, where the cohort gives one, is that of the table."""
@@ -41,9 +41,11 @@ class TrainSlide:
 
 
 class TileReader(Protocol):
-    """Reads tiles, in any process: it travels to the workers. `what` is what the source's `request` returned."""
+    """Reads tiles, in any process: it is sent to the workers."""
 
-    def read(self, group: int, what: Any) -> Pixels: ...
+    def read(self, group: int, what: Any) -> Pixels:
+        """Read tiles of slide `group`; `what` is what the source's `request` returned."""
+        ...
 
 
 class Pixels(NamedTuple):
@@ -51,7 +53,7 @@ class Pixels(NamedTuple):
 
     tiles_B3HW: torch.Tensor
     unfitted: int
-    """Of these, how many kept their colours because their own stains could not be found (stain method `tile`)."""
+    """Number of tiles left unnormalized because their stains could not be fitted (stain method `tile`)."""
 
 
 class TileSource(Protocol):
@@ -74,10 +76,21 @@ class TileSource(Protocol):
     """Tiles that are best read together."""
 
     @property
-    def reader(self) -> TileReader: ...
-    def request(self, group: int, rows: Indices) -> Any: ...
-    def stain_transforms(self, groups: Indices) -> NDArray[np.float64] | None: ...
-    def inputs(self) -> dict[str, str]: ...
+    def reader(self) -> TileReader:
+        """Reader that is sent to the workers."""
+        ...
+
+    def request(self, group: int, rows: Indices) -> Any:
+        """Return what the reader needs to read these rows of slide `group`."""
+        ...
+
+    def stain_transforms(self, groups: Indices) -> NDArray[np.float64] | None:
+        """Return the stain transforms (B, 3, 3) of tiles of these slides; None when there is nothing to apply."""
+        ...
+
+    def inputs(self) -> dict[str, str]:
+        """Return what trained weights depend on, by name."""
+        ...
 
 
 @dataclass
@@ -95,7 +108,7 @@ class SlideReader:
         return self.__dict__ | {"cache": None}  # each process opens its own files
 
     def read(self, group: int, what: Any) -> Pixels:
-        """The tiles with these level-0 corners, (B, 2)."""
+        """Read the tiles whose top left corners `what` are (B, 2) level-0 pixels."""
         self.cache = self.cache or SlideCache()
         ref = self.slides[group]
         if not ref.path.exists():
@@ -178,12 +191,12 @@ class SlideTiles:
 
 @dataclass
 class ImageReader:
-    """Reads tiles that lie in files of their own."""
+    """Reads tiles stored as one image file each."""
 
     shape_px: tuple[int, int]
 
     def read(self, group: int, what: Any) -> Pixels:
-        """The images of these paths."""
+        """Read the images at the paths `what`."""
         del group
         return Pixels(_channels_first(np.stack([read_image(path, self.shape_px) for path in what])), 0)
 
@@ -236,7 +249,7 @@ class ImageTiles:
 
 @dataclass
 class TensorReader:
-    """Hands out tiles that are in memory."""
+    """Returns tiles that are in memory."""
 
     tiles_N3HW: torch.Tensor
 
@@ -249,7 +262,7 @@ class TensorReader:
         )
 
     def read(self, group: int, what: Any) -> Pixels:
-        """The tiles of these numbers."""
+        """Return the tiles with the numbers `what`, (B,)."""
         del group
         return Pixels(self.tiles_N3HW[torch.from_numpy(what)], 0)
 
@@ -283,7 +296,7 @@ class TensorTiles:
 
 
 def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
-    """One tile image (H, W, 3)."""
+    """Read one tile image, uint8 (H, W, 3). Raises SlideError if it is damaged or of another size."""
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
@@ -305,7 +318,7 @@ def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _pixels(tiles: Iterable[NDArray[np.uint8]], normalize: bool) -> Pixels:
-    """Tiles (H, W, 3) as they are handed over, each one's stains brought to the reference where that is asked for."""
+    """Return tiles (H, W, 3) as one tensor (B, 3, H, W), each normalized by its own stains if `normalize` is set."""
     done, unfitted = [], 0
     for tile in tiles:
         if normalize:

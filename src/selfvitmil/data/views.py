@@ -1,6 +1,6 @@
-"""Augmented views of tiles, made on the training device: uint8 tiles in, normalized views out.
+"""Augmented views of tiles, rendered on the training device: uint8 tiles in, normalized views out.
 
-A `ViewRecipe` says how one view is made. Its steps, in this order: random resized crop, flips and right-angle
+A `ViewRecipe` describes one view. Its steps, in this order: random resized crop, flips and right-angle
 rotations, stain jitter, colour jitter (brightness, contrast, saturation and hue in random order), grey, blur, solarize,
 normalize. Distributions are those of torchvision's transforms, on which DINO's multi-crop is built.
 
@@ -51,7 +51,7 @@ _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
 
 @dataclass(frozen=True)
 class ViewRecipe:
-    """How one view of a tile is made. A probability of 0 leaves a step out at no cost."""
+    """Augmentation of one view of a tile. A step with probability 0 is skipped at no cost."""
 
     size_px: int = 224
     """Edge of the view."""
@@ -105,9 +105,9 @@ def make_views(
     dtype: torch.dtype = torch.float32,
     render: Callable[..., torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """All views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) for every run of recipes of equal size.
+    """Return all views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) per run of recipes of equal size.
 
-    `tile_ids_B` (int64) names the tiles; with `seed`, `step` and the number of the view it decides everything random.
+    `tile_ids_B` (int64) identifies tiles; with `seed`, `step` and the view's index it determines all randomness.
     `transforms_B33` are stain transforms (`stain.apply_transforms`), applied first. Stain jitter moves along the stains
     that normalized tiles have. `mean` and `std` are per channel of tiles from 0 to 1; `dtype` is that of the result.
     `render` may be a compiled `render_view`.
@@ -143,7 +143,7 @@ def make_views(
 def _fill(
     out_VB3SS: torch.Tensor, tiles_BH3W: torch.Tensor, draws: Draws, make: Callable[[torch.Tensor, Draws], torch.Tensor]
 ) -> None:
-    """Make views that are all made alike, several of them together where that fits; `draws` are grouped by view."""
+    """Render views of one recipe, several of them at once if they fit into a block; `draws` are grouped by view."""
     draws_VB = Draws(*[values.unflatten(0, out_VB3SS.shape[:2]) for values in draws])
     for some_views, some_tiles in _blocks(out_VB3SS, tiles_BH3W):
         target_VB3SS, part = out_VB3SS[some_views, some_tiles], tiles_BH3W[some_tiles]
@@ -153,7 +153,7 @@ def _fill(
 
 
 def _blocks(out_VB3SS: torch.Tensor, tiles_BH3W: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Parts of equal size, (views, tiles): as many whole views as fit, or else parts of one view."""
+    """Yield blocks of equal size, (views, tiles): as many whole views as fit, or else parts of one view."""
     views, tiles = out_VB3SS.shape[:2]
     of_view, of_tile = out_VB3SS[0, 0].numel(), tiles_BH3W[0].numel()
     most = _BLOCK[out_VB3SS.device.type == "cpu"]
@@ -171,13 +171,13 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(value: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of the product of two 32-bit numbers, in int64 without overflow."""
+    """Return high and low 32 bits of the product of two 32-bit numbers, in int64 without overflow."""
     upper, lower = (value >> 16) * factor, (value & 0xFFFF) * factor
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _MASK
 
 
 def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit numbers from a counter of four and a key of two.
+    """Return four 32-bit numbers from a counter of four and a key of two: Philox4x32-10 (Salmon et al., SC 2011).
 
     All numbers are held in int64. The same input gives the same bits on every device.
     """
@@ -194,7 +194,7 @@ def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.
 def random_uniforms(
     tile_ids_B: torch.Tensor, step: int, num_views: int, num_uniforms: int, seed: int = 0
 ) -> torch.Tensor:
-    """Uniforms in (0, 1) as float64 (num_views, B, num_uniforms), each a function of its place, step and seed."""
+    """Return uniforms in (0, 1), float64 (num_views, B, num_uniforms), functions of position, step and seed."""
     blocks = -(-num_uniforms // 4)
     shape = (num_views, len(tile_ids_B), blocks)
     tiles = tile_ids_B[None, :, None].expand(shape)
@@ -209,7 +209,7 @@ def random_uniforms(
 
 
 class Draws(NamedTuple):
-    """What was drawn for one view of every tile; float32 or bool."""
+    """Random parameters of one view of every tile; float32 or bool."""
 
     box_B4: torch.Tensor
     """x, y, width, height of the crop in whole pixels of the tile."""
@@ -239,7 +239,7 @@ NUM_UNIFORMS = 44
 
 
 def draw_view(uniforms_BU: torch.Tensor, recipe: ViewRecipe, height: int, width: int) -> Draws:
-    """Turn uniforms into what happens to tiles of this size. In float64, so that devices do not disagree."""
+    """Convert uniforms to the parameters of a view of tiles of this size. In float64, so that all devices agree."""
     u = uniforms_BU
     turns_B = torch.floor(4 * u[:, _TURN]) * recipe.right_angles
     # A turn by 90 degrees, anticlockwise, is left-right swapped, then rows as columns; by 270 it is top-bottom.
@@ -275,7 +275,7 @@ def _between(uniform: torch.Tensor, low: float, high: float) -> torch.Tensor:
 def _draw_box(
     u: torch.Tensor, scale: tuple[float, float], ratio: tuple[float, float], height: int, width: int
 ) -> torch.Tensor:
-    """x, y, width, height: the first of ten boxes that fits into the tile, else the largest allowed in the centre."""
+    """Return (B, 4) x, y, width, height: the first of ten boxes that fits into the tile, else a central one."""
     area_BT = height * width * _between(u[:, _AREA], *scale)
     ratio_BT = torch.exp(_between(u[:, _RATIO], math.log(ratio[0]), math.log(ratio[1])))
     width_BT, height_BT = torch.round(torch.sqrt(area_BT * ratio_BT)), torch.round(torch.sqrt(area_BT / ratio_BT))
@@ -305,7 +305,7 @@ def render_view(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> torch.Tensor:
-    """One view of every tile, normalized, (B, 3, S, S) in float32. `tiles_BH3W` are grey levels, 0 to 255."""
+    """Render one view of every tile, normalized, float32 (B, 3, S, S). `tiles_BH3W` are grey levels, 0 to 255."""
     image = crop_and_flip(tiles_BH3W, draws, recipe.size_px, recipe.interpolation)
     if recipe.stain > 0:
         image = jitter_stain(image, draws.stain_scale_B2, draws.stain_shift_B2, basis)
@@ -324,7 +324,7 @@ def render_view(
 
 
 def crop_and_flip(tiles_BH3W: torch.Tensor, draws: Draws, size: int, interpolation: str) -> torch.Tensor:
-    """The boxes, resized to `size` and flipped, from 0 to 1: the resampling of Pillow on the cut-out box."""
+    """Return the crops resized to `size` and flipped, (B, S, 3, S) from 0 to 1, resampled as Pillow does."""
     batch, height, _, width = tiles_BH3W.shape
     x_B, y_B, width_B, height_B = draws.box_B4.unbind(dim=1)
     rows_BSH = _resize_weights(y_B, height_B, draws.flip_y_B, size, height, interpolation).to(tiles_BH3W.dtype)
@@ -338,7 +338,7 @@ def crop_and_flip(tiles_BH3W: torch.Tensor, draws: Draws, size: int, interpolati
 def _resize_weights(
     start_B: torch.Tensor, length_B: torch.Tensor, flip_B: torch.Tensor, size: int, extent: int, interpolation: str
 ) -> torch.Tensor:
-    """(B, size, extent): how much each input pixel of a line counts for each output pixel; rows sum to one."""
+    """Return (B, size, extent): the weight of each input pixel of a line for each output pixel; rows sum to one."""
     step_B11 = (length_B / size)[:, None, None]
     place = torch.arange(size, device=start_B.device)
     place_BS = torch.where(flip_B[:, None], size - 1 - place, place)
@@ -357,9 +357,9 @@ def _resize_weights(
 
 
 def stain_basis(stains: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    """For two stains (3, 2): their unit vectors, then the rows that read their concentrations off an optical density.
+    """Return the unit vectors of two stains (3, 2), then the rows that give their concentrations from optical density.
 
-    What is neither of the two is the third direction, perpendicular to both; stain jitter leaves it as it is.
+    The third direction, orthogonal to both stains, is not changed by stain jitter.
     """
     unit = np.asarray(stains, dtype=np.float64) / np.linalg.norm(stains, axis=0)
     reading = np.linalg.inv(np.column_stack([unit, np.cross(unit[:, 0], unit[:, 1])]))
@@ -369,7 +369,7 @@ def stain_basis(stains: np.ndarray) -> tuple[tuple[float, ...], ...]:
 def jitter_stain(
     image: torch.Tensor, scale_B2: torch.Tensor, shift_B2: torch.Tensor, basis: tuple[tuple[float, ...], ...]
 ) -> torch.Tensor:
-    """Scale and shift the concentrations of the two stains in optical density. Scaling leaves white as it is."""
+    """Scale and shift the concentrations of the two stains in optical density. Scaling keeps white unchanged."""
     density = -torch.log((image * 255 + 1) / 256)
     moved = [density[:, :, channel] for channel in range(3)]
     for number in range(2):
@@ -386,7 +386,7 @@ def _grey(image: torch.Tensor) -> torch.Tensor:
 
 
 def jitter_colour(image: torch.Tensor, jitter_B4: torch.Tensor, order_BP: torch.Tensor) -> torch.Tensor:
-    """Brightness, contrast, saturation and hue, in every tile's own order."""
+    """Change brightness, contrast, saturation and hue, in each tile's own random order."""
     position = torch.arange(4, device=order_BP.device)
     before_BP = position < (order_BP == _HUE).int().argmax(dim=1, keepdim=True)
     for slot in range(3):
@@ -409,7 +409,7 @@ def _blend(image: torch.Tensor, jitter_B4: torch.Tensor, step_B: torch.Tensor) -
 
 
 def turn_hue(image: torch.Tensor, turn_B: torch.Tensor) -> torch.Tensor:
-    """Turn the hue (HSV) by a share of the full circle; value and saturation stay."""
+    """Rotate the hue (HSV) by a fraction of the full circle; value and saturation are unchanged."""
     red, green, blue = image.split(1, dim=2)
     value = image.amax(dim=2, keepdim=True)
     chroma = value - image.amin(dim=2, keepdim=True)
@@ -425,7 +425,7 @@ def turn_hue(image: torch.Tensor, turn_B: torch.Tensor) -> torch.Tensor:
 
 
 def blur(image: torch.Tensor, sigma_B: torch.Tensor, max_sigma: float, dtype: torch.dtype) -> torch.Tensor:
-    """Gaussian blur with reflected edges; sigma 0 changes nothing. Products are computed in `dtype`."""
+    """Apply a Gaussian blur with reflected edges; sigma 0 changes nothing. Products are computed in `dtype`."""
     batch, size = image.shape[:2]
     weights_BSS = _blur_weights(sigma_B, max_sigma, size).to(dtype)
     narrow = torch.bmm(image.to(dtype).view(batch, size * 3, size), weights_BSS.mT)
@@ -433,7 +433,7 @@ def blur(image: torch.Tensor, sigma_B: torch.Tensor, max_sigma: float, dtype: to
 
 
 def _blur_weights(sigma_B: torch.Tensor, max_sigma: float, size: int) -> torch.Tensor:
-    """(B, size, size): each row is a kernel around its pixel; what would lie outside is folded back inside."""
+    """Return (B, size, size): each row is the kernel around its pixel, reflected at the edges."""
     reach = min(math.ceil(BLUR_REACH * max_sigma), size - 1)
     taps = torch.arange(reach + 1, device=sigma_B.device)
     kernel_BT = torch.exp(-0.5 * (taps / sigma_B.clamp_min(1e-3)[:, None]) ** 2)
@@ -452,11 +452,11 @@ def _blur_weights(sigma_B: torch.Tensor, max_sigma: float, size: int) -> torch.T
 # ---- views of a pretraining run --------------------------------------------------------------------------------------
 
 OWN_SCALE = 0.15
-"""By how much views may shrink or enlarge the tile, in the middle of their range, and still show it at its scale."""
+"""Relative change of scale, at the middle of their range, up to which views count as being at the tile's own scale."""
 
 
 def view_recipes(settings: PretrainSettings, tile_px: int, patch_px: int | None) -> tuple[ViewRecipe, ...]:
-    """How the views of a tile are made: two large ones and, but for SimCLR, small ones besides."""
+    """Return the recipes of the views of a tile: two global ones and, except for SimCLR, local ones."""
     large = settings.global_px or tile_px
     base = ViewRecipe(
         size_px=large,
@@ -496,10 +496,10 @@ def _check_size(name: str, size: int, unit: int) -> None:
 
 
 def encoder_tile_px(recipe: ViewRecipe, tile_px: int) -> int:
-    """Edge of the tiles that an encoder of these large views is for.
+    """Return the edge, in pixels, of the tiles for which an encoder trained on these global views is meant.
 
-    Views that show the whole tile smaller make an encoder for tiles of their own size, at a coarser resolution. Views
-    that are cut out of the tile at about its own scale (by the middle of their range) leave it as it is.
+    Views that show the whole tile downscaled give an encoder for tiles of the views' size, at a coarser resolution.
+    Views cropped at about the tile's own scale (at the middle of their range) keep the size of the tile.
     """
     zoom = tile_px * math.sqrt(sum(recipe.scale) / 2) / recipe.size_px
     return tile_px if abs(zoom - 1) < OWN_SCALE else recipe.size_px

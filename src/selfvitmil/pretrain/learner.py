@@ -1,7 +1,7 @@
 """Networks of pretraining: student, averaged teacher and objective, put together from the settings.
 
-A learner takes views and returns a loss; after the optimizer's step it updates what has no gradient (average, centre).
-It knows nothing of tiles, files or processes.
+A learner takes views and returns a loss; after the optimizer's step it updates what has no gradient (moving average,
+centre). It is independent of tiles, files and processes.
 
 Of a plain ViT only the class token after the last block is used. That block's other tokens serve it as keys and values,
 but their queries, projection and MLP are not needed: with twelve blocks, 7 % of all arithmetic. `class_token` leaves it
@@ -47,7 +47,7 @@ DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_p
 
 
 def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encoder:
-    """The encoder that training starts from: random weights, or those of `init`."""
+    """Return the encoder that training starts from: random weights, or those of `init`."""
     architecture = settings.architecture or DEFAULT_ARCHITECTURE[settings.method]
     names = {"width": "embed_dim", "depth": "depth", "heads": "num_heads", "patch_px": "patch_size"}
     args = {theirs: getattr(settings, ours) for ours, theirs in names.items() if getattr(settings, ours) is not None}
@@ -80,7 +80,7 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
 
 
 def _for_any_size(encoder: Encoder) -> Encoder:
-    """The same encoder for images of any size: views are smaller than tiles, and some ViTs refuse all but their own."""
+    """Return the encoder for images of any size: views are smaller than tiles, and some ViTs accept one size only."""
     config = encoder.config
     if not has_class_token(encoder.backbone) or getattr(encoder.backbone, "dynamic_img_size", True):
         return encoder
@@ -91,7 +91,7 @@ def _for_any_size(encoder: Encoder) -> Encoder:
 
 
 def _shape_of(backbone: Any) -> dict[str, int | None]:
-    """What the settings of the same names say of a ViT; nothing for other networks."""
+    """Return width, depth, heads and patch_px of a ViT, as the settings name them; empty for other networks."""
     if not has_class_token(backbone):
         return {}
     heads = backbone.blocks[0].attn.num_heads
@@ -100,7 +100,7 @@ def _shape_of(backbone: Any) -> dict[str, int | None]:
 
 
 def patch_px_of(backbone: Any) -> int | None:
-    """Edge of a ViT's patches; None for other networks."""
+    """Return the edge of a ViT's patches in pixels; None for other networks."""
     return backbone.patch_embed.patch_size[0] if has_class_token(backbone) else None
 
 
@@ -132,7 +132,7 @@ class Branch(nn.Module):
     def forward(
         self, views: Sequence[torch.Tensor], join: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With `join`, the head sees the embeddings (V, tiles, D) of the whole batch instead of those of the views."""
+        """Return logits (R, K) and embeddings (R, D); `join` extends embeddings (V, B, D) to the whole batch."""
         # Views of one size go through the network together: with DINO that makes two passes.
         embeddings_RD = torch.cat([self.embed(self.backbone, view_VB3SS.flatten(0, 1)) for view_VB3SS in views])
         if join is None:
@@ -142,7 +142,7 @@ class Branch(nn.Module):
 
 
 class Learner(nn.Module):
-    """Student, objective, and the student's moving average, which is a teacher where the objective wants one."""
+    """Student, objective, and the student's moving average, which is the teacher if the objective has one."""
 
     def __init__(self, encoder: Encoder, settings: PretrainSettings, numbers: Hyperparameters, seed: int):
         super().__init__()
@@ -168,6 +168,7 @@ class Learner(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Learner:
+        """Set the training mode of the student; the teacher stays in evaluation mode, except its batch norms."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()  # no path of the teacher is ever dropped
@@ -177,7 +178,7 @@ class Learner(nn.Module):
 
     @property
     def result(self) -> nn.Module:
-        """The network that becomes the encoder."""
+        """Network that becomes the encoder."""
         return (self.student if self.teacher is None else self.teacher).backbone
 
     @property
@@ -186,14 +187,14 @@ class Learner(nn.Module):
         return self.objective.joins != "nothing" or self.objective.joins_teacher
 
     def teach(self, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The teacher's outputs and embeddings of the large views, without gradient, rows grouped by view."""
+        """Return the teacher's outputs and embeddings of the global views, without gradient, rows grouped by view."""
         assert self.teacher is not None
         with torch.no_grad():
             # Views of equal size come as one tensor, whatever their kind.
             return self.teacher([views[0][: losses.NUM_GLOBAL]])
 
     def look_ahead(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(V, B, D): what `JointBatch.join` will be asked for, of the student as it is."""
+        """Return (V, B, D): what `JointBatch.join` will need, from the student's current weights."""
         # The same calls as in the step itself: they drop the same paths, whatever other views come with the large ones.
         everything = self.objective.joins == "head"
         rows_RD = torch.cat(
@@ -211,7 +212,7 @@ class Learner(nn.Module):
         return self.student.head(large_2BD.flatten(0, 1)).unflatten(0, large_2BD.shape[:2])
 
     def finish_step(self, momentum: float, states: Sequence[torch.Tensor]) -> None:
-        """Move the average and what else does not learn by gradients, after the optimizer's step."""
+        """Update the moving average and other state without gradients, after the optimizer's step."""
         if self.teacher is not None:
             pair = (self.teacher, self.student)
             if not self.objective.has_teacher:  # nobody asks its head
@@ -230,7 +231,7 @@ def compute_loss(
     mark: Callable[[str], None],
     part: Part | None = None,
 ) -> LossOutput:
-    """Forward through teacher and student; `student` is the learner's own or its wrapper for several processes."""
+    """Compute the loss from teacher and student; `student` is the learner's own or its DDP wrapper."""
     objective, part = learner.objective, part or Part(JointBatch())
     tiles = views[0].shape[1]
     taught: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -266,10 +267,10 @@ def diagnose(outcome: LossOutput) -> dict[str, float]:
 
 
 def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequence[ViewRecipe], out_dim: int) -> float:
-    """Floating-point operations (a multiply-add is two) of matrix products that one tile costs in a step.
+    """Return the GFLOP (10^9 operations, a multiply-add is two) of matrix products per tile and step.
 
-    The student's forward counts three times (backward costs two of them), the teacher's once; both as the network as a
-    whole has it, so the shortcut of `tokens` counts as speed.
+    The student's forward pass counts three times (backward costs two of them), the teacher's once. Both are counted for
+    the complete network, so the shortcut of `class_token` counts as speed.
     """
     with torch.device("meta"):
         objective = make_objective(settings, out_dim, freeze_steps=0)
@@ -282,7 +283,7 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
 
 
 def forward_gflop(encoder: Encoder, size_px: int) -> float:
-    """The same of the network's forward pass of one image, without a head."""
+    """Return the GFLOP of a forward pass of one image of `size_px` through the network, without a head."""
     config = encoder.config
     with torch.device("meta"):
         backbone = build_backbone(config.architecture, config.model_args).eval()
@@ -295,7 +296,7 @@ def forward_gflop(encoder: Encoder, size_px: int) -> float:
 
 
 def has_shortcut(backbone: nn.Module) -> bool:
-    """Whether this is a plain ViT, for which `class_token` gives what the network itself gives."""
+    """Return whether this is a plain ViT, for which `class_token` equals the network's own output."""
     if type(backbone) is not VisionTransformer or not backbone.has_class_token:
         return False
     if backbone.global_pool not in ("token", ""):  # without pooling (Virchow) the network gives all tokens
@@ -312,7 +313,7 @@ def has_shortcut(backbone: nn.Module) -> bool:
 
 
 def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    """(B, D): the class token after the last block and the final norm."""
+    """Return the class token after the last block and the final norm, (B, D)."""
     tokens_BND = vit.norm_pre(_add_positions(vit, _embed_patches(vit, images_B3HW)))
     for block in vit.blocks[:-1]:
         tokens_BND = block(tokens_BND)
@@ -324,7 +325,7 @@ def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
 
 
 def first_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    """(B, D): the class token after the final norm of any ViT of timm's, also of those that pool in another way."""
+    """Return the class token after the final norm of any timm ViT, (B, D), whatever its pooling."""
     # Networks that average keep their final norm behind the pooling, under another name.
     norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else nn.Identity()
     return norm(vit.forward_features(images_B3HW)[:, 0])
@@ -338,7 +339,7 @@ def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, N, D): class token and the like in front of the patches' tokens, each with its position."""
+    """Return class and register tokens followed by patch tokens, with position embeddings, (B, N, D)."""
     if not vit.dynamic_img_size or vit.pos_embed is None or vit.patch_embed.grid_size == tokens.shape[1:3]:
         return vit._pos_embed(tokens)
     first = [each for each in (vit.cls_token, vit.reg_token) if each is not None]
@@ -361,14 +362,14 @@ def _resample(grid_HWD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 def _resample_weights(old: int, new: int, device: torch.device) -> torch.Tensor:
-    """(old, new): what each old place gives to each new one."""
+    """Return (old, new): the weight of each old position for each new one."""
     # As one image of old x old: images of a single column come out wrong on a CPU (torch 2.15).
     places = torch.eye(old, device=device)[None, None]
     return functional.interpolate(places, size=(old, new), mode="bicubic", antialias=True)[0, 0]
 
 
 def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor:
-    """What self-attention gives for the first token."""
+    """Return the output of self-attention for the first token, (B, 1, D)."""
     batch, count, _ = tokens_BND.shape
     width = attention.num_heads * attention.head_dim
     weight, bias = attention.qkv.weight, attention.qkv.bias

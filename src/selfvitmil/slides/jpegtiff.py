@@ -63,6 +63,7 @@ class TiledLevel:
     """Positions of the JPEG tiles of one level in the file, row by row."""
 
     size: tuple[int, int]
+    """(width, height) in the level's own pixels, as `tile_size`."""
     tile_size: tuple[int, int]
     num_across: int
     num_down: int
@@ -252,10 +253,12 @@ class TileCache:
         self._lock = threading.Lock()
 
     def get(self, key: TileKey) -> Pixels | None:
+        """Return a tile, None if it is not cached."""
         with self._lock:
             return self._tiles.get(key)
 
     def put(self, key: TileKey, tile: Pixels) -> None:
+        """Add a tile, unless it is larger than the cache; the least recently used ones are removed."""
         if tile.nbytes <= self.max_bytes:
             with self._lock:
                 self._tiles[key] = tile

@@ -121,7 +121,7 @@ def reduce_whole(source: Pixels, factor: int) -> Pixels:
 
 
 def _blended(source: NDArray[Any], grid: Grid) -> Pixels:
-    """`_weighted` for factors near one: neighbours are blended in integer arithmetic, in half the time.
+    """Resample like `_weighted`, for factors near one: blend neighbours in integer arithmetic, in half the time.
 
     Weights are multiples of 1/256 and both passes round: off by 0.2 grey levels on average and 2 at most, in noise.
     """

@@ -8,9 +8,8 @@ packed lymphocytes, uneven staining, folds, dust. Lesions differ from normal tis
 glands), not in colour: their mean colour is by construction that of the tissue they replace, and the spread within a
 tile is about the same. Results on synthetic slides do not carry over to patients.
 
-`anatomy` decides (on a coarse `grid`) where everything is, `painter` renders any window of it as concentrations of the
-two stains with the cell images of `cells`, `colour` converts these to pixels, `pyramid` writes slide files, `slide` and
-`cohort` put it together.
+`anatomy` decides on a coarse grid where everything is, `painter` renders any window of it as concentrations of the two
+stains, `colour` converts these to pixels, `pyramid` writes slide files, and `cohort` writes slides and cohorts.
 """
 
 from selfvitmil.slides.synthetic.cohort import (

@@ -45,6 +45,7 @@ class Grid:
 
     @classmethod
     def over(cls, size_px: tuple[int, int], step_px: int, mpp: float) -> Grid:
+        """Return the grid of a slide of (width, height) level-0 pixels, with cells of `step_px` pixels."""
         width, height = size_px
         # One cell more than needed to cover the slide, so that interpolation stays inside.
         shape = (math.ceil(height / step_px) + 1, math.ceil(width / step_px) + 1)
@@ -52,10 +53,12 @@ class Grid:
 
     @property
     def short_um(self) -> float:
+        """Shorter side of the slide in microns."""
         return min(self.width_um, self.height_um)
 
     @property
     def area_mm2(self) -> float:
+        """Area of the slide in square millimetres."""
         return self.width_um * self.height_um / 1e6
 
     def xy(self) -> tuple[Points, Points]:
@@ -65,6 +68,7 @@ class Grid:
         return x[None, :], y[:, None]
 
     def distance_to(self, point_um: tuple[float, float]) -> Points:
+        """Return the distance in microns from every cell centre to a point (x, y)."""
         x, y = self.xy()
         return np.hypot(x - point_um[0], y - point_um[1])
 
@@ -453,6 +457,7 @@ def _contour_centre(contour: Points) -> Points:
 
 
 def _lesion_depth(grid: Grid, lesions: tuple[Points, ...]) -> Field:
+    """Return the distance inside the border of the nearest lesion in microns; negative outside."""
     x, y = grid.xy()
     inside = np.full(grid.shape, -1e4)
     for contour in lesions:

@@ -130,9 +130,11 @@ class _Scene:
     seed: int
 
     def render(self, x0: int, y0: int, width: int, height: int) -> Pixels:
+        """Return the pixels of a window of level 0, (height, width, 4) RGBX."""
         return render(self.anatomy, self.palette, Window(x0, y0, width, height), self.seed)
 
     def describe(self, name: str, layout: Layout) -> SyntheticSlide:
+        """Return the slide with its ground truth."""
         size, mpp = self.anatomy.size_px, self.anatomy.mpp
         columns, rows = size_at_mpp(size, mpp, TISSUE_MPP)
         y, x = np.mgrid[:rows, :columns]
@@ -231,7 +233,7 @@ def _placed(
 
 
 def _copied(slide: SyntheticSlide, size_l0: tuple[int, int], origins: list[tuple[int, int]]) -> SyntheticSlide:
-    """Return the ground truth of a slide with copies of a node at `origins`."""
+    """Return the slide with copies of its node at `origins`, in level-0 pixels."""
     columns, rows = size_at_mpp(size_l0, slide.mpp, slide.tissue_mpp)
     mask = np.zeros((rows, columns), bool)
     for x, y in origins:

@@ -123,6 +123,7 @@ def render(anatomy: Anatomy, palette: Palette, window: Window, noise_seed: int) 
 
 
 def coloured(concentrations: Concentrations, table: NDArray[np.uint32]) -> Bytes:
+    """Return the colours of stain concentrations as (height, width, 4) RGBX bytes."""
     words = table.take((concentrations[0].astype(np.uint16) << 8) | concentrations[1])
     return words.view(np.uint8).reshape(*words.shape, 4)
 

@@ -55,6 +55,7 @@ def soft(inside_um: Field, width_um: float) -> Field:
 
 
 def to_bytes(values: Field, unit: float) -> Bytes:
+    """Convert concentrations to bytes of 1 / `unit`, rounded and clipped."""
     return np.clip(values * unit + 0.5, 0, 255).astype(np.uint8)
 
 
@@ -73,6 +74,7 @@ class Textures:
     sensor: Bytes
 
     def window(self, name: str, x0: int, y0: int, width: int, height: int) -> Field:
+        """Return a texture in a window of level-0 pixels, (height, width)."""
         texture: Field = getattr(self, name)
         period = len(texture) - BLOCK_PX
         x0, y0 = x0 % period, y0 % period
@@ -85,6 +87,7 @@ SENSOR_PX = 384
 
 @lru_cache(maxsize=4)
 def textures(mpp: float) -> Textures:
+    """Return the textures at this resolution, the same for all slides."""
     rng = np.random.default_rng(11)
     grain, mesh, wave = (
         _periodic_noise(rng, period, scale_um / mpp) for period, scale_um in ((480, 0.55), (640, 1.3), (800, 7.0))
@@ -154,6 +157,7 @@ class _Disc:
 
     @classmethod
     def of(cls, radius_um: float, mpp: float) -> _Disc:
+        """Return the coordinates of a square image that contains a disc of this radius."""
         reach = int(np.ceil(radius_um / mpp))
         steps = np.arange(-reach, reach + 1, dtype=np.float32) * np.float32(mpp)
         return cls(steps[None, :], steps[:, None], mpp)
@@ -171,12 +175,13 @@ class _Disc:
         return (radius * edge).astype(np.float32)[at.astype(np.int32)] - np.hypot(along, aside)
 
     def noise(self, rng: np.random.Generator, name: str) -> Field:
+        """Return a random part of a texture, of the size of the image."""
         height, width = len(self.y), self.x.shape[1]
         return textures(self.mpp).window(name, int(rng.integers(600)), int(rng.integers(600)), width, height)
 
 
 def _lymphocyte(rng: np.random.Generator, mpp: float) -> Stamp:
-    """A small, round, dark nucleus with clumps of chromatin."""
+    """Draw a small, round, dark nucleus with clumps of chromatin."""
     disc = _Disc.of(5.2, mpp)
     inside = disc.inside(rng, rng.uniform(2.9, 3.75), rng.uniform(1.0, 1.3), 0.11, rng.uniform(0, np.pi))
     dark, focus = rng.triangular(0.75, 1.25, 1.75), rng.choice([0.9, 1.2, 1.8], p=[0.45, 0.4, 0.15])
@@ -186,7 +191,7 @@ def _lymphocyte(rng: np.random.Generator, mpp: float) -> Stamp:
 
 
 def _vesicular(rng: np.random.Generator, mpp: float, radius: float, dark: float) -> Stamp:
-    """A larger, paler nucleus with a rim and small nucleoli, in a little cytoplasm."""
+    """Draw a larger, paler nucleus with a rim and small nucleoli, in a little cytoplasm."""
     disc = _Disc.of(radius + 3.5, mpp)
     inside = disc.inside(rng, radius * 0.93, rng.uniform(1.0, 1.55), 0.12, rng.uniform(0, np.pi))
     nucleus = soft(inside, 1.0) * (1 + 0.3 * disc.noise(rng, "grain") + 0.22 * disc.noise(rng, "mesh"))
@@ -198,7 +203,7 @@ def _vesicular(rng: np.random.Generator, mpp: float, radius: float, dark: float)
 
 
 def _spindle(rng: np.random.Generator, mpp: float, angle: float) -> Stamp:
-    """The long thin nucleus of a fibroblast or an endothelial cell."""
+    """Draw the long thin nucleus of a fibroblast or an endothelial cell."""
     disc = _Disc.of(9.0, mpp)
     inside = disc.inside(rng, rng.uniform(2.3, 3.0), rng.uniform(3.0, 6.5), 0.14, angle + rng.normal(0, 0.12))
     dark = rng.uniform(0.8, 1.5)
@@ -324,6 +329,7 @@ class View:
         self.anatomy, self.window = anatomy, window
 
     def texture(self, name: str) -> Field:
+        """Return a texture at every pixel of the window."""
         w = self.window
         return textures(self.anatomy.mpp).window(name, w.x0, w.y0, w.width, w.height)
 
@@ -335,9 +341,11 @@ class View:
         return values[rows, columns]
 
     def any_above(self, values: Field, limit: float) -> bool:
+        """Return whether a coarse field exceeds `limit` anywhere in the window."""
         return bool((self._cells(values) > limit).any())
 
     def all_above(self, values: Field, limit: float) -> bool:
+        """Return whether a coarse field exceeds `limit` everywhere in the window."""
         return bool((self._cells(values) > limit).all())
 
     def upsample(self, values: Field, step_px: int | None = None) -> Field:
