@@ -22,9 +22,9 @@ from selfvitmil.data.loader import fit_tiles, read_plain_sample
 from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
 from selfvitmil.errors import EncoderError
-from selfvitmil.pretrain import joint_batch, train
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.joint_batch import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
+from selfvitmil.pretrain import train
+from selfvitmil.pretrain.learner import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
 from selfvitmil.pretrain.optim import resolve_hyperparameters
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.training import read_metrics
@@ -148,13 +148,13 @@ def test_networks_without_batch_norms_ask_for_no_tile():
 
 
 def test_passes_are_of_nearly_equal_size():
-    assert [len(part) for part in joint_batch.passes_of(torch.zeros(130, 3, 224, 224, dtype=torch.uint8))] == [
+    assert [len(part) for part in learning.passes_of(torch.zeros(130, 3, 224, 224, dtype=torch.uint8))] == [
         44,
         43,
         43,
     ]
-    assert len(joint_batch.passes_of(torch.zeros(130, 3, 32, 32))) == 1
-    assert [len(part) for part in joint_batch.passes_of(torch.zeros(17, 3, 600, 600))] == [9, 8]
+    assert len(learning.passes_of(torch.zeros(130, 3, 32, 32))) == 1
+    assert [len(part) for part in learning.passes_of(torch.zeros(17, 3, 600, 600))] == [9, 8]
 
 
 def test_sample_is_the_same_every_time_and_mixes_the_slides(images: Path):
@@ -313,17 +313,17 @@ def test_shapes_of_a_vit_are_refused_for_a_resnet():
 
 HALF = """
     import sys, torch, torch.distributed as dist
-    from selfvitmil.pretrain import joint_batch
+    from selfvitmil.pretrain import learner as learning
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     network, batch = torch.load(sys.argv[1], weights_only=False)
-    joint_batch.join_processes(network)
+    learning.join_processes(network)
     own = batch.chunk(2)[dist.get_rank()]
     (network(own) ** 3).mean().backward()
     for weight in network.parameters():
         dist.all_reduce(weight.grad)
         weight.grad /= 2
-    with joint_batch.alone(network):
+    with learning.alone(network):
         if dist.get_rank() == 0:
             network(own)  # the other process does not come
             torch.save([[weight.grad for weight in network.parameters()], list(network.buffers())], sys.argv[2])
@@ -362,7 +362,7 @@ def test_joint_batch_norm_of_one_process_is_that_of_torch(tmp_path: Path):
             norm = nn.BatchNorm2d(3)
             nn.init.normal_(norm.weight)
             if joint:
-                joint_batch.join_processes(norm)
+                learning.join_processes(norm)
                 assert type(norm) is JointBatchNorm2d
             batch.grad = None
             out = norm(batch)

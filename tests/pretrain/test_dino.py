@@ -284,7 +284,7 @@ def test_a_sound_run_raises_no_alarm(entropies: np.ndarray, ranks: np.ndarray, s
 
 PROCESS = """
 import sys, torch, torch.distributed as dist
-from selfvitmil.pretrain.joint_batch import JointBatch
+from selfvitmil.pretrain.objectives import JointBatch
 from selfvitmil.pretrain.loss import update_center
 from selfvitmil.pretrain.objectives.simclr import nt_xent_loss
 rank, folder = int(sys.argv[1]), sys.argv[2]

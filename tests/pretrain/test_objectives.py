@@ -16,9 +16,8 @@ from helpers.waves import wave_tiles
 from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.loss import kde_loss
-from selfvitmil.pretrain.objectives import NetworkOutputs, Part, make_objective
+from selfvitmil.pretrain.objectives import JointBatch, NetworkOutputs, Part, make_objective
 from selfvitmil.pretrain.objectives.lejepa import invariance_loss, random_directions, sigreg_loss
 from selfvitmil.pretrain.objectives.simdino import SimDINOHead, coding_rate, crossed_cosine
 from selfvitmil.pretrain.optim import update_teacher

@@ -29,8 +29,8 @@ from selfvitmil.encoder import build_backbone, build_encoder, load_encoder, save
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
-from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.learner import class_token, has_shortcut
+from selfvitmil.pretrain.objectives import JointBatch
 from selfvitmil.pretrain.optim import resolve_hyperparameters
 from selfvitmil.pretrain.step import TrainingStep
 from selfvitmil.pretrain.train import Origin, pretrain

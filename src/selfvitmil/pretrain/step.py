@@ -21,11 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from selfvitmil.data.loader import Batch
 from selfvitmil.data.views import ViewRecipe, make_views, render_view
 from selfvitmil.errors import ConfigError, EngineError
-from selfvitmil.pretrain import joint_batch
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain.joint_batch import JointBatch
 from selfvitmil.pretrain.learner import Branch, Learner
-from selfvitmil.pretrain.objectives import LossOutput, Part
+from selfvitmil.pretrain.objectives import JointBatch, LossOutput, Part
 from selfvitmil.pretrain.optim import Hyperparameters, all_finite, clip_each_gradient, layered_groups
 from selfvitmil.runtime.device import AsyncValues, PhaseTimer, Worker, choose_precision
 from selfvitmil.settings import PretrainSettings
@@ -101,7 +99,7 @@ class TrainingStep:
         if self.worker.world_size == 1:
             return
         for branch in self._branches():  # heads see the rows of all processes where their batch norms need them
-            joint_batch.join_processes(branch.backbone)
+            learning.join_processes(branch.backbone)
         on = [self.worker.device] if self.worker.device.type == "cuda" else None
         self.student = DistributedDataParallel(self.learner.student, device_ids=on, gradient_as_bucket_view=True)
 
@@ -127,7 +125,7 @@ class TrainingStep:
         try:
             views = self._make_views(batch, self._part(batch, 0))
             if self.settings.accumulate > 1 and self.learner.objective.joins != "nothing":
-                with torch.no_grad(), self._autocast(), joint_batch.alone(self.learner):
+                with torch.no_grad(), self._autocast(), learning.alone(self.learner):
                     self.learner.look_ahead(views)
             self._try_part(views, values)
         except torch.OutOfMemoryError:
@@ -324,7 +322,7 @@ class TrainingStep:
 
     def _try_part(self, views: list[torch.Tensor], values: Mapping[str, float]) -> None:
         """Do a forward and backward pass in this process only, without waiting for others."""
-        with joint_batch.alone(self.learner):
+        with learning.alone(self.learner):
             self._forward_backward(views, values, Part(JointBatch(alone=True)), self.learner.student)
 
     def _forward(

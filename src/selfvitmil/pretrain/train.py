@@ -40,7 +40,6 @@ from selfvitmil.data.sources import TileSource
 from selfvitmil.data.views import encoder_tile_px, view_recipes
 from selfvitmil.encoder import Encoder, EncoderConfig, load_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
-from selfvitmil.pretrain import joint_batch
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.learner import Learner
 from selfvitmil.pretrain.objectives import RECENT_LINES, LossOutput
@@ -645,11 +644,11 @@ class PretrainRun:
         if not self.worker.is_first:
             yield encoder
             return
-        if self.plain_tiles is None and joint_batch.batch_norms_of(network):
-            sample = (joint_batch.NUM_TILES, self.tile_px, self.settings.seed, self.workers)
-            self.plain_tiles = joint_batch.passes_of(read_plain_sample(self.source, *sample))
+        if self.plain_tiles is None and learning.batch_norms_of(network):
+            sample = (learning.STATISTICS_TILES, self.tile_px, self.settings.seed, self.workers)
+            self.plain_tiles = learning.passes_of(read_plain_sample(self.source, *sample))
         images = (encoder.normalize(tiles_B3SS.to(device)) for tiles_B3SS in self.plain_tiles or ())
-        with joint_batch.statistics_of(network, images):
+        with learning.statistics_of(network, images):
             yield encoder
 
     def _config(self, provenance: dict[str, Any] | None = None) -> EncoderConfig:
