@@ -19,8 +19,6 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.loss import (
     collapse_reason,
     dino_loss,
-    effective_rank,
-    feature_std,
     koleo_loss,
     nearest_neighbours,
     sinkhorn_knopp,
@@ -44,6 +42,7 @@ from selfvitmil.pretrain.optim import (
     suggested_out_dim,
     update_teacher,
 )
+from selfvitmil.pretrain.quality import effective_rank, feature_std
 from selfvitmil.runtime.training import CosineSchedule, parameter_groups, suggested_warmup_steps
 from selfvitmil.settings import PretrainSettings
 

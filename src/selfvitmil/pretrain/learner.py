@@ -39,10 +39,17 @@ from selfvitmil.data.views import ViewRecipe
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
 from selfvitmil.encoder.network import ConvStem, has_class_token, patch_product
 from selfvitmil.errors import EncoderError
-from selfvitmil.pretrain import loss as losses
-from selfvitmil.pretrain.loss import at_least_float32
-from selfvitmil.pretrain.objectives import JointBatch, LossOutput, NetworkOutputs, Part, make_objective
+from selfvitmil.pretrain.objectives import (
+    NUM_GLOBAL,
+    JointBatch,
+    LossOutput,
+    NetworkOutputs,
+    Part,
+    at_least_float32,
+    make_objective,
+)
 from selfvitmil.pretrain.optim import Hyperparameters, add_adapters, check_lora, share_frozen, update_teacher
+from selfvitmil.pretrain.quality import effective_rank, feature_std
 from selfvitmil.runtime.device import seeded
 from selfvitmil.settings import PretrainSettings
 
@@ -205,7 +212,7 @@ class Learner(nn.Module):
         assert self.teacher is not None
         with torch.no_grad():
             # Views of equal size come as one tensor, whatever their kind.
-            return self.teacher([views[0][: losses.NUM_GLOBAL]])
+            return self.teacher([views[0][:NUM_GLOBAL]])
 
     def look_ahead(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return (V, B, D): what `JointBatch.join` will need, from the student's current weights."""
@@ -220,7 +227,7 @@ class Learner(nn.Module):
         rows_VBD = rows_RD.unflatten(0, (-1, views[0].shape[1]))
         if everything:
             return rows_VBD
-        large_2BD = rows_VBD[: losses.NUM_GLOBAL]
+        large_2BD = rows_VBD[:NUM_GLOBAL]
         if self.objective.joins == "embeddings":
             return large_2BD
         return self.student.head(large_2BD.flatten(0, 1)).unflatten(0, large_2BD.shape[:2])
@@ -257,7 +264,7 @@ def compute_loss(
     seen = NetworkOutputs(
         student_VBK=outputs_RK.unflatten(0, (num_views, -1)),
         embeddings_VBD=embeddings_RD.unflatten(0, (num_views, tiles)),
-        teacher_2BK=None if taught is None else taught[0].unflatten(0, (losses.NUM_GLOBAL, tiles)),
+        teacher_2BK=None if taught is None else taught[0].unflatten(0, (NUM_GLOBAL, tiles)),
         part=part,
         step=step,
         teacher_temp=teacher_temp,
@@ -271,8 +278,8 @@ def compute_loss(
 def diagnose(outcome: LossOutput) -> dict[str, float]:
     """Return the metrics that show whether the run learns or collapses."""
     found = {
-        "feature_rank": losses.effective_rank(outcome.embeddings_BD),
-        "feature_std": losses.feature_std(outcome.embeddings_BD),
+        "feature_rank": effective_rank(outcome.embeddings_BD),
+        "feature_std": feature_std(outcome.embeddings_BD),
     }
     return {name: float(value) for name, value in (found | outcome.metrics()).items()}
 
@@ -292,7 +299,7 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
         in_head = 2 * sum(weight.numel() for weight in head.parameters() if weight.ndim == 2) / 1e9
     costs = {size: forward_gflop(encoder, size) + in_head for size in {recipe.size_px for recipe in recipes}}
     student = 3 * sum(costs[recipe.size_px] for recipe in recipes)
-    teacher = sum(costs[recipe.size_px] for recipe in recipes[: losses.NUM_GLOBAL]) * objective.has_teacher
+    teacher = sum(costs[recipe.size_px] for recipe in recipes[:NUM_GLOBAL]) * objective.has_teacher
     return student + teacher
 
 
@@ -400,7 +407,7 @@ def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor
     return attention.proj_drop(attention.proj(seen))
 
 
-# ---------------------------------------------------------------------------------------------------- batch norms at inference
+# ---------------------------------------------------------------------------------- batch norms at inference
 
 
 def batch_norms_of(network: nn.Module) -> list[_BatchNorm]:
@@ -498,7 +505,7 @@ def passes_of(tiles_N3SS: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tiles_N3SS.tensor_split(-(-len(tiles_N3SS) // at_once))
 
 
-# ---------------------------------------------------------------------------------------------------- batch norms over several processes
+# ---------------------------------------------------------------------------------- batch norms over processes
 
 
 class JointBatchNorm2d(nn.BatchNorm2d):

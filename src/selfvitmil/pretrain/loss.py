@@ -1,4 +1,4 @@
-"""Losses: DINO's cross-entropy with its centre, Sinkhorn-Knopp, KoLeo, KDE; and metrics that detect collapse.
+"""Losses of DINO: cross-entropy with its centre, Sinkhorn-Knopp, KoLeo, KDE; and metrics that detect its collapse.
 
 A student sees V views of every tile, a teacher the first two (the global ones). Both give K logits a view; the student
 learns to predict the teacher's distribution of one view from every *other* view of the same tile. Rows are grouped by
@@ -26,14 +26,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from selfvitmil.errors import ConfigError
-
-NUM_GLOBAL = 2
-"""Views that the teacher sees."""
-
-
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32; float64 stays as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+from selfvitmil.pretrain.objectives import NUM_GLOBAL, at_least_float32
 
 
 def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teacher_temp: float) -> torch.Tensor:
@@ -188,13 +181,6 @@ def teacher_student_kl(student: torch.Tensor, targets_RK: torch.Tensor, student_
     return functional.kl_div(crossed_RK, targets_RK, reduction="batchmean")
 
 
-@torch.no_grad()
-def feature_std(features_BD: torch.Tensor) -> torch.Tensor:
-    """Spread of the directions of embeddings: about 1 when they fill the sphere, 0 when all are the same."""
-    directions_BD = functional.normalize(at_least_float32(features_BD), dim=-1)
-    return directions_BD.std(dim=0, correction=0).mean() * math.sqrt(features_BD.shape[-1])
-
-
 def koleo_loss(embeddings_BD: torch.Tensor) -> torch.Tensor:
     """Mean of -log of each embedding's distance to its nearest neighbour in the batch, all brought to length one.
 
@@ -229,17 +215,6 @@ def nearest_neighbours(rows_BD: torch.Tensor) -> torch.Tensor:
     """Index of the nearest other row, by Euclidean distance computed from differences in the rows' own precision."""
     distance_BB = torch.cdist(rows_BD, rows_BD, compute_mode="donot_use_mm_for_euclid_dist")
     return distance_BB.fill_diagonal_(torch.inf).argmin(dim=1)
-
-
-@torch.no_grad()
-def effective_rank(features_BD: torch.Tensor) -> torch.Tensor:
-    """Exponential of the entropy of the normalized singular values: how many directions the embeddings really use.
-
-    The mean is not subtracted. It would leave only rounding noise, which has full rank, when all embeddings are equal.
-    """
-    values = torch.linalg.svdvals(at_least_float32(features_BD))
-    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
-    return torch.special.entr(shares).sum().exp()
 
 
 NEAR = 0.01

@@ -38,6 +38,7 @@ Axes in names: N tiles of the sample, D length of an embedding, 2 the views, S e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -52,7 +53,7 @@ from selfvitmil.data.loader import read_ahead, requests_of
 from selfvitmil.data.sources import Indices, TileSource
 from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import Encoder
-from selfvitmil.pretrain.loss import effective_rank
+from selfvitmil.pretrain.objectives import at_least_float32
 from selfvitmil.runtime.device import evaluation_mode, full_float32
 
 EVALUATIONS = 20
@@ -201,6 +202,24 @@ def uniformity(directions_2ND: Tensor) -> float:
             potential_NN.fill_diagonal_(-torch.inf)
             found.append(float(torch.logsumexp(potential_NN.flatten(), dim=0)) - float(np.log(pairs)))
     return sum(found) / len(found)
+
+
+@torch.no_grad()
+def effective_rank(features_ND: Tensor) -> Tensor:
+    """Exponential of the entropy of the normalized singular values: how many directions the embeddings really use.
+
+    The mean is not subtracted. It would leave only rounding noise, which has full rank, when all embeddings are equal.
+    """
+    values = torch.linalg.svdvals(at_least_float32(features_ND))
+    shares = values / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    return torch.special.entr(shares).sum().exp()
+
+
+@torch.no_grad()
+def feature_std(features_ND: Tensor) -> Tensor:
+    """Spread of the directions of embeddings: about 1 when they fill the sphere, 0 when all are the same."""
+    directions_ND = functional.normalize(at_least_float32(features_ND), dim=-1)
+    return directions_ND.std(dim=0, correction=0).mean() * math.sqrt(features_ND.shape[-1])
 
 
 def standard_error(values_N: Tensor, groups_N: Tensor) -> float:

@@ -32,6 +32,8 @@ from torch import nn
 
 from selfvitmil.settings import PretrainSettings
 
+NUM_GLOBAL = 2
+"""Views that the teacher sees."""
 RECENT_LINES = 10
 """Lines of metrics over which the alarms average."""
 
@@ -124,6 +126,11 @@ class Objective(nn.Module, ABC):
         if rank < 1.5 or spread < 0.01:
             return f"collapse to one embedding: feature rank {rank:.2f}, spread {spread:.3f}. Lower the learning rate"
         return None
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32; float64 stays as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def make_mlp(widths: Sequence[int], between: Callable[[int], list[nn.Module]]) -> nn.Sequential:

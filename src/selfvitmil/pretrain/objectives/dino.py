@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn import functional
 
 from selfvitmil.pretrain import loss as losses
-from selfvitmil.pretrain.objectives import RECENT_LINES, LossOutput, NetworkOutputs, Objective, make_mlp
+from selfvitmil.pretrain.objectives import (
+    NUM_GLOBAL,
+    RECENT_LINES,
+    LossOutput,
+    NetworkOutputs,
+    Objective,
+    at_least_float32,
+    make_mlp,
+)
 from selfvitmil.pretrain.optim import cancel_gradients
 
 
@@ -65,7 +73,7 @@ class DINOHead(nn.Module):
         self.last_layer = WeightNormLinear(bottleneck_dim, out_dim, train_lengths=not norm_last_layer)
 
     def forward(self, embeddings_BD: torch.Tensor) -> torch.Tensor:
-        bottleneck_BD = losses.at_least_float32(self.mlp(embeddings_BD))  # a square in half precision may overflow
+        bottleneck_BD = at_least_float32(self.mlp(embeddings_BD))  # a square in half precision may overflow
         bottleneck_BD = functional.normalize(bottleneck_BD, dim=-1)
         # Divided by a temperature of 0.04, cosines in bfloat16 would be off by up to 0.1.
         with torch.autocast(embeddings_BD.device.type, enabled=False):
@@ -119,7 +127,7 @@ class DINO(Objective):
             targets_RK = losses.teacher_probabilities(teacher_RK, self.center_K, outputs.teacher_temp)
         value = losses.crossed_cross_entropy(student_RK, targets_RK, self.student_temp, len(outputs.student_VBK))
         if self.joins == "embeddings":
-            large_2BD = part.join(outputs.embeddings_VBD[: losses.NUM_GLOBAL])
+            large_2BD = part.join(outputs.embeddings_VBD[:NUM_GLOBAL])
             if self.koleo > 0:
                 value = value + self.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_2BD]).sum()
             if self.kde > 0:

@@ -21,8 +21,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from selfvitmil.pretrain.loss import at_least_float32
-from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective, make_mlp
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective, at_least_float32, make_mlp
 
 POINTS = 17
 """Points at which characteristic functions are compared."""

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from selfvitmil.errors import ConfigError
-from selfvitmil.pretrain.loss import at_least_float32
-from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective
+from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective, at_least_float32
 
 
 class SimCLRHead(nn.Sequential):

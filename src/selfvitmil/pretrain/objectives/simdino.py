@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from selfvitmil.pretrain.loss import NUM_GLOBAL, at_least_float32
-from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective
+from selfvitmil.pretrain.objectives import NUM_GLOBAL, LossOutput, NetworkOutputs, Objective, at_least_float32
 from selfvitmil.pretrain.objectives.dino import dino_mlp
 
 
