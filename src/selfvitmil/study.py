@@ -29,8 +29,7 @@ from selfvitmil.settings import (
 )
 from selfvitmil.store.failures import Failure, read_failures, record_failures
 from selfvitmil.store.files import remove_leftovers
-from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout
-from selfvitmil.store.lock import study_lock
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout, study_lock
 
 if TYPE_CHECKING:
     from selfvitmil.evaluate import Cases
