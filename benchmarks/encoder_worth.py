@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from selfvitmil import metrics
-from selfvitmil.aggregate.scoring import TileScores, score_tiles
+from selfvitmil.aggregate.base import TileScores, score_tiles
 from selfvitmil.aggregate.train import LabelledBag, train
 from selfvitmil.bags import Bag
 from selfvitmil.metrics.detection import FPS

@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from selfvitmil.aggregate.scoring import score_tiles
+from selfvitmil.aggregate.base import score_tiles
 from selfvitmil.aggregate.train import load_model
 from selfvitmil.bags import read_bag
 from selfvitmil.engine import Engine

@@ -10,7 +10,7 @@ import torch
 
 from selfvitmil import metrics
 from selfvitmil.aggregate import build
-from selfvitmil.aggregate.scoring import score_tiles
+from selfvitmil.aggregate.base import score_tiles
 from selfvitmil.aggregate.selection import BINARY_KINDS, EvidenceChoice, assign_folds, evidence_words
 from selfvitmil.aggregate.train import BagStore, LabelledBag, load_model, save_model, score, train
 from selfvitmil.bags import Bag

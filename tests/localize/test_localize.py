@@ -22,8 +22,8 @@ from helpers import planted
 from helpers.heatmaps import PREDICTION, make_heatmap
 from helpers.outcomes import changed
 from selfvitmil import aggregate, cli, evaluate
-from selfvitmil.aggregate import scoring
-from selfvitmil.aggregate.scoring import TileScores, score, score_tiles
+from selfvitmil.aggregate import base
+from selfvitmil.aggregate.base import TileScores, score, score_tiles
 from selfvitmil.aggregate.train import LabelledBag, train
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, read_bag, write_bag
@@ -145,7 +145,7 @@ def test_effects_of_few_and_of_too_many_tiles(monkeypatch: pytest.MonkeyPatch):
     (alone,) = score_tiles(module_of("max"), [bag_of(1)], effect=True)
     assert alone.effect_NC is not None
     assert alone.effect_NC.tolist() == [[0.0]]
-    monkeypatch.setattr(scoring, "MAX_EFFECT_INSTANCES", 5)
+    monkeypatch.setattr(base, "MAX_EFFECT_INSTANCES", 5)
     with pytest.raises(BagError, match=r"6 tiles are too many .* limit is 5.*localize.score"):
         next(score_tiles(module_of("max"), [bag_of(6)], effect=True))
 
@@ -250,7 +250,7 @@ def told_of(attention: Any, instance: Any, effect: Any = None, probabilities: tu
         None if each is None else np.array(each, np.float32).reshape(len(each), -1)
         for each in (attention, instance, effect)
     ]
-    return TileScores(scoring.BagScore("a", probabilities, None, None, None, 0), *arrays)
+    return TileScores(base.BagScore("a", probabilities, None, None, None, 0), *arrays)
 
 
 def map_of(told: Sequence[TileScores], prediction: Any = PREDICTION, annotated: Any = None, **chosen: Any) -> Heatmap:
@@ -782,7 +782,7 @@ def test_more_than_two_classes(tmp_path: Path):
 
 
 def test_effects_on_request(work: StudyAt, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scoring, "MAX_EFFECT_INSTANCES", 10)
+    monkeypatch.setattr(base, "MAX_EFFECT_INSTANCES", 10)
     summary = work.run(localize_stage.localize, localize={"score": "effect"})
     sizes = {slide: len(read_bag(work.foreign / "features_vit" / f"{slide}.h5")) for slide in work.test_slides}
     assert {failure.slide for failure in summary.failures} == {slide for slide, size in sizes.items() if size > 10}

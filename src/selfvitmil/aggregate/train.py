@@ -3,7 +3,7 @@
 One bag per step; the weights of the best validation epoch are kept. Random numbers depend on the seed alone: on a CPU
 equal seeds give bit-identical weights, whatever ran before in the process. The trainer sees training and validation
 bags only; the caller decides which slides those are. `recipes.py` has the hyperparameters, `selection.py` chooses the
-epoch, `scoring.py` is inference.
+epoch, `base.py` has inference.
 
 Training step and validation step (`Steps`) are functions of the bag's index. They read and write tensors at fixed
 addresses (weights, gradients, targets, one entry per bag for losses and scores) and exchange no values with the host,
@@ -39,10 +39,9 @@ from torch import Tensor
 
 from selfvitmil.aggregate import selection
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw, few_threads
-from selfvitmil.aggregate.base import Aggregator, build
+from selfvitmil.aggregate.base import Aggregator, BagScore, build, score, summarize_output
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
-from selfvitmil.aggregate.scoring import BagScore, score, summarize_output
 from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
 from selfvitmil.errors import ArtefactError, BagError, ConfigError

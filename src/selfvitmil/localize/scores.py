@@ -38,7 +38,7 @@ from selfvitmil.settings import LocalizeSettings
 
 if TYPE_CHECKING:  # these load torch, which overlays do not need
     from selfvitmil.aggregate import Aggregator
-    from selfvitmil.aggregate.scoring import BagScore, TileScores
+    from selfvitmil.aggregate.base import BagScore, TileScores
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
     from selfvitmil.evaluate.predictions import Choice
@@ -204,7 +204,7 @@ def shown_class(classes: Sequence[str], decision: int, of_class: str | None) -> 
 def score_by_seeds(modules: Iterable[Aggregator], bag: Bag, kind: str, store: BagStore) -> list[TileScores]:
     """Return the per-tile evidence of every seed's model. Each tile is left out once only where `kind` needs it:
     `effect` is wanted, or `auto` finds nothing else. Raises BagError where the bag does not fit the models."""
-    from selfvitmil.aggregate.scoring import score_tiles
+    from selfvitmil.aggregate.base import score_tiles
 
     modules = list(modules)
     scores = [next(score_tiles(module, [bag], store=store, effect=kind == "effect")) for module in modules]

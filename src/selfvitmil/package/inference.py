@@ -39,7 +39,7 @@ from selfvitmil.tiles import TileTable
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
-    from selfvitmil.aggregate.scoring import TileScores
+    from selfvitmil.aggregate.base import TileScores
 
 UNFITTED = "stains not fitted"
 """How a tile table's warning of it begins."""

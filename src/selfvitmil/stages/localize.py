@@ -53,7 +53,7 @@ from selfvitmil.study import FeatureChoice, Features, Study, map_slides
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate import Aggregator
-    from selfvitmil.aggregate.scoring import TileScores
+    from selfvitmil.aggregate.base import TileScores
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
@@ -274,7 +274,7 @@ class Mapper:
 
     def _prepared(self, wanted: Wanted, models: str) -> Prepared:
         """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
-        from selfvitmil.aggregate.scoring import check_effect
+        from selfvitmil.aggregate.base import check_effect
 
         row = self.cohort[wanted.case.slide]
         bag, table, placement = self._placed(wanted.case)

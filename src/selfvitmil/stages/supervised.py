@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.aggregate.scoring import BagScore, score
+from selfvitmil.aggregate.base import BagScore, score
 from selfvitmil.aggregate.supervised import AnnotatedSlide, save_probe, score_slides, train_probe, train_tile_network
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.data.sources import TrainSlide

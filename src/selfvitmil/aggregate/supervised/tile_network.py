@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfvitmil import stain
-from selfvitmil.aggregate.scoring import BagScore
+from selfvitmil.aggregate.base import BagScore
 from selfvitmil.aggregate.supervised import model_files
 from selfvitmil.aggregate.supervised.tile_labels import (
     NORMAL,
