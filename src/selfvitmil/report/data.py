@@ -1,4 +1,4 @@
-"""Read a study once into the data of its report: everything that the page shows, as frozen dataclasses.
+"""Read a study once into the data of its report, everything that the page shows, and write the page.
 
 Missing parts are empty; files that cannot be read are noted in `ReportData.notes`, not raised. Names of slides and
 patients are replaced while reading (see `pseudonyms`): tables use the pseudonyms, all other text goes through
@@ -27,7 +27,7 @@ from selfvitmil.localize.heatmap import MAIN_METHOD, main_first, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.report.encoders import EncoderData, EncoderFolder, describe_encoder, encoder_data, sample_views
 from selfvitmil.report.neighbors import NeighborData, neighbor_data, shown_features
-from selfvitmil.report.render import Shown, Table, picture_file
+from selfvitmil.report.render import Shown, Table, picture_file, render_page
 from selfvitmil.report.results import (
     ComparisonData,
     EvaluationData,
@@ -50,6 +50,7 @@ from selfvitmil.report.slides import (
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, read_failures
+from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 
 MAX_SLIDES = 40
@@ -573,3 +574,45 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield package, metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    path: Path
+    size_bytes: int
+    num_sections: int
+    """Slides with a section of their own."""
+    num_mapped: int
+    """Slides that might have one."""
+    problems: tuple[str, ...]
+    """Files of the study that could not be read."""
+
+
+def write_report(
+    study: Path,
+    settings: StudySettings,
+    *,
+    out: Path | None = None,
+    pseudonyms: bool = False,
+    results: Sequence[str] = (),
+    most_slides: int = MAX_SLIDES,
+) -> Report:
+    """Write the page of a study to `out`, by default `report/index.html` in it; a folder gets an `index.html`.
+
+    `results`: names of the results to show, all where it is empty. `pseudonyms`: slides and patients are renamed, and
+    the key is kept in the study. Raises ConfigError where the folder is no study or has no such results. Equal studies
+    give equal pages while the versions of the program and its libraries are the same.
+    """
+    data = read_report_data(study, settings, pseudonyms=pseudonyms, results=results, most_slides=most_slides)
+    page = render_page(data)
+    path = StudyLayout(study).report if out is None else out
+    if path.suffix.lower() not in (".html", ".htm"):
+        path /= "index.html"
+    write_text(path, page)
+    size = len(page.encode("utf-8"))
+    return Report(path, size, len(data.slide_sections), data.num_mapped, data.problems)
