@@ -106,7 +106,7 @@ def test_a_run_ends_with_the_table_of_its_comparison(protocol: Any):
     made = row("self-vit-mil", 0.7, evaluated_on=replace(ON, protocol=protocol))
     words = render(outcome(made, hit_rate=0.75))
     header, line = words.table
-    assert header[1:] == ("recipe", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "hottest tile in a lesion")
+    assert header[1:] == ("recipe", "AUC [95 %]", "AUC of seeds", "sens.", "spec.", "top tile in a lesion")
     assert ("OPTIMISTIC" in header[0]) == (protocol == "optimistic")
     assert line[1:2] == ("-",)
     assert line[2].startswith("0.700 [")

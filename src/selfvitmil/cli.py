@@ -117,7 +117,7 @@ class LabelFlags:
 
 @Flat
 @dataclass(frozen=True)
-class VectorFlags:
+class FeatureFlags:
     """Which features are learned from."""
 
     encoder: Annotated[
@@ -137,7 +137,7 @@ class VectorFlags:
 
 @Flat
 @dataclass(frozen=True)
-class ScaledVectorFlags(VectorFlags):
+class ScaledFeatureFlags(FeatureFlags):
     """The same for commands that train one method; a comparison has two scales as one of its methods."""
 
     two_scales: Annotated[
@@ -148,7 +148,12 @@ class ScaledVectorFlags(VectorFlags):
     ] = False
 
 
-NO_SLIDES, NO_LABELS, ANY_VECTORS, ANY_SCALED_VECTORS = SlideFlags(), LabelFlags(), VectorFlags(), ScaledVectorFlags()
+NO_SLIDES, NO_LABELS, ANY_FEATURES, ANY_SCALED_FEATURES = (
+    SlideFlags(),
+    LabelFlags(),
+    FeatureFlags(),
+    ScaledFeatureFlags(),
+)
 
 
 @app.command
@@ -306,7 +311,7 @@ def train(
     study: Study,
     /,
     *,
-    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    inputs: ScaledFeatureFlags = ANY_SCALED_FEATURES,
     labels: LabelFlags = NO_LABELS,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
@@ -317,7 +322,7 @@ def train(
     """Train an aggregator on slide labels with several seeds; the test set is not touched."""
     from selfvitmil.stages.train import train as train_models
 
-    source, choice = _to_learn_from(vectors, labels)
+    source, choice = _to_learn_from(inputs, labels)
     opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
     with _workers(opened) as workers:
         return _end([train_models(opened, choice, workers)])
@@ -328,7 +333,7 @@ def evaluate(
     study: Study,
     /,
     *,
-    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    inputs: ScaledFeatureFlags = ANY_SCALED_FEATURES,
     labels: LabelFlags = NO_LABELS,
     name: ResultsOption = None,
     lesions: LesionsOption = False,
@@ -346,7 +351,7 @@ def evaluate(
     from selfvitmil.stages.evaluate import evaluate as evaluate_models
     from selfvitmil.stages.lesions import evaluate_lesions
 
-    source, choice = _to_learn_from(vectors, labels)
+    source, choice = _to_learn_from(inputs, labels)
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
@@ -361,7 +366,7 @@ def compare(
     study: Study,
     /,
     *,
-    vectors: VectorFlags = ANY_VECTORS,
+    inputs: FeatureFlags = ANY_FEATURES,
     labels: LabelFlags = NO_LABELS,
     name: ResultsOption = None,
     lesions: LesionsOption = False,
@@ -381,7 +386,7 @@ def compare(
     from selfvitmil.stages.compare import compare as compare_methods
     from selfvitmil.stages.lesions import compare_lesions
 
-    source, choice = _to_learn_from(vectors, labels)
+    source, choice = _to_learn_from(inputs, labels)
     opened = _open(
         study, source,
         preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
@@ -399,7 +404,7 @@ def localize(
     study: Study,
     /,
     *,
-    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    inputs: ScaledFeatureFlags = ANY_SCALED_FEATURES,
     labels: LabelFlags = NO_LABELS,
     slides: Annotated[
         list[str] | None, Parameter(help="Draw heatmaps of these slides, by name; by default those of localize.parts.")
@@ -416,29 +421,29 @@ def localize(
     """Draw heatmaps by trained models: scores per tile, lesions, pictures, files for QuPath and ASAP."""
     from selfvitmil.stages.localize import localize as draw_heatmaps
 
-    source, choice = _to_learn_from(vectors, labels)
+    source, choice = _to_learn_from(inputs, labels)
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "slide": slide, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
         return _end([draw_heatmaps(opened, choice, workers, name, slides or ())])
 
 
-def _to_learn_from(vectors: VectorFlags, given: LabelFlags = NO_LABELS) -> Any:
+def _to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
     """Return where labels come from and which features are used, from the flags."""
     from selfvitmil.study import CohortSource, FeatureChoice
 
-    two_scales = isinstance(vectors, ScaledVectorFlags) and vectors.two_scales
-    if vectors.features is not None and (vectors.encoder is not None or two_scales):
+    two_scales = isinstance(inputs, ScaledFeatureFlags) and inputs.two_scales
+    if inputs.features is not None and (inputs.encoder is not None or two_scales):
         raise ConfigError(
             "--features goes neither with --encoder nor with --two-scales",
             "it names the features already",
             code="conflicting-flags",
         )
     cohort, labels = given.cohort, given.labels
-    if vectors.features is not None and cohort is None:
+    if inputs.features is not None and cohort is None:
         cohort, labels = labels, None  # the table of labels is then all there is
-    source = CohortSource(cohort, labels, given.label_column, None, vectors.features)
-    return source, FeatureChoice(vectors.encoder, vectors.features, vectors.coarse_encoder, two_scales)
+    source = CohortSource(cohort, labels, given.label_column, None, inputs.features)
+    return source, FeatureChoice(inputs.encoder, inputs.features, inputs.coarse_encoder, two_scales)
 
 
 @Flat
@@ -612,7 +617,7 @@ def package(
     results: Annotated[
         str | None, Parameter(help="Results folder that the model card quotes, if it has a name of its own.")
     ] = None,
-    vectors: ScaledVectorFlags = ANY_SCALED_VECTORS,
+    inputs: ScaledFeatureFlags = ANY_SCALED_FEATURES,
     preset: PresetOption = None,
     train: TrainSettings = TrainSettings(),
     evaluate: EvaluateSettings = EvaluateSettings(),
@@ -622,7 +627,7 @@ def package(
     """Package a trained model as one portable folder: encoder, aggregators, threshold, model card."""
     from selfvitmil.commands import package as package_command
 
-    source, choice = _to_learn_from(vectors)
+    source, choice = _to_learn_from(inputs)
     opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
     return _end([package_command.package(opened, out, choice, split, results)])
 

@@ -146,7 +146,9 @@ def _embed(result: EmbedResult) -> Rendered:
         slides = each.slides.values()
         waited = [found.wait_share for found in slides if found.outcome != UP_TO_DATE]
         wait = f", waiting for tiles {np.mean(waited):.0%} of the time" if waited else ""
-        total = f"{sum(found.num_tiles for found in slides):,} vectors of {len(slides)} of {result.num_slides} slides"
+        total = (
+            f"{sum(found.num_tiles for found in slides):,} embeddings of {len(slides)} of {result.num_slides} slides"
+        )
         lines += _rebuilt(each.slides)
         lines += [f"{slide}: {warning}" for slide, found in each.slides.items() for warning in found.warnings]
         lines.append(f"{total} in {_last_parts(each.folder, 3)}{wait}")
@@ -256,13 +258,13 @@ def _localize(result: LocalizeResult) -> Rendered:
     lines = [
         *result.notes,
         *_rebuilt_lines(result.outcomes),
-        *_few([f"{listing(slides, 3)}: {text}" for text, slides in warned.items()], "the maps"),
+        *_few([f"{listing(slides, 3)}: {text}" for text, slides in warned.items()], "the heatmaps"),
         *shown,
-        f"{len(result.outcomes)} maps{up_to_date}, {files} pictures and exports made, in {where}",
+        f"{len(result.outcomes)} heatmaps{up_to_date}, {files} pictures and exports made, in {where}",
         *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
-        f"lesions.csv and points.csv in {where}; sizes are measurements of the map, no diagnosis",
+        f"lesions.csv and points.csv in {where}; sizes are measurements of the heatmap, no diagnosis",
     ]
-    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "hottest tile")
+    header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "top tile")
     return Rendered(tuple(lines), (header, *((slide, *product.cells) for slide, product in made.items())))
 
 
@@ -479,7 +481,7 @@ def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
     decided = SEVERAL if _auc_column(first) == "macro_auc" else BINARY
     auc = _auc_title(first)
     method = "method, OPTIMISTIC" if first["protocol"] == "optimistic" else "method"
-    header = (method, "recipe", f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "hottest tile in a lesion")
+    header = (method, "recipe", f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "top tile in a lesion")
     body = [
         (
             row["display_name"] + " (transductive)" * _is_transductive(row),
@@ -495,7 +497,7 @@ def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
 
 
 def _hit_rate(method: str, lesions: LesionTable | None) -> str:
-    """Return how often the hottest tile lies in a lesion, or a dash."""
+    """Return how often the highest-scoring tile lies in a lesion, or a dash."""
     found = lesions.scores.get(method) if lesions is not None else None
     hits = found.intervals.get("hit_rate") if found is not None else None
     return formatting.number(None if hits is None else hits.value, digits=2)

@@ -88,14 +88,14 @@ class SlideSettings(Settings):
 
 
 class TissueSettings(Settings):
-    """How tissue is told from glass, on a thumbnail of the slide."""
+    """How tissue is distinguished from glass, on a thumbnail of the slide."""
 
     method: Literal["otsu", "saturation", "own"] = "otsu"
-    """`otsu`: darker than glass; `saturation`: more colourful than glass; `own`: masks or outlines from `folder`."""
+    """`otsu`: darker than glass; `saturation`: more colourful than glass; `own`: masks or annotations from `folder`."""
     folder: Path | None = None
     """For `own`: a folder with <slide>.geojson (regions in, classes named in `exclude` out) or a mask <slide>.png."""
     exclude: tuple[str, ...] = ("Exclusion", "Ignore", "Ignore*", "_2", "None")
-    """Classes of an own outline that are cut out of the tissue."""
+    """Classes of an own annotation that are cut out of the tissue."""
     mpp: float = Field(default=8.0, ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)
     """Microns per pixel of the thumbnail on which tissue is sought."""
     thumbnail_downsample: float | None = Field(default=None, gt=1)
@@ -461,7 +461,7 @@ TokenLayout = Literal[
 
 
 class EmbedSettings(Settings):
-    """How tiles become vectors."""
+    """How tiles become embeddings."""
 
     layout: TokenLayout | None = None
     """Tokens of a ViT that make a tile's embedding: class tokens of the last four blocks (`cls4`), of four blocks
@@ -587,11 +587,11 @@ class CompareSettings(Settings):
     mean_color: bool = False
     """Also classify by mean and spread of each tile's colours (row `mean colour`), for the worth of any network."""
     supervised: Literal["none", "probe", "resnet18"] = "none"
-    """Also learn from annotated tiles: a linear probe on the encoder's vectors, or a ResNet-18 on their pixels."""
+    """Also learn from annotated tiles: a linear probe on the encoder's embeddings, or a ResNet-18 on their pixels."""
 
 
 class LocalizeSettings(Settings):
-    """How scores of tiles become maps, lesions and pictures."""
+    """How scores of tiles become heatmaps, lesions and pictures."""
 
     score: Literal["auto", "attention", "instance", "product", "effect"] = "auto"
     """What heatmaps show; `auto`: of attention and the tile's own probability the one that is better on annotated
@@ -605,7 +605,7 @@ class LocalizeSettings(Settings):
     of_class: str | None = None
     """Class whose evidence is mapped, where there are more than two; none means the predicted one."""
     parts: tuple[Literal["test", "val", "train"], ...] = ("test",)
-    """Slides to map; those that the model was trained on only on request."""
+    """Slides that get a heatmap; those that the model was trained on only on request."""
 
     lesion_threshold: float = Field(default=0.5, ge=0, le=1)
     """Tiles from this score on make up lesions, on slides that are called positive."""
@@ -633,16 +633,16 @@ class LocalizeSettings(Settings):
     asap: bool = False
     """Lesions as XML for ASAP."""
     tiff: bool = False
-    """The map as a pyramidal TIFF, for any viewer."""
+    """The heatmap as a pyramidal TIFF, for any viewer."""
 
 
 class SupervisedSettings(Settings):
-    """How a classifier of tiles learns from outlined lesions."""
+    """How a classifier of tiles learns from annotated lesions."""
 
     min_overlap: float = Field(default=0.25, ge=0, le=1)
-    """A tile is tumour when at least this share of it lies inside outlined tumour; 0 means any overlap."""
+    """A tile is tumour when at least this share of it lies inside annotated tumour; 0 means any overlap."""
     use_unannotated: bool = False
-    """Take tissue of positive slides outside all outlines as normal; right only where every lesion is outlined."""
+    """Take tissue of positive slides outside all annotations as normal; right only where every lesion is annotated."""
     pool: Literal["max", "topk"] = "topk"
     """Score of a slide: the largest probability of its tiles, or the mean of the `k` largest."""
     k: int = Field(default=10, gt=0)

@@ -367,14 +367,14 @@ def choose_features(study: Path, tiling: str, wanted: str | None, settings: Stud
     layout = settings.embed.layout
     all_names = StudyLayout(study).features_of_tiling(tiling)
     names = list(dict.fromkeys(_of_all_splits(study, name) for name in all_names))
-    listed = f"there are vectors of {', '.join(names)}" if names else "no slide was embedded yet"
+    listed = f"there are features of {', '.join(names)}" if names else "no slide was embedded yet"
     if wanted is not None:
         name = encoder_name(wanted)
         if name != MEAN_COLOR and split_features_name(name)[1] is None:
             name = features_name(name, layout)
         if name not in (*names, *all_names):
             of_layout = f" with layout {layout}" if layout is not None else ""
-            what = f"{study.name}: no vectors of encoder {wanted!r}{of_layout} for tiles {tiling}"
+            what = f"{study.name}: no features of encoder {wanted!r}{of_layout} for tiles {tiling}"
             raise ConfigError(what, listed, "Run `selfvitmil embed` first, or name another encoder", code="no-features")
         return name
     names = [name for name in names if name != MEAN_COLOR and not name.startswith(UNTRAINED)]  # nobody means these
@@ -382,7 +382,7 @@ def choose_features(study: Path, tiling: str, wanted: str | None, settings: Stud
         names = [name for name in names if split_features_name(name)[1] == layout]
     if len(names) != 1:
         of_layout = f" (layout {layout})" if layout is not None else ""
-        what = f"{study.name}: it is not clear which vectors of tiles {tiling}{of_layout} to learn from"
+        what = f"{study.name}: it is not clear which features of tiles {tiling}{of_layout} to learn from"
         raise ConfigError(
             what, listed, "Give --encoder, or --features with a folder of feature files", code="ambiguous-features"
         )
@@ -416,7 +416,7 @@ def coarse_mpp(tile: TileSettings) -> float:
     if not tile.parent_mpp:
         why = "tile.parent_mpp names no coarser scale"
         raise ConfigError(
-            "vectors of two scales were asked for",
+            "features of two scales were asked for",
             why,
             "Tile and embed with tile.parent_mpp, e.g. 2.0",
             code="no-parent-tiles",

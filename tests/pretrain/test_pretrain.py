@@ -547,14 +547,14 @@ PROCESS = """
     import torch
     import torch.distributed as dist
     torch.set_num_threads(1)
-    from selfvitmil.pretrain import train
+    from selfvitmil.pretrain import step, train
     from selfvitmil.data.sources import ImageTiles
     from selfvitmil.settings import PretrainSettings
 
     def no_compiler(backbone, images):
         raise RuntimeError("no compiler in this process")
 
-    def compile_in_vain(self):
+    def compile_in_vain(self, steps_left):
         self.compiled = True
         if self.worker.rank == 1:
             self.learner.student.embed = no_compiler
@@ -562,7 +562,7 @@ PROCESS = """
     dist.init_process_group("gloo")
     for name, values in json.loads(sys.argv[3]).items():
         if name == "no compiler in one process":
-            train.PretrainRun._compile = compile_in_vain
+            step.TrainingStep.compile = compile_in_vain
         settings, out = PretrainSettings.model_validate(values), Path(sys.argv[2]) / name
         result = train.pretrain(ImageTiles(Path(sys.argv[1])), out, settings, train.Origin("made"), device="cpu")
         assert result.finished and (out / "model.safetensors").exists()

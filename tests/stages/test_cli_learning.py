@@ -214,7 +214,7 @@ def test_layouts_of_one_encoder_are_kept_apart(embedded: Path):
     splits = ("--train.split", "k-fold", "--train.folds", 2, "--train.validation", 0.4)
     done = selfvitmil("compare", embedded, *one, *QUICK, *splits, *layout, "--encoder", "tiny")
     assert done.returncode == 2  # not with the embeddings of another layout
-    assert "no vectors of encoder 'tiny' with layout cls4+clsmean" in done.stderr
+    assert "no features of encoder 'tiny' with layout cls4+clsmean" in done.stderr
     done = selfvitmil("embed", embedded, "--encoder", "tiny", *one, *layout)
     assert done.returncode == 0, done.stderr
     assert "tiny__cls4-clsmean: layout cls4+clsmean, embeddings of 120 dimensions" in done.stdout
@@ -320,7 +320,7 @@ def test_export_writes_what_the_other_tool_reads(embedded: Path, tmp_path: Path)
     refused = selfvitmil("export", embedded, "--encoder", "tiny", "--to", "clam", "--out", ours, *SCALES)
     assert refused.returncode == 2
     unknown = selfvitmil("export", embedded, "--encoder", "other", "--to", "clam", "--out", tmp_path / "x", *SCALES)
-    assert "no vectors of encoder 'other'" in unknown.stderr
+    assert "no features of encoder 'other'" in unknown.stderr
 
 
 def rename_labels(study: Path, names: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ def export(study: Study, encoder: str, out: Path, to: str, engine: Engine, dtype
         name = features_name(name, study.settings.embed.layout)
     folder = study.layout.features(study.tiling, name)
     if not folder.is_dir():
-        what = f"{study.name}: there are no vectors of encoder {encoder!r} for tiles {study.tiling}"
+        what = f"{study.name}: there are no features of encoder {encoder!r} for tiles {study.tiling}"
         raise ConfigError(what, how="Run `selfvitmil embed` first, or name another encoder", code="no-features")
     with study.lock("export"):
         jobs, stage = plan_export(folder, out, to, dtype), f"export {to}"

@@ -265,7 +265,7 @@ def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[s
 
 
 def _without(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """The weights but those of modules or parameters that no vector depends on."""
+    """The weights but those of modules or parameters that no embedding depends on."""
     return {key: value for key, value in state.items() if not any(f"{key}.".startswith(f"{name}.") for name in names)}
 
 

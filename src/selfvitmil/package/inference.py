@@ -70,7 +70,7 @@ class PredictedSlide:
     warnings: tuple[str, ...]
     """Of opening, tiling and localizing it."""
     fingerprint: str = ""
-    """Of the slide's content, short: tells slides of one name apart."""
+    """Of the slide's content, short: distinguishes slides of one name."""
     staging: str = "none"
     """Terms for the sizes of lesions: see LocalizeSettings.staging."""
     files: tuple[str, ...] = ()

@@ -92,7 +92,7 @@ def check_slide(job: CheckJob) -> SlideCheck:
             repaired = [region for region in read_annotations(job.annotation, repair=True) if region.repaired]
             if repaired:
                 warnings.append(
-                    f"outlines in {job.annotation.name} that cross themselves or enclose nothing are repaired when "
+                    f"contours in {job.annotation.name} that cross themselves or enclose nothing are repaired when "
                     f"read: {len(repaired)} regions"
                 )
         return SlideCheck(

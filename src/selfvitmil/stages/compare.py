@@ -251,7 +251,7 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
         found = labelled_cases(cases.cohort, own, "compare", settings.train.positive)
         missing = sorted(set(cases.by_slide) - set(found.by_slide))
         if missing:
-            what = f"{len(missing)} slides have no vectors of {own.encoder} at {own.tiling}: {', '.join(missing[:5])}"
+            what = f"{len(missing)} slides have no features of {own.encoder} at {own.tiling}: {', '.join(missing[:5])}"
             raise ConfigError(
                 what,
                 "rows are compared on the same slides",
@@ -303,8 +303,8 @@ def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> 
     if rows and choice.folder is not None:
         raise ConfigError(
             "compare.random_encoder and compare.mean_color need the slides",
-            "they turn tiles into vectors of their own, and feature files hold no pixels",
-            "Leave them out, or compare on vectors of the study's own tiles",
+            "they compute embeddings of their own, and feature files hold no pixels",
+            "Leave them out, or compare on features of the study's own tiles",
             code="baselines-need-slides",
         )
     return rows

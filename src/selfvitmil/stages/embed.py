@@ -201,7 +201,7 @@ def _check_coarse(config: EncoderConfig | None, mpp: float, settings: StudySetti
         check_fits(config, mpp, settings.tile.size_px, settings.stain.method)
     except EncoderError as error:
         raise ConfigError(
-            f"{TWO_SCALES} needs vectors of tiles at {mpp:g} um/px too",
+            f"{TWO_SCALES} needs features of tiles at {mpp:g} um/px too",
             error.what,
             f"Name compare.methods without {TWO_SCALES}, or give --encoder with one that fits any scale",
             code="two-scales-mpp",

@@ -126,7 +126,7 @@ def _lesion_cases(
         model = results_name(f"{features.encoder}_{method}", settings)
         mapper = Mapper(study.root, own, trial, cases.cohort, features, model)
         mapped, unmapped = split_failures(mapper.map_all(wanted))
-        # A slide that failed now may have a map of other models: it is not scored.
+        # A slide that failed now may have a heatmap of other models: it is not scored.
         maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
         failures += [replace(failure, stage="lesions") for failure in unmapped]
     if not trial.optimistic:
@@ -149,7 +149,7 @@ def _remove_earlier(folder: Path) -> None:
 
 
 def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[Failure]]:
-    """The maps of a model beside the slides' annotations, by part."""
+    """Return the heatmaps of a model beside the slides' annotations, by part."""
     from selfvitmil.localize.lesion_metrics import lesion_case
 
     found: ScoredCases = {part: [] for part in PARTS}

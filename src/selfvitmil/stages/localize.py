@@ -69,11 +69,11 @@ if TYPE_CHECKING:
 
 
 VERSION = 3
-"""Of what a map is made by; a higher one makes stored maps stale. Since 2 CLAM scores the classes of a tile one by one;
+"""Version of the heatmaps; a higher one makes stored ones stale. Since 2 CLAM scores the classes of a tile one by one;
 since 3 `auto` chooses by annotated validation slides, and prefers tile scores to attention without them."""
 SECTIONS = {"preset", "tile", "slide", "train", "evaluate", "localize"}
 MAP_SETTINGS = {"score", "scale", "z_limit", "gate", "of_class"}
-"""Settings of `localize` that change maps; the others change what is made from them."""
+"""Settings of `localize` that change heatmaps; the others change what is made from them."""
 DECISIONS = {"protocol", "threshold", "calibration"}
 """Settings of `evaluate` that change a slide's decision."""
 Part = Literal["test", "val", "train"]
@@ -89,7 +89,7 @@ class LocalizeResult(StageResult):
     outcomes: Mapping[str, BuildOutcome]
     """Slides that have a heatmap now."""
     exports: Mapping[str, ExportResult]
-    """Lesions, hottest tiles and exported files of every slide."""
+    """Lesions, highest-scoring tiles and exported files of every slide."""
 
 
 def localize(
@@ -142,7 +142,7 @@ def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A slide to map, and whose models map it."""
+    """A slide, and the models whose heatmap it gets."""
 
     case: BagFile
     split: TrialSplit
@@ -152,7 +152,7 @@ class Wanted:
 def choose_slides(
     trial: Trial, parts: Sequence[Part], slides: Sequence[str], cohort: Cohort, failed: Collection[str] = ()
 ) -> tuple[dict[str, Wanted], list[str]]:
-    """The slides to map, each with the first split that has it in the first of `parts`, and what to tell about it.
+    """Return the slides that get a heatmap, each with the first split that has it in the first of `parts`; and notes.
 
     Named `slides` are taken from whatever part they are in. ConfigError or CohortError where one has no split.
     """
@@ -189,7 +189,7 @@ def choose_slides(
     return chosen, notes
 
 
-# ---------------------------------------------------------------------------------------------------- maps
+# ---------------------------------------------------------------------------------------------------- heatmaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Mapper:
-    """Maps the slides of one study by the models of one method."""
+    """Computes the heatmaps of one study by the models of one method."""
 
     study: Path
     settings: StudySettings
@@ -273,7 +273,7 @@ class Mapper:
         return check_models(self.method, trial, self.settings.train, self.features.models / self.method)
 
     def _prepared(self, wanted: Wanted, models: str) -> Prepared:
-        """Places and identity of a slide's map; raises SelfVitMilError where the slide cannot be mapped."""
+        """Return placement and identity of a slide's heatmap; raises SelfVitMilError where there can be none."""
         from selfvitmil.aggregate.base import check_effect
 
         row = self.cohort[wanted.case.slide]
@@ -448,7 +448,7 @@ def split_failures(outcomes: Mapping[str, BuildOutcome]) -> tuple[dict[str, Buil
 
 
 def write_tables(folder: Path, made: Mapping[str, ExportResult], tried: Collection[str]) -> None:
-    """Write lesions.csv and points.csv; rows of slides that were not tried stay, as long as they have a map."""
+    """Write lesions.csv and points.csv; rows of slides that were not tried stay, as long as they have a heatmap."""
     from selfvitmil.localize.export import LESION_COLUMNS, POINT_COLUMNS
 
     parts = (("lesions.csv", LESION_COLUMNS, "lesions"), ("points.csv", POINT_COLUMNS, "points"))

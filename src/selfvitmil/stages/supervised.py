@@ -1,4 +1,4 @@
-"""The row of a comparison that learns from outlined lesions: a probe on vectors, or a ResNet-18 on pixels."""
+"""The row of a comparison that learns from annotated lesions: a probe on embeddings, or a ResNet-18 on pixels."""
 
 from __future__ import annotations
 

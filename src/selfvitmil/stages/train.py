@@ -244,7 +244,7 @@ def remove_earlier_results(folder: Path, results: Sequence[MethodResult]) -> lis
 
 
 TWO_SCALES = "dsmil-lc"
-"""The method that is made for the vectors of two scales, one behind the other."""
+"""The method that is for features of two scales, concatenated."""
 
 
 BOTH_RECIPES = ("self-vit-mil", "dsmil")
@@ -339,18 +339,18 @@ def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
 
 
 def check_supervised(class_names: Sequence[str], cohort: Cohort) -> None:
-    """ConfigError where no row of a comparison can learn from outlined lesions."""
+    """ConfigError where no row of a comparison can learn from annotated lesions."""
     if len(class_names) != 2:
         raise ConfigError(
             f"compare.supervised with {len(class_names)} classes",
-            "outlines tell tumour from normal tissue only",
+            "annotations distinguish tumour from normal tissue only",
             code="not-binary",
         )
     if not any(row.annotation is not None for row in cohort.rows if row.label == class_names[1]):
         raise ConfigError(
             f"compare.supervised, and no slide of {class_names[1]} has an annotation",
-            "it learns from outlined lesions",
-            "Name outlines (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv, or leave it out",
+            "it learns from annotated lesions",
+            "Name files (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv, or leave it out",
             code="no-annotations",
         )
 
@@ -378,9 +378,9 @@ def lesion_baseline(settings: StudySettings) -> str:
 
 
 def try_method(method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings | None = None) -> None:
-    """Build a method as its training will, and let it map two tiles with `localize`: it refuses now what it would then.
+    """Build a method as its training will and score two tiles as `localize` does: it refuses now what it would then.
 
-    ConfigError for an option or value that it does not know, and for a map that it cannot give.
+    ConfigError for an option or value that it does not know, and for a heatmap that it cannot give.
     """
     import numpy as np
 
