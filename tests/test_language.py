@@ -20,11 +20,27 @@ FORBIDDEN = {
     r"comes? to life": "failed to start",
     r"\bflatters?\b": "optimistic; data leakage",
     r"closed slides|stays? closed\b": "held-out test set",
+    r"\btold\b": "stored, reported, stated; `info` as a name",
+    r"verdict": "prediction, decision",
+    r"hottest": "highest-scoring tile",
+    r"\breckon": "derived, estimated",
+    r"slide_?map|read_map\b": "heatmap, read_heatmap",
+    r"(no|needs|into|encoder's) vectors": "embeddings, features",
+    r"outlined": "annotated",
 }
 """Pattern -> what to write instead."""
 ALLOWED = {
     ("src/selfvitmil/commands/predict.py", r"\bjudg"): 1,  # a stage's name in failures.csv of earlier versions
     ("src/selfvitmil/localize/export.py", r"heat-map"): 1,  # stored in exported TIFF files
+    ("src/selfvitmil/localize/heatmap.py", r"\btold\b"): 3,  # an attribute of heatmap files
+    ("src/selfvitmil/localize/heatmap.py", r"verdict"): 3,  # a key of theirs
+    ("src/selfvitmil/localize/lesion_metrics.py", r"hottest"): 2,  # columns of lesion_slides.csv
+    ("src/selfvitmil/localize/lesion_results.py", r"hottest"): 2,
+    ("docs/reference/files.md", r"hottest"): 1,
+    ("docs/reference/files.md", r"\btold\b"): 1,
+    ("docs/reference/files.md", r"verdict"): 1,
+    ("src/selfvitmil/view/study.py", r"\btold\b"): 1,
+    ("src/selfvitmil/view/study.py", r"verdict"): 1,
     ("src/selfvitmil/slides/synthetic/pyramid.py", r"made slide"): 2,  # stored in synthetic slides
 }
 """(file, pattern) -> lines that may have it."""
@@ -61,5 +77,8 @@ def test_the_patterns_find_what_they_are_for():
     seen = (
         "They judge made slides that are told apart by heart, mended heat-maps, whole or not there; it leaves no way "
     )
-    seen += "forward, does not come to life, flatters, stays closed"
+    seen += (
+        "forward, does not come to life, flatters, stays closed; told by the verdict of a SlideMap, we reckon that no "
+    )
+    seen += "vectors of the hottest tile are outlined"
     assert [pattern for pattern in FORBIDDEN if not re.search(pattern, seen, re.I)] == []

@@ -186,26 +186,26 @@ SHOWN_METRICS = ("auc", "accuracy", "balanced_accuracy", "sensitivity", "specifi
 
 def _evaluate(result: EvaluateResult) -> Rendered:
     """Render the metrics of slides, and of patients where they differ."""
-    told = result.metrics
+    info = result.metrics
     header = ("", "ensemble", f"{formatting.percent(result.confidence)} interval", "mean of seeds", "sd")
     rows = [
         (f"{name.replace('_', ' ')}, by {level}", *row)
         for level in ("slide", "patient")
-        if "same_as" not in told[level]
+        if "same_as" not in info[level]
         for name in SHOWN_METRICS
-        if (row := _metric_cells(told[level], name)) is not None
+        if (row := _metric_cells(info[level], name)) is not None
     ]
     line = f"predictions.csv, metrics.json and figures in {_last_parts(result.folder, 2)}"
     return Rendered((*result.notes, line), (header, *rows))
 
 
 def _metric_cells(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str] | None:
-    told = (level.get("ensemble") or {}).get(name)
+    info = (level.get("ensemble") or {}).get(name)
     value, limits = "-", ""
-    if isinstance(told, Mapping):
-        value, limits = formatting.value_and_limits(told)
-    elif isinstance(told, int | float):
-        value = f"{told:.3f}"
+    if isinstance(info, Mapping):
+        value, limits = formatting.value_and_limits(info)
+    elif isinstance(info, int | float):
+        value = f"{info:.3f}"
     spread = (level.get("over_seeds") or {}).get(name) or {}
     mean, sd = spread.get("mean"), spread.get("sd")
     if value == "-" and mean is None:

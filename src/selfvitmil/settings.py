@@ -824,7 +824,7 @@ def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | N
     merged: dict[str, Any] = {}
     if preset in get_args(Preset) and preset != "default":
         merged = _overlay(merged, read_toml(Path(str(resources.files("selfvitmil") / "presets" / f"{preset}.toml"))))
-        if any(_section(told, "pretrain").get("init", "scratch") != "scratch" for told in (from_file, typed)):
+        if any(_section(info, "pretrain").get("init", "scratch") != "scratch" for info in (from_file, typed)):
             merged["pretrain"] = {k: v for k, v in _section(merged, "pretrain").items() if k not in FROM_SCRATCH}
     merged = _overlay(_overlay(merged, from_file), typed)
     return parse(merged, source=str(toml_file) if toml_file is not None else "the command line")
@@ -844,8 +844,8 @@ def with_user_engine(flags: Mapping[str, Any], in_study: Any = None) -> dict[str
     path, places = user_engine_file(), (flags.get("engine"), in_study)
     if any(key in place for place in places if isinstance(place, dict) for key in PLACES) or not path.is_file():
         return dict(flags)
-    told = read_toml(path)
-    if other := [key for key in told if key != "engine"]:
+    info = read_toml(path)
+    if other := [key for key in info if key != "engine"]:
         what = f"{path.name} in {path.parent}: it holds {', '.join(other)}"
         raise ConfigError(
             what,
@@ -853,13 +853,13 @@ def with_user_engine(flags: Mapping[str, Any], in_study: Any = None) -> dict[str
             "Put other settings into study.toml",
             code="engine-file-sections",
         )
-    parse(told, str(path))
-    return _overlay({"engine": told.get("engine", {})}, flags)
+    parse(info, str(path))
+    return _overlay({"engine": info.get("engine", {})}, flags)
 
 
-def check_study_engine(told: Mapping[str, Any], source: str) -> None:
+def check_study_engine(info: Mapping[str, Any], source: str) -> None:
     """ConfigError where the section `engine` of a study's file says more than how many processes work here."""
-    section = told.get("engine")  # of another type: parsing says so
+    section = info.get("engine")  # of another type: parsing says so
     others = [key for key in EngineSettings.model_fields if key not in STUDY_ENGINE]
     forbidden = [f"engine.{key}" for key in others if isinstance(section, dict) and key in section]
     if forbidden:
@@ -917,15 +917,15 @@ def to_toml(settings: Settings, sections: set[str] | dict[str, set[str]] | None 
 
     Unset optional ones are left out.
     """
-    told = settings.model_dump_json(exclude_none=True, include=sections)
-    return _to_toml(json.loads(told), prefix="").lstrip()
+    info = settings.model_dump_json(exclude_none=True, include=sections)
+    return _to_toml(json.loads(info), prefix="").lstrip()
 
 
 def flags_to_toml(flags: Mapping[str, Any]) -> str:
     """Return these settings, and no others, as TOML; ConfigError where they do not fit each other or their preset."""
     keys: dict[str, Any] = {key: set(_section(flags, key)) or True for key in flags}
-    told = resolve_settings(None, flags).model_dump_json(exclude_none=True, include=keys)
-    return _to_toml(json.loads(told), prefix="").lstrip()
+    info = resolve_settings(None, flags).model_dump_json(exclude_none=True, include=keys)
+    return _to_toml(json.loads(info), prefix="").lstrip()
 
 
 def _to_toml(values: Mapping[str, Any], prefix: str) -> str:
@@ -937,8 +937,8 @@ def _to_toml(values: Mapping[str, Any], prefix: str) -> str:
     return text
 
 
-def _section(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = told.get(name)
+def _section(info: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = info.get(name)
     return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
 
 

@@ -98,7 +98,7 @@ class Study:
     settings
         Resolved settings of the command.
     source
-        What the command was told about slides and labels.
+        Where slides and labels come from.
     """
 
     def __init__(self, root: Path, settings: StudySettings, source: CohortSource | None = None) -> None:
@@ -201,9 +201,9 @@ def study_settings(root: Path, flags: Mapping[str, Any]) -> StudySettings:
     toml_file = StudyLayout(root).settings
     if not toml_file.exists():
         return resolve_settings(None, with_user_engine(flags))
-    told = read_toml(toml_file)
-    check_study_engine(told, toml_file.name)
-    return resolve_settings(toml_file, with_user_engine(flags, told.get("engine")))
+    info = read_toml(toml_file)
+    check_study_engine(info, toml_file.name)
+    return resolve_settings(toml_file, with_user_engine(flags, info.get("engine")))
 
 
 @contextmanager

@@ -203,7 +203,7 @@ def test_threshold_is_the_best_of_validation_by_a_loop():
     chosen = choose_threshold(val, SETTINGS)
     assert max(means) == pytest.approx(chosen.val_dice)
     assert means[list(THRESHOLDS).index(chosen.value)] == pytest.approx(max(means))
-    assert chosen.words == "largest mean Dice over 3 outlined validation slides"
+    assert chosen.words == "largest mean Dice over 3 annotated validation slides"
     assert score_lesions([blob(9)], val, SETTINGS, EVALUATE).threshold == chosen
 
 
@@ -221,10 +221,10 @@ def test_without_outlined_validation_slides_the_threshold_is_the_setting_and_say
     for val in ([], [negative(1, part="val")], [case(2, truth=(), positive=True, part="val")]):
         chosen = choose_threshold(val, settings)
         assert (chosen.value, chosen.val_dice) == (0.7, None)
-        assert chosen.words == "localize.lesion_threshold 0.7, as no outlined validation slide has a map"
+        assert chosen.words == "localize.lesion_threshold 0.7, as no annotated validation slide has a heatmap"
     nowhere = case(3, part="val")
     nowhere = LesionCase(replace(nowhere.heatmap, score=np.zeros(154, np.float32)), nowhere.annotations)
-    assert "mark no outlined tumour" in choose_threshold([nowhere], settings).words
+    assert "mark no annotated tumour" in choose_threshold([nowhere], settings).words
 
 
 # ---------------------------------------------------------------------------------------------------- tiles

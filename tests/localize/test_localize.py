@@ -643,7 +643,7 @@ def test_what_is_current_is_left_alone_and_the_rest_says_why(work: StudyAt):
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.[hg]*")} == before
     assert set(again.outcomes.values()) == {UP_TO_DATE}
     assert sum(product.num_made for product in again.exports.values()) == 0
-    assert any("4 maps (4 were up to date), 0 pictures and exports made" in line for line in render(again).lines)
+    assert any("4 heatmaps (4 were up to date), 0 pictures and exports made" in line for line in render(again).lines)
     told = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
     assert [changed(outcome) for outcome in told.outcomes.values()] == [["localize.scale"]] * 4
     assert "4 slides rebuilt: localize.scale winsor -> percentile" in render(told).lines
@@ -925,7 +925,7 @@ def test_the_command(work: StudyAt, capsys: pytest.CaptureFixture[str]):
     trained = [word for key, value in flags.items() for word in (f"--train.{key}", value)] + ["--train.standardize"]
     slides = ["--slides", work.test_slides[0], "--slides", work.test_slides[-1]]
     for more, status, words in (
-        ([*slides, "--localize.score", "product", "--name", "two"], 0, "2 maps"),
+        ([*slides, "--localize.score", "product", "--name", "two"], 0, "2 heatmaps"),
         (["--slides", "nobody"], 3, "nobody: no such slide in the cohort"),
         (["--localize.score", "heat"], 2, "'product' or 'effect'"),
         (["--train.weight-decay", 0.5], 3, "Run `selfvitmil train`"),

@@ -443,14 +443,14 @@ def note_of(name: str, settings: TrainSettings, dim: int) -> RecipeNote:
 
 
 def _differences(name: str, asked: Recipe, published: Recipe) -> list[str]:
-    told = [
+    info = [
         _difference(key, getattr(asked, key), getattr(published, key))
         for key in _OVERRULED
         if getattr(asked, key) != getattr(published, key)
     ]
     defaults = settings_of(name)
     own, theirs = {**defaults, **asked.options}, {**defaults, **published.options}
-    return told + [_difference(key, own[key], theirs[key]) for key in own if own[key] != theirs[key]]
+    return info + [_difference(key, own[key], theirs[key]) for key in own if own[key] != theirs[key]]
 
 
 def _difference(key: str, own: Any, published: Any) -> str:

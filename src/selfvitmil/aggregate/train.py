@@ -371,10 +371,10 @@ def _check_losses(epoch: int, buffers: TrainingBuffers, losses: Floats, order: I
 # ---------------------------------------------------------------------------------------------------- model folder
 
 
-def save_model(folder: Path, trained: Trained, told: Mapping[str, Any]) -> None:
+def save_model(folder: Path, trained: Trained, info: Mapping[str, Any]) -> None:
     """Write model.safetensors, config.json and metrics.jsonl into `folder`, each atomically.
 
-    `told` is further metadata from the caller (classes, encoder, split ...): plain values without absolute paths or
+    `info` is further metadata from the caller (classes, encoder, split ...): plain values without absolute paths or
     times, stored in config.json beside `aggregator` (arguments of `build`), `recipe`, `epoch` and `warnings`.
     """
     known = {
@@ -386,14 +386,14 @@ def save_model(folder: Path, trained: Trained, told: Mapping[str, Any]) -> None:
         "warnings": trained.warnings,
         "evidence": None if trained.evidence is None else asdict(trained.evidence),
     }
-    clash = sorted(set(known) & set(told))
-    assert not clash, f"told overrules {clash}"
+    clash = sorted(set(known) & set(info))
+    assert not clash, f"info overrules {clash}"
     lines = [json.dumps(line, sort_keys=True) for line in trained.history]
     write_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
     weights = {name: value.contiguous() for name, value in trained.module.state_dict().items()}
     write_bytes(folder / "model.safetensors", safetensors.torch.save(weights, metadata={"format": "pt"}))
     # Last, so that a folder with a config is complete.
-    config = json.dumps({**told, **known}, indent=2, sort_keys=True, ensure_ascii=False)
+    config = json.dumps({**info, **known}, indent=2, sort_keys=True, ensure_ascii=False)
     write_text(folder / "config.json", config + "\n")
 
 

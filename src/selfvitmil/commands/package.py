@@ -185,9 +185,9 @@ def _carried_settings(
     study: Path, features: Features, tables: Mapping[str, TileTable], settings: StudySettings
 ) -> StudySettings:
     """Return the settings that tiled, stained and embedded these slides, without those of this study's machine."""
-    told = {slide: _made_with(StudyLayout(study).tile_table(tiling_name(settings.tile), slide)) for slide in tables}
-    first = next(iter(told.values()))
-    others = [slide for slide, each in told.items() if each != first]
+    info = {slide: _made_with(StudyLayout(study).tile_table(tiling_name(settings.tile), slide)) for slide in tables}
+    first = next(iter(info.values()))
+    others = [slide for slide, each in info.items() if each != first]
     if others:
         what = f"tile tables made with different settings, as those of {listing(others, 3)}"
         raise ArtefactError(what, "a package has one way to cut a slide", AGAIN, code="mixed-tile-settings")
@@ -363,16 +363,16 @@ def _evaluation(
     scores = {
         (row.seed, row.slide): row.score for row in rows if (row.method, row.split, row.part) == (method, split, "val")
     }
-    told = next((each for each in methods if each["method"] == method), None)
-    if told is None:
+    info = next((each for each in methods if each["method"] == method), None)
+    if info is None:
         return None
-    same = [each for each in told["choices"] if (each["split"], each["seed"]) == (split, "ensemble")]
+    same = [each for each in info["choices"] if (each["split"], each["seed"]) == (split, "ensemble")]
     ours = {(run.seed, slide): each.probabilities for run in fitted.runs for slide, each in run.chosen_on.items()}
     if not same or any(same[0][key] != about["choice"][key] for key in about["choice"]):
         return None  # of another threshold or calibration
     if any(scores.get(key) != value for key, value in ours.items()):
         return None  # of other models
-    whole = told["slide"]["splits"].get(split, told["slide"])["ensemble"]
+    whole = info["slide"]["splits"].get(split, info["slide"])["ensemble"]
     if whole is None:
         return None
     figures = {

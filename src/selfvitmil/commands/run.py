@@ -378,8 +378,8 @@ def write_record(study: Path, record: RunRecord) -> None:
 def read_record(study: Path) -> RunRecord | None:
     """None when there is none, or none that can be read: it is only a log."""
     try:
-        told: dict[str, Any] = json.loads(StudyLayout(study).run_record.read_text(encoding="utf-8"))
-        known = {key: value for key, value in told.items() if key in RunRecord.__dataclass_fields__}
+        info: dict[str, Any] = json.loads(StudyLayout(study).run_record.read_text(encoding="utf-8"))
+        known = {key: value for key, value in info.items() if key in RunRecord.__dataclass_fields__}
         return RunRecord(**{**known, "stages": tuple(known["stages"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -41,10 +41,10 @@ class StatusResult(StageResult):
     run: RunRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
-        told = asdict(self)
-        kept = {key: told[key] for key in ("study", "slides", "running", "stages")}
+        info = asdict(self)
+        kept = {key: info[key] for key in ("study", "slides", "running", "stages")}
         by_stage = dict(Counter(failure.stage for failure in self.failed))
-        return {**kept, "failures": told["failed"], "next": self.next, "run": told["run"], "failed_by_stage": by_stage}
+        return {**kept, "failures": info["failed"], "next": self.next, "run": info["run"], "failed_by_stage": by_stage}
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with a row for every folder of every stage."""

@@ -202,8 +202,8 @@ class Encoder(nn.Module):
         for name, tensor in sorted(self.backbone.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        told = self.config.model_dump(mode="json", include={"architecture", "model_args", "layout", "mean", "std"})
-        return hash_of(digest.hexdigest(), told)
+        info = self.config.model_dump(mode="json", include={"architecture", "model_args", "layout", "mean", "std"})
+        return hash_of(digest.hexdigest(), info)
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings

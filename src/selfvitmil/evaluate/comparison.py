@@ -395,14 +395,14 @@ class SimpleRow:
 
     @property
     def words(self) -> str:
-        told = (
+        info = (
             f"{self.method} is clearly better than {self.main} on the {self.slides} validation slides (AUC "
             f"{self.auc:.3f} against {self.main_auc:.3f}), which suggests that {SUGGESTS[self.method]}. Consider "
             f"--train.aggregator {self.method}"
         )
         if self.splits == 1:
-            return told
-        return f"{told}, on new test slides: those of one split were validation slides of another"
+            return info
+        return f"{info}, on new test slides: those of one split were validation slides of another"
 
 
 def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> list[SimpleRow]:
@@ -460,13 +460,13 @@ def write_results(
     """Write `predictions.csv` and `metrics.json` of one or more methods on the same classes, with any `advice`."""
     rows = [row for result in results for row in result.predictions]
     write_predictions(folder / "predictions.csv", rows, results[0].class_names)
-    told = {
+    info = {
         "format_version": FORMAT_VERSION,
         "settings": evaluate.model_dump(mode="json"),
         **({"advice": list(advice)} if advice else {}),
         "methods": [scored.to_json() for scored in scores],
     }
-    text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(info, indent=1, ensure_ascii=False, allow_nan=False)
     write_text(folder / "metrics.json", text + "\n")
 
 

@@ -274,8 +274,8 @@ def _refuse_mixed(facts: Mapping[str, _Facts]) -> None:
             slides[str(getattr(fact, key)) or "not said"].append(slide)
         if len(slides) > 1:
             found = sorted(slides.items(), key=lambda kind: (len(kind[1]), kind[0]))
-            told = "; ".join(f"{value} in {listing(names)}" for value, names in found)
-            problems.append(f"feature files of different {what}: {told}")
+            info = "; ".join(f"{value} in {listing(names)}" for value, names in found)
+            problems.append(f"feature files of different {what}: {info}")
     if problems:
         raise ConfigError(
             ". ".join(problems),

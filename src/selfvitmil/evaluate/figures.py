@@ -133,8 +133,8 @@ def to_svg(figure: Figure) -> str:
     text = io.StringIO()
     with _style():
         _settle(figure)
-        told = {"Date": None, "Creator": "selfvitmil", "Title": str(figure.get_label())}
-        FigureCanvasSVG(figure).print_figure(text, format="svg", metadata=told, facecolor="white")
+        info = {"Date": None, "Creator": "selfvitmil", "Title": str(figure.get_label())}
+        FigureCanvasSVG(figure).print_figure(text, format="svg", metadata=info, facecolor="white")
     return text.getvalue()
 
 
@@ -824,10 +824,10 @@ def _figures(
         lambda: calibration_figure(ensemble.labels, probabilities, f"Calibration of {title}", **stated),
     )
     matrix = confusion_matrix(ensemble.labels, ensemble.decisions, len(result.class_names))
-    told: dict[str, Any] = {"threshold_from": said, "protocol": _protocol(result), "level": evaluate.confidence}
+    info: dict[str, Any] = {"threshold_from": said, "protocol": _protocol(result), "level": evaluate.confidence}
     yield (
         "confusion",
-        lambda: confusion_figure(matrix, result.class_names, f"Decisions of {title}", **told),
+        lambda: confusion_figure(matrix, result.class_names, f"Decisions of {title}", **info),
     )
 
 

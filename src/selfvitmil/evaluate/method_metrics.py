@@ -247,8 +247,8 @@ def score_samples(samples: Samples, class_names: Sequence[str], evaluate: Evalua
     """Return all metrics of one set of slides or patients; several splits are ranked within each split."""
     binary = len(class_names) == 2
     reasons = _without_pairs(samples, binary)
-    told = (_score_binary if binary else _score_multiclass)(samples, class_names, evaluate, reasons)
-    return {**_about_samples(samples, class_names), **told, "reasons": reasons}
+    info = (_score_binary if binary else _score_multiclass)(samples, class_names, evaluate, reasons)
+    return {**_about_samples(samples, class_names), **info, "reasons": reasons}
 
 
 def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
@@ -260,7 +260,7 @@ def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
     if samples.scores.ndim == 2 and samples.scores.shape[1] > 1:
         proper = np.allclose(samples.scores.sum(axis=1), 1.0, atol=1e-4)
         given += "" if proper else "; Brier score and ECE: divided by their sum over the classes"
-    told: Json = {
+    info: Json = {
         "num": len(label_of),
         "counts": {name: counts[k] for k, name in enumerate(class_names)},
         "threshold": thresholds[0] if len(thresholds) == 1 else list(thresholds) or None,
@@ -268,8 +268,8 @@ def _about_samples(samples: Samples, class_names: Sequence[str]) -> Json:
         "probabilities": "calibrated" if samples.calibrated else given,
     }
     if samples.left_out:
-        told["left_out"] = {"patients": list(samples.left_out), "why": "their slides have different labels"}
-    return told
+        info["left_out"] = {"patients": list(samples.left_out), "why": "their slides have different labels"}
+    return info
 
 
 def _without_pairs(samples: Samples, binary: bool) -> dict[str, str]:
@@ -373,17 +373,17 @@ def score_overlapping(
     """
     binary = len(class_names) == 2
     reasons = _without_pairs(samples, binary)
-    told = {name: _mean_of(parts, name, reasons) for name in OVER if name in parts[0]}
+    info = {name: _mean_of(parts, name, reasons) for name in OVER if name in parts[0]}
     labels, scores = samples.labels, samples.scores
-    told["auc"] = attempt(
+    info["auc"] = attempt(
         reasons,
         "auc",
         lambda: _auc(labels, scores[:, 0], samples, evaluate) if binary else _macro_auc(samples, evaluate),
     )
     for name in ("confusion", "reliability"):
-        told[name] = None
+        info[name] = None
         reasons[name] = "test sets of the splits overlap, so slides would count several times: see the single splits"
-    return {**_about_samples(samples, class_names), **told, "reasons": reasons}
+    return {**_about_samples(samples, class_names), **info, "reasons": reasons}
 
 
 def _mean_of(parts: Sequence[Json], name: str, reasons: dict[str, str]) -> Json | None:
@@ -427,22 +427,22 @@ def _value(value: float, name: str, reasons: dict[str, str]) -> Json | None:
 
 def interval_json(interval: Interval) -> Json:
     """Return an interval in the form of `metrics.json`; for an AUC with bootstrap limits and their agreement."""
-    told = {name: getattr(interval, name) for name in ("value", "low", "high", "level", "method")}
+    info = {name: getattr(interval, name) for name in ("value", "low", "high", "level", "method")}
     if isinstance(interval, AucInterval):
         other = interval.bootstrap
-        told |= {
+        info |= {
             "bootstrap": {"low": other.low, "high": other.high, "method": other.method},
             "agree": interval.agree,
             "statement": interval.statement,
         }
-    return told
+    return info
 
 
-def read_interval(told: Mapping[str, Any] | None) -> Interval:
+def read_interval(info: Mapping[str, Any] | None) -> Interval:
     """Return the interval of a metric of `metrics.json`; NaN where it is undefined."""
-    if told is None:
+    if info is None:
         return Interval(math.nan, math.nan, math.nan, "not computed")
-    return Interval(told["value"], told["low"], told["high"], told["method"], told["level"])
+    return Interval(info["value"], info["low"], info["high"], info["method"], info["level"])
 
 
 def _curve(curve: metrics.Reliability) -> Json:
@@ -493,15 +493,15 @@ def _about(result: MethodResult) -> Json:
 
 def _counts(result: MethodResult) -> Json:
     """Return slides per class and patients of validation and test set, for every split."""
-    told: Json = {}
+    info: Json = {}
     for split in result.splits:
-        told[split] = {}
+        info[split] = {}
         for part in ("val", "test"):
             rows = [row for row in result.predictions if (row.split, row.part, row.seed) == (split, part, None)]
             counts = Counter(row.label for row in rows)
             per_class = {name: counts[k] for k, name in enumerate(result.class_names)}
-            told[split][part] = {"slides": per_class, "patients": len({row.patient for row in rows})}
-    return told
+            info[split][part] = {"slides": per_class, "patients": len({row.patient for row in rows})}
+    return info
 
 
 def _level(result: MethodResult, level: Literal["slide", "patient"], words: str, evaluate: EvaluateSettings) -> Json:
@@ -519,16 +519,16 @@ def _level(result: MethodResult, level: Literal["slide", "patient"], words: str,
         return score_overlapping(samples, [own[seed] for own in by_split.values()], names, evaluate)
 
     by_split = {split: {seed: scored(seed, split) for seed in seeds} for split in result.splits}
-    told = {
+    info = {
         "words": words,
         "estimator": estimator.value,
         "estimator_words": estimator.words,
         "conditional_on": estimator.conditional_on,
     }
     if estimator == Estimator.ONE_TEST_SET:
-        return {**told, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
+        return {**info, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
     return {
-        **told,
+        **info,
         **_with_seeds({seed: scored_together(seed) for seed in seeds}),
         "splits": {split: _with_seeds(own) for split, own in by_split.items()},
         "over_splits": _spread([own[None] for own in by_split.values()], "splits"),
@@ -550,14 +550,14 @@ def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
 
 def _spread(sets: Sequence[Json], what: str) -> Json:
     """Return mean and sample standard deviation of every metric over the sets that have it, with their number."""
-    told: Json = {}
+    info: Json = {}
     for name in OVER:
         if not any(name in one for one in sets):
             continue
         values = [one[name]["value"] for one in sets if one.get(name) is not None]
-        told[name] = {
+        info[name] = {
             "mean": float(np.mean(values)) if values else None,
             "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
             what: len(values),
         }
-    return told
+    return info

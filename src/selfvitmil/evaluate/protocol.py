@@ -134,9 +134,9 @@ class Training:
                 "train",
                 VERSION,
                 {"recipe": {key: value for key, value in numbers.items() if key not in without}},
-                {key: told.get(key) for key in ("classes", "trained_on", "chosen_on")},
+                {key: info.get(key) for key in ("classes", "trained_on", "chosen_on")},
             )
-            for numbers, told in ((recipe, self.about), (stored, config))
+            for numbers, info in ((recipe, self.about), (stored, config))
         )
         return now.compare(before).changes
 
@@ -396,9 +396,9 @@ def _up_to_date_models(name: str, trial: Trial, train: TrainSettings, folder: Pa
                 reason = "there is none" if found == MISSING else describe_changes(found.changes)
                 problems.setdefault(reason, []).append(f"seed{training.seed}")
         if problems:
-            told = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
+            info = "; ".join(f"{', '.join(seeds)}: {reason}" for reason, seeds in problems.items())
             raise ArtefactError(
-                f"{name}: no up-to-date models of {split.name} ({told})",
+                f"{name}: no up-to-date models of {split.name} ({info})",
                 "this command uses trained models and does not train",
                 f"Run `selfvitmil train` with the same flags first (--train.aggregator {name})",
                 code="no-up-to-date-models",

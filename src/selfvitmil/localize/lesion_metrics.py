@@ -335,16 +335,16 @@ def choose_threshold(val_cases: Sequence[LesionCase], settings: LocalizeSettings
     usable = [case for case in val_cases if case.positive and not case.refused]
     fixed = f"localize.lesion_threshold {settings.lesion_threshold:g}"
     if not usable:
-        return Threshold(settings.lesion_threshold, f"{fixed}, as no outlined validation slide has a map")
+        return Threshold(settings.lesion_threshold, f"{fixed}, as no annotated validation slide has a heatmap")
     dice = np.mean([_Areas.of(case).dice(THRESHOLDS) for case in usable], axis=0)
     names = tuple(case.slide for case in usable)
     if dice.max() == 0:
         return Threshold(
-            settings.lesion_threshold, f"{fixed}, as maps of validation slides mark no outlined tumour", 0.0, names
+            settings.lesion_threshold, f"{fixed}, as heatmaps of validation slides mark no annotated tumour", 0.0, names
         )
     best = np.flatnonzero(dice == dice.max())
     chosen = int(best[len(best) // 2])
-    words = f"largest mean Dice over {len(usable)} outlined validation slides"
+    words = f"largest mean Dice over {len(usable)} annotated validation slides"
     return Threshold(float(THRESHOLDS[chosen]), words, float(dice[chosen]), names)
 
 

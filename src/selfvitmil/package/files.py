@@ -63,7 +63,7 @@ SETTINGS: dict[str, set[str]] = {
 """The settings that a package may hold: those that decide the numbers of a slide. Where the work runs, devices, paths,
 processes, and which files are written are the user's alone. Any other key in a package is refused."""
 RESEARCH_ONLY = "For research only: no medical device, not to be used to diagnose or to decide about patients"
-TOLD_OF_MODELS = (
+MODEL_FACTS = (
     "schema", "format_version", "aggregator", "recipe", "epoch", "split", "seed", "classes", "protocol", "epoch_from",
     "encoder", "tiling",
 )  # fmt: skip
@@ -135,12 +135,12 @@ class Package:
         """Threshold and calibration of the ensemble."""
         from selfvitmil.evaluate.predictions import Choice
 
-        told = dict(self.about["choice"])
-        fitted: Mapping[str, float] | None = told.pop("calibration")
+        info = dict(self.about["choice"])
+        fitted: Mapping[str, float] | None = info.pop("calibration")
         calibration = None
         if fitted is not None:
             calibration = Temperature(**fitted) if "temperature" in fitted else Platt(**fitted)
-        return Choice(**told, calibration=calibration)
+        return Choice(**info, calibration=calibration)
 
     @property
     def model_folders(self) -> tuple[Path, ...]:
@@ -228,9 +228,9 @@ def write_package(folder: Path, contents: PackageParts) -> None:
 def _copy_model(source: Path, target: Path) -> None:
     """Weights as they are, of the config only what names no slide."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    told = {key: config[key] for key in TOLD_OF_MODELS}
+    info = {key: config[key] for key in MODEL_FACTS}
     write_bytes(target / "model.safetensors", (source / "model.safetensors").read_bytes())
-    write_text(target / "config.json", _json(told))
+    write_text(target / "config.json", _json(info))
 
 
 def _write_distribution(folder: Path, ood: TrainingDistribution) -> None:
@@ -242,7 +242,7 @@ def _write_distribution(folder: Path, ood: TrainingDistribution) -> None:
 def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     versions = {name: metadata.version(name) for name in ("torch", "timm", "numpy")}
-    told = {
+    info = {
         "schema": SCHEMA,
         "format_version": FORMAT_VERSION,
         **about,
@@ -250,7 +250,7 @@ def _package_json(folder: Path, about: Mapping[str, Any]) -> str:
         "versions": {"selfvitmil": __version__, **versions},
         "files": {path.relative_to(folder).as_posix(): sha256(path) for path in files},
     }
-    return _json({**told, "identity": hash_of(told)})
+    return _json({**info, "identity": hash_of(info)})
 
 
 def _json(value: Any) -> str:
@@ -271,9 +271,9 @@ def open_package(folder: Path) -> Package:
     try:
         _check_about(folder, about)
         check_size(folder / "settings.toml")
-        told = read_toml(folder / "settings.toml")
-        _check_settings(folder, told)
-        settings = parse(told, "settings.toml")
+        info = read_toml(folder / "settings.toml")
+        _check_settings(folder, info)
+        settings = parse(info, "settings.toml")
         moments = safetensors.numpy.load_file(folder / "expected.safetensors")
         ood = TrainingDistribution.from_plain(read_json(folder / "expected.json"), moments["mean"], moments["std"])
         package = Package(folder, about, settings, ood)
@@ -304,8 +304,8 @@ def check_packaged(settings: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _check_settings(folder: Path, told: Mapping[str, Any]) -> None:
-    if forbidden := check_packaged(told):
+def _check_settings(folder: Path, info: Mapping[str, Any]) -> None:
+    if forbidden := check_packaged(info):
         more = f" and {len(forbidden) - 5} more" if len(forbidden) > 5 else ""
         raise ArtefactError(
             f"{folder.name}: this package sets {', '.join(forbidden[:5])}{more}",

@@ -10,7 +10,7 @@ whatever the distribution, all measures together (split conformal prediction: Vo
 validation and training slides, but at least what a measure whose logarithm is normal exceeds at a fifth of the rate
 (Student's t; there are about five measures), and every warning says that the rate cannot be guaranteed.
 
-Two facts need no calibration and are told besides: microns per pixel unlike those of all training slides, and pixels
+Two facts need no calibration and are reported too: microns per pixel unlike those of all training slides, and pixels
 coarser than the tiles.
 
 The distance of a slide is how far its embeddings lie from those of the training slides, as the Fréchet distance of two
@@ -164,7 +164,7 @@ class TrainingDistribution:
         return max(self.deviations(slide).values(), default=0.0)
 
     def findings(self, slide: SlideStatistics) -> list[OODFinding]:
-        """All ways in which the slide differs from the training slides; each that exceeds the threshold is told."""
+        """Return the ways in which the slide differs from the training slides, those above the threshold."""
         found, values = self._mpp(slide), self.values(slide)
         for name, deviation in self.deviations(slide).items():
             if deviation > self.threshold:
@@ -248,14 +248,14 @@ class TrainingDistribution:
     def from_plain(cls, plain: Mapping[str, Any], mean_D: Floats, std_D: Floats) -> TrainingDistribution:
         """What `to_plain` gave; KeyError, TypeError or ValueError where it did not."""
         least, most = plain["mpp_range"]
-        told = dict(plain) | {
+        info = dict(plain) | {
             "mpp_range": (float(least), float(most)),
             "stains": {name: np.array(vector, np.float64) for name, vector in plain["stains"].items()},
             "usual": {name: Usual(**each) for name, each in plain["usual"].items()},
             "threshold": _or_infinite(plain["threshold"]),
             "scores": tuple(_or_infinite(each) for each in plain["scores"]),
         }
-        return cls(**told, mean_D=mean_D, std_D=std_D)
+        return cls(**info, mean_D=mean_D, std_D=std_D)
 
 
 def _finite(value: float) -> float | None:

@@ -382,9 +382,9 @@ def _common_shape(sheet: Sheet, paths: Sequence[Path]) -> tuple[int, int]:
                 f"{sheet.name}: {path.name} cannot be read as an image", how="Replace it", code="unreadable-image"
             ) from None
     if len(shapes) > 1:
-        told = [f"{path.name} has {width} x {height} px" for (height, width), path in shapes.items()]
+        info = [f"{path.name} has {width} x {height} px" for (height, width), path in shapes.items()]
         raise CohortError(
-            f"{sheet.name}: tiles differ in size: {listing(told, limit=3)}",
+            f"{sheet.name}: tiles differ in size: {listing(info, limit=3)}",
             "an encoder is for tiles of one size",
             "Bring them to one size",
             code="mixed-image-sizes",

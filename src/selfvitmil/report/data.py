@@ -240,10 +240,10 @@ class Reader:
 
     def json(self, path: Path) -> dict[str, Any]:
         def read(path: Path) -> dict[str, Any]:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(told, dict):
+            info = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(info, dict):
                 raise TypeError("not an object")
-            return told
+            return info
 
         return self.attempt(path, read, {})
 
@@ -346,10 +346,10 @@ class StudyFiles:
             if row.slide not in found or row.part == "test":
                 found[row.slide] = decision_of(row, class_names)
         for folder in self.heatmaps[:1]:
-            for slide, told in folder.predictions.items():
+            for slide, info in folder.predictions.items():
                 row = self.row(slide)
                 label = row.label if row else None
-                found[slide] = Decision(told.shown_probability, told.shown, told.decision, told.part, label)
+                found[slide] = Decision(info.shown_probability, info.shown, info.decision, info.part, label)
         return found
 
     def _main_predictions(self) -> tuple[list[Prediction], tuple[str, ...]]:
@@ -439,8 +439,8 @@ def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tup
     """Yield every value that is not the default, with the artefacts that have it; by stage where these are many."""
     defaults = _flat(StudySettings().model_dump(mode="json"))
     found: dict[tuple[str, str], list[str]] = {}
-    for where, told in settings.items():
-        for key, value in _flat(told).items():
+    for where, info in settings.items():
+        for key, value in _flat(info).items():
             if value != defaults.get(key):
                 found.setdefault((key, _plain(value)), []).append(where)
     for (key, value), places in sorted(found.items()):
@@ -450,8 +450,8 @@ def _changed_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tup
 
 def _all_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     texts: dict[str, list[str]] = {}
-    for where, told in settings.items():
-        lines = [f"{key} = {_plain(value)}" for key, value in _flat(told).items()]
+    for where, info in settings.items():
+        lines = [f"{key} = {_plain(value)}" for key, value in _flat(info).items()]
         if lines:
             texts.setdefault("\n".join(lines), []).append(where)
     for text, places in texts.items():
@@ -549,8 +549,8 @@ def _timings(files: StudyFiles) -> Iterator[tuple[str, str]]:
     for results in files.results:
         for row in results.rows:
             if row.training_seconds is not None:
-                told = [one for one in results.methods if one.get("method") == row.display_name]
-                number = sum(len(one.get("trainings") or []) for one in told)
+                info = [one for one in results.methods if one.get("method") == row.display_name]
+                number = sum(len(one.get("trainings") or []) for one in info)
                 trainings = f", {number} training{'s' * (number > 1)}" if number else ""
                 yield f"{results.name}: {row.display_name}{trainings}", duration(row.training_seconds)
 

@@ -66,14 +66,14 @@ class EncoderFolder:
     def provenance(self) -> Mapping[str, Any]:
         """How it was trained, by its config; empty where that does not say."""
         own = self.config.get("selfvitmil")
-        told = own.get("provenance") if isinstance(own, dict) else None
-        return told if isinstance(told, dict) else {}
+        info = own.get("provenance") if isinstance(own, dict) else None
+        return info if isinstance(info, dict) else {}
 
     @property
     def kept_step(self) -> int | None:
         """Steps after which its weights were taken; None where its config does not say."""
-        told = self.provenance.get("kept_step")
-        return told if isinstance(told, int) else None
+        info = self.provenance.get("kept_step")
+        return info if isinstance(info, int) else None
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def encoder_data(encoder: EncoderFolder, names: Names, views: tuple[SampleViews,
 
 def describe_encoder(encoder: EncoderFolder) -> str:
     """Return network, method, length and slides of a training; empty where nothing is known."""
-    own, told = encoder.config.get("selfvitmil") or {}, encoder.provenance
-    parts = [str(encoder.config.get("architecture", "")), str(told.get("method", "")), *describe_steps(told)]
+    own, info = encoder.config.get("selfvitmil") or {}, encoder.provenance
+    parts = [str(encoder.config.get("architecture", "")), str(info.get("method", "")), *describe_steps(info)]
     parts += [f"trained on: {own['trained_on']}"] if own.get("trained_on") else []
     return ", ".join(filter(None, parts))
 
@@ -142,8 +142,8 @@ def describe_steps(provenance: Mapping[str, Any]) -> list[str]:
     total = provenance.get("total_steps")
     if not isinstance(total, int):
         return []
-    told = (provenance.get(key) for key in ("ended_step", "kept_step"))
-    ended, kept = (value if isinstance(value, int) else total for value in told)
+    info = (provenance.get(key) for key in ("ended_step", "kept_step"))
+    ended, kept = (value if isinstance(value, int) else total for value in info)
     length = f"{total:,} steps" if ended >= total else f"stopped early after {ended:,} of {total:,} steps"
     return [length] if kept >= ended else [length, f"weights of step {kept:,} kept"]
 
@@ -197,8 +197,8 @@ def measurements(lines: Sequence[Mapping[str, Any]]) -> list[Measurement]:
     """Return the measurements in lines of `metrics.jsonl`; none of encoders that were trained without them."""
     found: list[Measurement] = []
     for line in lines:
-        told = [line[key] if is_finite(line.get(key)) else None for key in ("step", "quality", "quality_se")]
-        step, quality, error = told
+        info = [line[key] if is_finite(line.get(key)) else None for key in ("step", "quality", "quality_se")]
+        step, quality, error = info
         if step is not None and quality is not None and error is not None:
             rank = line.get("sample_rank")
             found.append(Measurement(int(step) + 1, quality, error, rank if is_finite(rank) else None))
@@ -449,8 +449,8 @@ def _training_tiles(
             "tiles of the slides that it was trained on are not in this study", code="training-tiles-missing"
         )
     source = SlideTiles(slides, stain_method=settings.stain.method)
-    told = encoder.provenance
-    if (told.get("slides"), told.get("tiles")) != (len(source.counts), sum(source.counts)):
+    info = encoder.provenance
+    if (info.get("slides"), info.get("tiles")) != (len(source.counts), sum(source.counts)):
         raise ConfigError("the study's tiles are no longer those that it was trained on", code="training-tiles-changed")
     readable = [slide.slide.path.exists() for slide in slides]
     if not any(readable):
@@ -481,9 +481,9 @@ def _patch_px(config: Mapping[str, Any]) -> int | None:
     """Return the edge of the patches of a ViT, by its config alone; None of a network without a class token."""
     if (config.get("selfvitmil") or {}).get("layout") == "pooled":
         return None
-    told = (config.get("model_args") or {}).get("patch_size")
+    info = (config.get("model_args") or {}).get("patch_size")
     named = re.search(r"patch(\d+)", str(config.get("architecture", "")))
-    return int(told) if told else int(named.group(1)) if named else None
+    return int(info) if info else int(named.group(1)) if named else None
 
 
 def evenly_spaced(items: Rows, most: int) -> Rows:

@@ -297,11 +297,11 @@ def read_tile(pool: Pool, tile: int, cache: SlideCache, reader: str) -> NDArray[
     row, bag = pool.slides[pool.slide_N[tile]]
     assert bag.coords is not None
     assert bag.tile_extent is not None
-    told = bag.attributes
-    slide = cache.get(SlideRef(row.slide, row.path, told.get("level0_mpp", row.mpp), reader))
-    size_l0 = (told.get("level0_width", slide.size_l0[0]), told.get("level0_height", slide.size_l0[1]))
+    info = bag.attributes
+    slide = cache.get(SlideRef(row.slide, row.path, info.get("level0_mpp", row.mpp), reader))
+    size_l0 = (info.get("level0_width", slide.size_l0[0]), info.get("level0_height", slide.size_l0[1]))
     if slide.size_l0 != size_l0:
         raise SlideError(f"{row.path.name}: has another size than the slide that was embedded", code="slide-changed")
     x_l0, y_l0 = (int(corner) for corner in bag.coords[pool.row_N[tile]])
-    size_px = min(int(told.get("patch_size", TILE_PX)), TILE_PX)
+    size_px = min(int(info.get("patch_size", TILE_PX)), TILE_PX)
     return slide.read_tile(x_l0, y_l0, size_px, bag.tile_extent * slide.mpp / size_px)

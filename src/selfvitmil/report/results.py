@@ -83,7 +83,7 @@ class ResultsFolder:
         if not number:
             return "no metrics"
         doubts = ", OPTIMISTIC protocol" if self.is_optimistic else ""
-        doubts += ", transductive" if any(told.get("transductive") for told in self.methods) else ""
+        doubts += ", transductive" if any(info.get("transductive") for info in self.methods) else ""
         return (str(self.methods[0].get("method", "")) if number == 1 else f"{number} methods compared") + doubts
 
     def charts(self, names: Names, *, froc: bool | None = None) -> tuple[Shown, ...]:
@@ -107,7 +107,7 @@ def read_results(reader: Reader, folder: Path) -> ResultsFolder:
     predictions, class_names = reader.attempt(folder / "predictions.csv", read_predictions, ([], ()))
     metrics, table = reader.json(folder / "metrics.json"), folder / "table.csv"
     # The table joins the warnings of a method; metrics.json has them one by one.
-    warnings = {told.get("method"): tuple(told.get("warnings") or ()) for told in metrics.get("methods") or []}
+    warnings = {info.get("method"): tuple(info.get("warnings") or ()) for info in metrics.get("methods") or []}
     rows = reader.attempt(table, lambda path: read_table(path.read_text(encoding="utf-8")), [])
     return ResultsFolder(
         name=folder.name,
@@ -148,8 +148,8 @@ class ComparisonData(ResultsData):
 
 def _common(results: ResultsFolder, names: Names) -> dict[str, Any]:
     charts = results.charts(names, froc=False if results.lesions else None)
-    told = {"is_optimistic": results.is_optimistic, "is_stale": results.is_stale}
-    return {"name": results.name, **told, "charts": charts}
+    info = {"is_optimistic": results.is_optimistic, "is_stale": results.is_stale}
+    return {"name": results.name, **info, "charts": charts}
 
 
 def _table(cells: Sequence[Sequence[str]]) -> Table:
@@ -197,40 +197,40 @@ class EvaluationData(ResultsData):
 
 def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
     """Return metrics with confidence intervals, and curves, of a method that was evaluated by itself."""
-    told = results.methods[0]
+    info = results.methods[0]
     return EvaluationData(
         **_common(results, names),
-        facts=tuple(_facts(told).items()),
-        levels=tuple(_levels(told)),
-        warnings=tuple(told.get("warnings") or ()),
+        facts=tuple(_facts(info).items()),
+        levels=tuple(_levels(info)),
+        warnings=tuple(info.get("warnings") or ()),
     )
 
 
-def _facts(told: Mapping[str, Any]) -> dict[str, str]:
-    recipe, evidence = told.get("recipe") or {}, told.get("evidence") or {}
+def _facts(info: Mapping[str, Any]) -> dict[str, str]:
+    recipe, evidence = info.get("recipe") or {}, info.get("evidence") or {}
     kinds = dict.fromkeys(str(own.get("reason", "")) for own in evidence.values())
-    origin = f" ({told['positive_from']})" if told.get("positive_from") else ""
-    ensemble = (told.get("slide") or {}).get("ensemble") or {}
+    origin = f" ({info['positive_from']})" if info.get("positive_from") else ""
+    ensemble = (info.get("slide") or {}).get("ensemble") or {}
     threshold = f"{ensemble['threshold']:.3f}, " if is_finite(ensemble.get("threshold")) else ""
     return {
-        "method": str(told.get("method", "")),
+        "method": str(info.get("method", "")),
         "recipe": "; looks for ".join([str(recipe.get("kind", "")), *kinds]),
-        "positive class": f"{told['positive']}{origin}" if told.get("positive") else "",
-        "encoder": f"{told.get('encoder', '')}{' (transductive)' if told.get('transductive') else ''}",
-        "tiles": str(told.get("tiling", "")),
-        "protocol": str(told.get("protocol", "")),
-        "seeds": ", ".join(map(str, told.get("seeds") or [])),
-        "test slides": _test_slides(told),
+        "positive class": f"{info['positive']}{origin}" if info.get("positive") else "",
+        "encoder": f"{info.get('encoder', '')}{' (transductive)' if info.get('transductive') else ''}",
+        "tiles": str(info.get("tiling", "")),
+        "protocol": str(info.get("protocol", "")),
+        "seeds": ", ".join(map(str, info.get("seeds") or [])),
+        "test slides": _test_slides(info),
         "threshold": f"{threshold}{ensemble.get('threshold_from', '')}".strip(", "),
     }
 
 
-def _test_slides(told: Mapping[str, Any]) -> str:
+def _test_slides(info: Mapping[str, Any]) -> str:
     """Return how many slides the metrics are of; those of splits whose test slides overlap are not summed."""
-    counts = [((own.get("test") or {}).get("slides")) or {} for own in (told.get("slides") or {}).values()]
+    counts = [((own.get("test") or {}).get("slides")) or {} for own in (info.get("slides") or {}).values()]
     if len(counts) < 2:
         return "".join(map(counted, counts))
-    slide = told.get("slide") or {}
+    slide = info.get("slide") or {}
     pooled = (slide.get("ensemble") or {}).get("counts")
     if pooled and slide.get("estimator") != Estimator.WITHIN_OVERLAPPING_SPLITS:
         return f"{counted(pooled)}, each in one of {len(counts)} splits"
@@ -243,9 +243,9 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in counts.items())
 
 
-def _levels(told: Mapping[str, Any]) -> Iterator[LevelData]:
+def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
     for level in ("slide", "patient"):
-        own = told.get(level) or {}
+        own = info.get(level) or {}
         same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
         ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
         levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
@@ -259,16 +259,16 @@ def _levels(told: Mapping[str, Any]) -> Iterator[LevelData]:
             yield LevelData(level, same_as, Table.of(header, metrics), tuple(notes), tuple(undefined))
 
 
-def _interval(told: Any) -> tuple[str, str]:
+def _interval(info: Any) -> tuple[str, str]:
     """Return value and limits; empty where there are none."""
-    known = isinstance(told, Mapping) and is_finite(told.get("value"))
-    return value_and_limits(told) if known else ("", "")
+    known = isinstance(info, Mapping) and is_finite(info.get("value"))
+    return value_and_limits(info) if known else ("", "")
 
 
-def _spread(told: Any) -> str:
-    if not isinstance(told, Mapping) or told.get("mean") is None:
+def _spread(info: Any) -> str:
+    if not isinstance(info, Mapping) or info.get("mean") is None:
         return ""
-    return f"{told['mean']:.3f}" + (f" ± {told['sd']:.3f}" if told.get("sd") is not None else "")
+    return f"{info['mean']:.3f}" + (f" ± {info['sd']:.3f}" if info.get("sd") is not None else "")
 
 
 def _capitalized(text: str) -> str:
@@ -334,22 +334,22 @@ def localization_data(results: Iterable[ResultsFolder], names: Names) -> Localiz
     )
 
 
-def _with_limits(told: Any) -> str:
-    value, limits = _interval(told)
+def _with_limits(info: Any) -> str:
+    value, limits = _interval(info)
     return f"{value} [{limits}]" if limits else value
 
 
-def _lesion_model(name: str, told: Mapping[str, Any], names: Names) -> LesionModel:
-    slides, threshold, froc = (told.get(key) or {} for key in ("slides", "threshold", "froc"))
+def _lesion_model(name: str, info: Mapping[str, Any], names: Names) -> LesionModel:
+    slides, threshold, froc = (info.get(key) or {} for key in ("slides", "threshold", "froc"))
     left_out = sorted(f"{names.slide(one['slide'])}: {one['why']}" for one in slides.get("left_out") or [])
-    warnings = [f"Warning: {text}" for text in told.get("warnings") or [] if "takes no part" not in text]
+    warnings = [f"Warning: {text}" for text in info.get("warnings") or [] if "takes no part" not in text]
     value, at = threshold.get("value", ""), froc.get("sensitivity_at") or {}
     facts = {
-        "heatmap": f"{told.get('mapped', '')}, scale {told.get('scale', '')}{', gated' if told.get('gated') else ''}",
+        "heatmap": f"{info.get('mapped', '')}, scale {info.get('scale', '')}{', gated' if info.get('gated') else ''}",
         "slides": f"{slides.get('positive', '?')} positive, {slides.get('negative', '?')} negative",
         "lesions": str(froc.get("lesions", "")),
         "threshold of the heatmap": f"{value:.4g}, {threshold.get('from', '')}" if is_finite(value) else "",
-        "FROC in": str(told.get("froc_frame", "")),
+        "FROC in": str(info.get("froc_frame", "")),
     }
     return LesionModel(
         name=name,

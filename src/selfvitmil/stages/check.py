@@ -206,11 +206,11 @@ class Check(Stage):
     done_when_nothing_pending = True
 
     def pending(self, plan: RunPlan) -> Pending:
-        told = {failure.slide for failure in read_failures(plan.study.root) if failure.stage == self.name}
+        info = {failure.slide for failure in read_failures(plan.study.root) if failure.stage == self.name}
         if plan.layout.check_table.exists():
             with plan.layout.check_table.open(newline="", encoding="utf-8") as file:
-                told |= {row["slide"] for row in csv.DictReader(file)}
-        todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in told}
+                info |= {row["slide"] for row in csv.DictReader(file)}
+        todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in info}
         return Pending(todo, len(plan.cohort) - len(todo))
 
     def doctor(self) -> Iterable[MachineCheck]:

@@ -379,8 +379,8 @@ def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Enc
     from selfvitmil.pretrain.learner import seeded
 
     if name == MEAN_COLOR:
-        told = {"mpp": settings.tile.mpp, "stain": settings.stain.method}
-        return build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **told)
+        info = {"mpp": settings.tile.mpp, "stain": settings.stain.method}
+        return build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **info)
     config = load_encoder(StudyLayout(study).encoder(like)).config
     kept = config.model_dump(include={"layout", "mean", "std", "mpp", "stain"})
     with seeded(0):

@@ -133,8 +133,8 @@ def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings
         return settings, []
     lymph_nodes = has_camelyon16_names(cohort.slides)
     staging = "lymph-node" if lymph_nodes else "none"
-    told = ["sizes of lesions come with the terms of lymph nodes: the slides have Camelyon16's names"] * lymph_nodes
-    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"staging": staging})}), told
+    info = ["sizes of lesions come with the terms of lymph nodes: the slides have Camelyon16's names"] * lymph_nodes
+    return settings.model_copy(update={"localize": settings.localize.model_copy(update={"staging": staging})}), info
 
 
 # ---------------------------------------------------------------------------------------------------- which slides
@@ -343,16 +343,16 @@ class Mapper:
         """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
         from selfvitmil.localize.scores import combine, score_by_seeds, source_by_annotations
 
-        told: list[tuple[Any, Any]] = []
+        info: list[tuple[Any, Any]] = []
         unread = 0
         for case in self._evidence:
             try:
                 bag, table, placement = self._placed(case)
                 shares, _ = _shares(placement, table, self._outlines(case.slide, placement)[0])
-                told.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
+                info.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
             except (SelfVitMilError, OSError):  # `localize --localize.parts val` says what is wrong with it
                 unread += 1
-        source = source_by_annotations(told)
+        source = source_by_annotations(info)
         if source is None or not unread:
             return source
         return replace(source, reason=f"{source.reason}; {unread} more could not be used")

@@ -91,8 +91,8 @@ def pretrain(study: Study, name: str, images: Path | None = None) -> PretrainRes
         notes, table = propose_split(study, name)
         if first:
             study.store_cohort()
-        settings, told = settle_scope(study.root, name, study.cohort, study.settings)
-        study, notes = study.with_settings(settings), [*notes, *told]
+        settings, info = settle_scope(study.root, name, study.cohort, study.settings)
+        study, notes = study.with_settings(settings), [*notes, *info]
         if first:
             announce(*notes)  # before hours of training
         encoders: dict[str, TrainedEncoder] = {}
@@ -199,8 +199,8 @@ def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) 
 
 def _method_defaults(pretrain: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON has them."""
-    told = {key: pretrain[key] for key in ("init", "lora") if key in pretrain}
-    return json.loads(json.dumps(pretrain_defaults(pretrain.get("method", PretrainSettings().method), **told)))
+    info = {key: pretrain[key] for key in ("init", "lora") if key in pretrain}
+    return json.loads(json.dumps(pretrain_defaults(pretrain.get("method", PretrainSettings().method), **info)))
 
 
 def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
@@ -211,8 +211,8 @@ def changed_settings(folder: Path, settings: StudySettings) -> list[str]:
         return []
     before, now = read_toml(folder / "settings.toml"), json.loads(settings.model_dump_json(exclude_none=True))
     defaults = json.loads(PretrainSettings().model_dump_json(exclude_none=True))
-    for told in (before.setdefault("pretrain", {}), now["pretrain"]):  # older versions wrote defaults of the method
-        told |= {key: value for key, value in _method_defaults(told).items() if key not in told}
+    for info in (before.setdefault("pretrain", {}), now["pretrain"]):  # older versions wrote defaults of the method
+        info |= {key: value for key, value in _method_defaults(info).items() if key not in info}
     changed: list[str] = []
     for section, keys in (
         ("pretrain", set(PretrainSettings.model_fields) - NOT_IN_HASH | {"init"}),
@@ -464,13 +464,13 @@ class Pretrain(Stage):
         """Finished encoders, and how far training is by the last line of its metrics."""
         for folder in snapshot.layout.all_encoders():
             finished, last = (folder / "config.json").exists(), last_metrics(folder)
-            told = [f"loss {last['loss']:.3f}"] if "loss" in last else []
-            told += [f"{last['tiles_per_s']:.0f} tiles/s"] if "tiles_per_s" in last else []
-            told += ["ALARM"] if "alarm" in last else []
-            words = ["finished", *told]
+            info = [f"loss {last['loss']:.3f}"] if "loss" in last else []
+            info += [f"{last['tiles_per_s']:.0f} tiles/s"] if "tiles_per_s" in last else []
+            info += ["ALARM"] if "alarm" in last else []
+            words = ["finished", *info]
             if not finished:
                 kept = "with a checkpoint" if (folder / "state.pt").exists() else "no checkpoint yet"
-                words = [f"not finished, step {int(last.get('step', -1)) + 1}", *told, kept]
+                words = [f"not finished, step {int(last.get('step', -1)) + 1}", *info, kept]
             files = [folder / name for name in ("metrics.jsonl", "config.json", "state.pt")]
             yield snapshot.progress(self.name, folder, files, 1, done=int(finished), words=", ".join(words))
 

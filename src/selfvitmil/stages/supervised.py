@@ -44,7 +44,7 @@ class SupervisedRow:
     models: Path
     store: BagStore
     report: Callable[[dict[str, Any]], None]
-    """Told every epoch of the network, with method, split and seed."""
+    """Called after every epoch of the network, with method, split and seed."""
 
     @property
     def method(self) -> str:

@@ -94,8 +94,8 @@ TILES_HEADER = (
 
 def _tiles_row(slide: str, found: TiledSlide) -> dict[str, Any]:
     """Return a row of tiles.csv."""
-    told = {"slide": slide, "tiles": found.num_tiles}
-    return {**told, **{column: found.attributes.get(column) for column in TILES_HEADER[2:]}}
+    info = {"slide": slide, "tiles": found.num_tiles}
+    return {**info, **{column: found.attributes.get(column) for column in TILES_HEADER[2:]}}
 
 
 BYTES_PER_TILE, BYTES_PER_SLIDE = 28, 400_000

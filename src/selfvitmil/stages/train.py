@@ -248,7 +248,7 @@ TWO_SCALES = "dsmil-lc"
 
 
 BOTH_RECIPES = ("self-vit-mil", "dsmil")
-"""Methods that a comparison shows with our recipe and with the published one, unless told otherwise."""
+"""Methods that a comparison shows with our recipe and with the published one, unless set otherwise."""
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,11 @@ def read_config(folder: Path, kind: str) -> dict[str, Any]:
     """Return the config of a model; raise ArtefactError where there is none of this kind."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        told = (config["kind"], config["format_version"])
+        info = (config["kind"], config["format_version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(folder, f"{CONFIG} is missing or damaged ({type(error).__name__})") from None
-    if told != (kind, FORMAT_VERSION):
-        raise _unreadable(folder, f"it is a {told[0]} in format {told[1]}, expected a {kind} in {FORMAT_VERSION}")
+    if info != (kind, FORMAT_VERSION):
+        raise _unreadable(folder, f"it is a {info[0]} in format {info[1]}, expected a {kind} in {FORMAT_VERSION}")
     return config
 
 

@@ -122,12 +122,12 @@ def train_probe(
     return TrainedProbe(probe, best[1], tuple(history), counts, warnings)
 
 
-def save_probe(folder: Path, trained: TrainedProbe, told: Mapping[str, Any]) -> None:
+def save_probe(folder: Path, trained: TrainedProbe, info: Mapping[str, Any]) -> None:
     """Write the probe's folder: weights, penalty, tile counts. For inspection only: every comparison refits the probe.
 
-    `told` is further metadata from the caller (encoder, split, seed).
+    `info` is further metadata from the caller (encoder, split, seed).
     """
-    config = {**told, "module": trained.module.config, "l2": trained.l2, "num_tiles": trained.num_tiles}
+    config = {**info, "module": trained.module.config, "l2": trained.l2, "num_tiles": trained.num_tiles}
     model_files.write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
 
 

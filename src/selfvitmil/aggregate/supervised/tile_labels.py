@@ -128,11 +128,11 @@ def label_slides(
     bare: list[str] = []
     grazed: list[str] = []
     for slide in slides:
-        labels_N, outlined = _labels_of(slide, settings, None if bags is None else bags[slide.slide])
+        labels_N, annotated = _labels_of(slide, settings, None if bags is None else bags[slide.slide])
         if (labels_N != LEFT_OUT).any():
             labelled.append(LabelledTiles(slide, labels_N))
         if slide.label and not (labels_N == TUMOUR).any():
-            (grazed if outlined else bare).append(slide.slide)
+            (grazed if annotated else bare).append(slide.slide)
     notes: list[str] = []
     if bare:
         notes.append(f"{len(bare)} positive slides have no annotated tumour and are excluded: {listing(bare)}")
