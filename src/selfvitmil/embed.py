@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch import nn
 
 from selfvitmil import stain
 from selfvitmil.bags import FORMAT_VERSION, read_bag, write_bag
-from selfvitmil.data.readers import TileBatch, TileReaders, TileRequest, read_with_threads
 from selfvitmil.encoder import Encoder, check_fits, load_encoder
 from selfvitmil.encoder.files import WEIGHT_FILES
 from selfvitmil.encoder.network import patch_product
@@ -34,6 +33,9 @@ from selfvitmil.slides import SlideRef
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Freshness, Provenance, damaged, outcome_of
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
+
+if TYPE_CHECKING:
+    from selfvitmil.data.readers import TileBatch, TileReaders
 
 SETTINGS = ("reader", "precision", "layout")
 """What feature files store of their provenance besides inputs."""
@@ -209,6 +211,8 @@ def use_patch_product(encoder: Encoder) -> None:
 
 def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
     """Yield batches in the table's order, read by processes if the encoder is on a GPU, else by threads."""
+    from selfvitmil.data.readers import TileReaders, TileRequest, read_with_threads
+
     request = TileRequest(job.slide.at_mpp(table.slide_mpp), table.mpp, job.stain_method == "tile")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     num_readers = job.settings.readers or max(1, num_cores() // gpus)
@@ -223,6 +227,8 @@ _processes: dict[tuple[int, int, int], TileReaders] = {}
 
 def _reader_processes(num_readers: int, batch: int, size_px: int) -> TileReaders:
     """Return the reader processes of this process, kept between slides, with memory pinned for the GPU."""
+    from selfvitmil.data.readers import TileReaders
+
     key = (num_readers, batch, size_px)
     if key not in _processes or not _processes[key].alive:
         for readers in _processes.values():

@@ -4,3 +4,6 @@
 `views` augments them on the training device; `readers` reads the tiles of one slide in order for embedding. Import from
 the modules: `readers` works without torch.
 """
+
+RUN = 16
+"""Neighbouring tiles read together by one reader: they share compressed blocks of the slide."""

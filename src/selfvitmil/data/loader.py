@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from selfvitmil import stain
-from selfvitmil.data.readers import RUN
+from selfvitmil.data import RUN
 from selfvitmil.data.sources import Indices, Pixels, TileReader, TileSource
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError

@@ -35,12 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil import stain
+from selfvitmil.data import RUN
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SelfVitMilError
 from selfvitmil.slides import SlideCache, SlideRef
 
-RUN = 16
-"""Neighbouring tiles read together by one reader: they share compressed blocks of the slide."""
 READ_AHEAD = 3
 """Batches read ahead."""
 IN_USE = 2

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from selfvitmil import stain
-from selfvitmil.data.readers import RUN
+from selfvitmil.data import RUN
 from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.slides import SlideCache, SlideRef
 from selfvitmil.store.failures import without_folders
