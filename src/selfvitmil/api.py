@@ -191,8 +191,7 @@ class Study:
             What became of every stage, with their results by name (`.results["compare"]`). A slide that fails raises
             nothing and is in `failures`.
         """
-        from selfvitmil.commands.run import RunResult, run
-        from selfvitmil.commands.run_plan import Request
+        from selfvitmil.commands.run import Request, RunResult, run
         from selfvitmil.engine import Engine
 
         study = self._open()

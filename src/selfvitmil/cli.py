@@ -482,7 +482,7 @@ class WholeWay(SlideFlags):
     engine: EngineOption = EngineSettings()
 
     def request(self) -> Any:
-        from selfvitmil.commands.run_plan import Request
+        from selfvitmil.commands.run import Request
 
         return Request(self.encoder, self.name, self.one_method, self.until)
 

@@ -17,7 +17,7 @@ from helpers.planted import row
 from helpers.studies import MICRO
 from selfvitmil.cohort import Cohort, hold_out, read_cohort
 from selfvitmil.cohort.splits import split_table
-from selfvitmil.commands.run_plan import Request, plan_run
+from selfvitmil.commands.run import Request, plan_run
 from selfvitmil.errors import CohortProblems
 from selfvitmil.settings import PretrainSettings, StudySettings, TrainSettings
 from selfvitmil.slides import synthetic

@@ -27,8 +27,7 @@ from selfvitmil.cohort import read_cohort
 from selfvitmil.cohort.camelyon16 import PAPER_TILES
 from selfvitmil.commands.init import commented_settings
 from selfvitmil.commands.plan import PlanResult, plan
-from selfvitmil.commands.run import RunRecord, camelyon16_lines, read_record, write_record
-from selfvitmil.commands.run_plan import Request, plan_run
+from selfvitmil.commands.run import Request, RunRecord, camelyon16_lines, plan_run, read_record, write_record
 from selfvitmil.encoder import build_encoder, save_encoder
 from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.evaluate import dataset

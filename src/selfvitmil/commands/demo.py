@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from selfvitmil.commands.run import run
-from selfvitmil.commands.run_plan import Request
+from selfvitmil.commands.run import Request, run
 from selfvitmil.commands.synth import synth
 from selfvitmil.engine import Engine
 from selfvitmil.settings import StudySettings, SynthSettings

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfvitmil.commands.doctor import existing_folder, memory_bytes
-from selfvitmil.commands.run import as_before, device_lines, read_record
-from selfvitmil.commands.run_plan import Request, RunPlan, plan_run
+from selfvitmil.commands.run import Request, RunPlan, as_before, device_lines, plan_run, read_record
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.stages.base import Estimate, Pending, StageResult

@@ -24,7 +24,7 @@ from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.provenance import MISSING, Freshness, describe_changes
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.engine import Engine
     from selfvitmil.stages.measure import Measures
 

@@ -37,7 +37,7 @@ from selfvitmil.store.files import write_csv
 from selfvitmil.study import Study, map_slides
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.stages.measure import Measures
 
 NUM_REGIONS = 16

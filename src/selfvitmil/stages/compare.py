@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from selfvitmil.aggregate.train import BagStore
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Prediction, Scores, Trial
     from selfvitmil.evaluate.comparison import ComparisonRow

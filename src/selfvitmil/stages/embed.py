@@ -41,7 +41,7 @@ from selfvitmil.study import (
 )
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.embed import EmbeddedSlide
     from selfvitmil.encoder import EncoderConfig
     from selfvitmil.stages.measure import Measures

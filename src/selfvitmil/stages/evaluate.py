@@ -41,7 +41,7 @@ from selfvitmil.study import FeatureChoice, Study
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import MethodResult, Scores
     from selfvitmil.evaluate.predictions import Prediction
     from selfvitmil.stages.measure import Measures

@@ -28,7 +28,7 @@ from selfvitmil.study import FeatureChoice, Study
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import Cohort
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.localize.lesion_metrics import LesionCase, LesionScores
     from selfvitmil.localize.lesion_results import LesionTable
     from selfvitmil.stages.measure import Measures

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.annotations import Annotation
     from selfvitmil.bags import Bag
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Case, Trial
     from selfvitmil.evaluate.dataset import BagFile, TrialSplit
     from selfvitmil.evaluate.predictions import Choice

@@ -45,7 +45,7 @@ from selfvitmil.store.provenance import Freshness
 from selfvitmil.study import Study, encoder_name, slides_of, split_encoders
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.encoder import Encoder
     from selfvitmil.pretrain.train import TrainedEncoder
     from selfvitmil.stages.measure import Measures

@@ -12,7 +12,7 @@ from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, 
 from selfvitmil.study import Study
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.stages.measure import Measures
 
 

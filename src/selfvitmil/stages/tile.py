@@ -29,7 +29,7 @@ from selfvitmil.store.provenance import MISSING
 from selfvitmil.study import Study, map_slides, num_tiles
 
 if TYPE_CHECKING:
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.stages.measure import Measures
     from selfvitmil.tiles import TiledSlide, TileJob
 

@@ -39,7 +39,7 @@ from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
-    from selfvitmil.commands.run_plan import RunPlan
+    from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
     from selfvitmil.evaluate.protocol import Report, Training
     from selfvitmil.stages.measure import Measures
