@@ -34,7 +34,7 @@ from selfvitmil import cli, open_slide
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
-from selfvitmil.report.slides import ends
+from selfvitmil.report.results import ends
 from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.view import export, server, tiles

@@ -2,7 +2,7 @@
 
 data.py       the study, read once into what the page shows; `write_report` writes that page
 encoders.py   pretraining curves, quality and views;  neighbors.py  tiles with similar embeddings
-results.py    comparisons, evaluations and lesion scores;  slides.py  the section of one slide
+results.py    comparisons, evaluations and lesion scores, and the section of one slide
 render.py     the page from that data, by the templates in templates/ and style.css
 """
 

@@ -30,21 +30,19 @@ from selfvitmil.report.neighbors import NeighborData, neighbor_data, shown_featu
 from selfvitmil.report.render import Shown, Table, picture_file, render_page
 from selfvitmil.report.results import (
     ComparisonData,
+    Decision,
     EvaluationData,
+    HeatmapFolder,
     LocalizationData,
+    Record,
     ResultsFolder,
+    SlideData,
+    choose_slides,
     comparison_data,
     evaluation_data,
     localization_data,
-    read_results,
-)
-from selfvitmil.report.slides import (
-    Decision,
-    HeatmapFolder,
-    Record,
-    SlideData,
-    choose_slides,
     order_of,
+    read_results,
     slide_data,
 )
 from selfvitmil.runtime.training import read_metrics

@@ -1,26 +1,42 @@
-"""What the page shows of results: comparisons of methods, evaluations of single ones, heatmaps beside annotations."""
+"""What the page shows of results: comparisons, evaluations, heatmaps beside annotations, and single slides.
+
+Of a slide these are its prediction, heatmaps of all models, lesions, highest- and lowest-ranked tiles. Tiles are read
+from the slide's file; where that is not at hand a sentence says so. The picture that `localize` drew carries the
+slide's name, so with pseudonyms the overlay is drawn anew from heatmap and slide.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil.annotations import Annotation, read_annotations
+from selfvitmil.cohort import SlideRow
+from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.comparison import FORMAT_VERSION, ComparisonRow
 from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table_cells, table_notes
 from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.formatting import percent, value_and_limits
-from selfvitmil.localize.heatmap import MAIN_METHOD
+from selfvitmil.localize import overlay
+from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, highest_scoring_tile, rank_tiles
+from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.render import Shown, Table, chart, is_finite
-from selfvitmil.report.slides import Record
+from selfvitmil.report.render import Shown, Table, chart, is_finite, picture, picture_file
+from selfvitmil.settings import LocalizeSettings, StudySettings
+from selfvitmil.slides import Slide, SlideRef
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import Reader
+
 
 METRICS = {
     "auc": "AUC",
@@ -359,3 +375,317 @@ def _lesion_model(name: str, info: Mapping[str, Any], names: Names) -> LesionMod
         else None,
         warnings=(*(f"Left out: {text}" for text in left_out), *warnings),
     )
+
+
+# ---------------------------------------------------------------------------------------------------- single slides
+
+NUM_TILES = 10
+"""Highest- and lowest-ranked tiles shown of a slide."""
+TILE_PX = 224
+"""Largest edge of a tile on the page; smaller ones stay as the encoder saw them."""
+OVERLAY_PX = 860
+"""Longer edge of the first model's overlay."""
+OTHER_PX = 280
+"""Longer edge of the heatmaps of other models."""
+MOST_REGIONS = 12
+REGION_COLUMNS = {"lesion": "region", "score": "score", "area_mm2": "area, mm²", "size": "size"}
+"""Columns of `lesions.csv` that are shown, and their titles."""
+
+Record = dict[str, str]
+
+
+@dataclass(frozen=True)
+class HeatmapFolder:
+    """The heatmaps of one model."""
+
+    model: str
+    files: Mapping[str, Path]
+    """By slide, those that can be read."""
+    predictions: Mapping[str, SlidePrediction]
+    regions: Mapping[str, Sequence[Record]]
+    """Rows of `lesions.csv` by slide."""
+    settings: Mapping[str, Any]
+
+    def stored_overlay(self, slide: str) -> Path | None:
+        """Return the picture that was drawn with the heatmap: in the paper's colours where there are several."""
+        folder = self.files[slide].parent
+        named = [folder / f"{slide}_{colors}.png" for colors in ("red", "inferno", "viridis")]
+        return next((path for path in named if path.exists()), None)
+
+    def lesions(self, heatmap: Heatmap) -> Sequence[Lesion]:
+        """Return the lesions of a heatmap, found with its own settings; none where the slide is predicted negative."""
+        if heatmap.only_ranks:
+            return ()
+        try:
+            how = LocalizeSettings.model_validate(self.settings.get("localize") or {})
+        except ValueError:
+            how = LocalizeSettings()
+        return find_lesions(heatmap, how.lesion_threshold, how.min_lesion_mm2)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the study's main model predicts for a slide."""
+
+    probability: float
+    """Of the positive class; of the predicted one where there are more than two."""
+    shown: str
+    """Name of the class of that probability."""
+    predicted: str
+    part: str
+    """`train`, `val` or `test`."""
+    label: str | None
+
+    @property
+    def is_correct(self) -> bool | None:
+        """None where the ground truth is not known."""
+        return None if self.label is None else self.label == self.predicted
+
+    @property
+    def is_positive(self) -> bool:
+        return self.predicted == self.shown
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a heatmap covers of the annotated tumour, and what it marks outside."""
+
+    threshold: float
+    covered_mm2: float
+    tumour_mm2: float
+    false_mm2: float
+
+
+@dataclass(frozen=True)
+class HeatmapPicture:
+    model: str
+    picture: Shown
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True)
+class TilePicture:
+    score: float
+    is_tumour: bool
+    """Whether it touches annotated tumour."""
+    picture: Shown
+
+
+@dataclass(frozen=True)
+class SlideData:
+    """The section of one slide."""
+
+    name: str
+    anchor: str
+    decision: Decision | None
+    facts: tuple[tuple[str, str], ...]
+    """Name and value; empty values are not shown."""
+    heatmap: HeatmapPicture
+    other_heatmaps: tuple[HeatmapPicture, ...]
+    negative_note: str
+    """In place of regions, where the slide is predicted negative."""
+    regions: Table
+    """The first regions above the threshold of a lesion."""
+    num_regions: int | None
+    """None where the model's regions are not known."""
+    warnings: tuple[str, ...]
+    highest: tuple[TilePicture, ...]
+    lowest: tuple[TilePicture, ...]
+    tiles_missing: str
+    """Why no tiles are shown."""
+
+
+def order_of(decision: Decision | None, shown_name: str) -> tuple[bool, float, str]:
+    """Sort key of slides: test slides first, the highest probability first."""
+    return decision is None or decision.part != "test", -(decision.probability if decision else -1.0), shown_name
+
+
+def choose_slides(mapped: Sequence[str], decisions: Mapping[str, Decision], names: Names, most: int) -> list[str]:
+    """Return the slides with a section, in the order of the page; positive and misclassified ones before others."""
+
+    def order(slide: str) -> tuple[bool, float, str]:
+        return order_of(decisions.get(slide), names.slide(slide))
+
+    def is_plain(slide: str) -> bool:
+        decision = decisions.get(slide)
+        return decision is None or not (decision.is_positive or decision.is_correct is False)
+
+    return sorted(sorted(mapped, key=lambda slide: (is_plain(slide), *order(slide)))[:most], key=order)
+
+
+def slide_data(
+    slide: str,
+    anchor: str,
+    folders: Sequence[HeatmapFolder],
+    row: SlideRow | None,
+    decision: Decision | None,
+    agreements: Mapping[str, Record],
+    settings: StudySettings,
+    names: Names,
+) -> SlideData:
+    """Return the section of a slide; `folders` have its heatmaps, `agreements` its lesion scores by model."""
+    first, heatmap = folders[0], read_heatmap(folders[0].files[slide])
+    opened, problem = _open(row, heatmap, settings)
+    try:
+        main = HeatmapPicture(
+            first.model,
+            _overlay(first, heatmap, row, opened, names),
+            _agreement(agreements.get(first.model, {})),
+        )
+        others = _other_heatmaps(folders[1:], slide, row, opened, agreements, names)
+        highest, lowest = (_tiles(heatmap, rows, opened) for rows in ends(heatmap, NUM_TILES)) if opened else ((), ())
+    finally:
+        if opened is not None:
+            opened.close()
+    predicted, regions = heatmap.prediction, first.regions.get(slide, ())
+    columns = [key for key in REGION_COLUMNS if any(region.get(key) for region in regions)]
+    lines = [[_rounded(region.get(key, "")) for key in columns] for region in regions[:MOST_REGIONS]]
+    negative = f"Predicted {predicted.decision}, not {predicted.shown}: {RANKS_ONLY}." if heatmap.only_ranks else ""
+    return SlideData(
+        name=names.slide(slide),
+        anchor=anchor,
+        decision=decision,
+        facts=tuple(_facts(heatmap, row, names).items()),
+        heatmap=main,
+        other_heatmaps=others,
+        negative_note=negative,
+        regions=Table.of((REGION_COLUMNS[key] for key in columns), lines),
+        num_regions=len(regions) if first.regions else None,
+        warnings=heatmap.warnings,
+        highest=highest,
+        lowest=lowest,
+        tiles_missing=problem,
+    )
+
+
+def _open(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tuple[Slide | None, str]:
+    """Open the slide with the microns per pixel of its heatmap; or say why that is not possible."""
+    if row is None:
+        return None, "the cohort does not name it"
+    try:
+        opened = SlideRef.of(row, settings.slide).at_mpp(heatmap.frame.slide_mpp).open()
+    except SelfVitMilError as error:
+        return None, error.reason
+    if opened.size_l0 != heatmap.frame.size_l0:
+        opened.close()
+        return None, "the file has another size than the slide of the heatmap"
+    return opened, ""
+
+
+def _facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[str, str]:
+    predicted, frame = heatmap.prediction, heatmap.frame
+    streams = [
+        f"{name} {' '.join(f'{value:.3f}' for value in values)}"
+        for name, values in (("bag", predicted.bag_probability), ("max", predicted.max_probability))
+        if values is not None
+    ]
+    width_mm, height_mm = (edge * frame.slide_mpp / 1000 for edge in frame.size_l0)
+    annotated = ""
+    if heatmap.annotated is not None:
+        inside = heatmap.annotated > 0
+        hottest = "does" if inside[highest_scoring_tile(heatmap)] else "does not"
+        annotated = f"{int(inside.sum()):,} tiles touch annotated tumour; the hottest tile {hottest}"
+    threshold = "" if predicted.threshold is None else f"{predicted.threshold:.3f}, {predicted.threshold_from}"
+    return {
+        "decision": f"{predicted.decision} (ground truth: {row.label if row and row.label else 'not known'})",
+        f"probability of {predicted.shown}": f"{predicted.shown_probability:.3f}",
+        "streams": ", ".join(streams),
+        "threshold": threshold,
+        "part": f"{predicted.part} slide of split {predicted.split}",
+        "patient": names.patient(row.patient) if row else "",
+        "heatmap": f"{heatmap.method}, {heatmap.kind}, scale {heatmap.scale}{', gated' * heatmap.gated}",
+        "shows": overlay.shown_words(heatmap),
+        "tiles": f"{len(heatmap):,} of {frame.size_px} px at {frame.tile_mpp:g} µm/px",
+        "slide": f"{width_mm:.1f} x {height_mm:.1f} mm, {frame.slide_mpp:.4g} µm/px",
+        "annotated": annotated,
+    }
+
+
+def _rounded(text: str) -> str:
+    with suppress(ValueError):
+        value = float(text)
+        return text if text.lstrip("-").isdigit() else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return text
+
+
+def _agreement(row: Record) -> Agreement | None:
+    try:
+        return Agreement(*(float(row[key]) for key in ("threshold", "covered_mm2", "tumour_mm2", "false_mm2")))
+    except (KeyError, ValueError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+def _overlay(
+    folder: HeatmapFolder, heatmap: Heatmap, row: SlideRow | None, opened: Slide | None, names: Names
+) -> Shown:
+    """Return the overlay: the stored picture, or a new one where that shows a name or is missing."""
+    alt = f"heatmap of {names.slide(heatmap.slide)} by {folder.model}"
+    stored = folder.stored_overlay(heatmap.slide)
+    shown = picture_file(stored, alt, edge_px=OVERLAY_PX) if stored and not names.hidden else None
+    if shown is None and opened is not None:
+        with suppress(SelfVitMilError):
+            mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OVERLAY_PX)
+            marks = {"annotations": _annotations(row), "lesions": folder.lesions(heatmap)}
+            title = names.slide(heatmap.slide)
+            drawn = overlay.draw_overlay(heatmap, opened.thumbnail(mpp), mpp, title=title, **marks)
+            shown = picture(drawn, alt, edge_px=OVERLAY_PX)
+    why = "the stored one shows the slide's name" if stored and names.hidden else "none is stored"
+    return shown or f"No picture of this heatmap: {why}, and the slide's file cannot be used."
+
+
+def _other_heatmaps(
+    folders: Sequence[HeatmapFolder],
+    slide: str,
+    row: SlideRow | None,
+    opened: Slide | None,
+    agreements: Mapping[str, Record],
+    names: Names,
+) -> tuple[HeatmapPicture, ...]:
+    """Return small pictures of the same slide's heatmaps by other models, without words, so that many fit."""
+    if not folders or opened is None:
+        return ()
+    mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OTHER_PX)
+    try:
+        thumbnail = opened.thumbnail(mpp)
+    except SelfVitMilError:
+        return ()
+    annotations, found = _annotations(row), []
+    for folder in folders:
+        heatmap = read_heatmap(folder.files[slide])
+        drawn = overlay.draw_panel(heatmap, thumbnail, mpp, annotations=annotations, lesions=folder.lesions(heatmap))
+        shown = picture(drawn, f"heatmap of {names.slide(slide)} by {folder.model}", edge_px=OTHER_PX)
+        found.append(HeatmapPicture(folder.model, shown, _agreement(agreements.get(folder.model, {}))))
+    return tuple(found)
+
+
+def _annotations(row: SlideRow | None) -> Sequence[Annotation]:
+    with suppress(SelfVitMilError):
+        if row is not None and row.annotation is not None:
+            return read_annotations(row.annotation, repair=True)
+    return ()
+
+
+def ends(heatmap: Heatmap, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows of the highest scores, highest first, and of the lowest, lowest first; none is in both."""
+    order = rank_tiles(heatmap)
+    high = min(most, -(-len(order) // 2))
+    low = min(most, len(order) - high)
+    return order[:high], order[::-1][:low]
+
+
+def _tiles(heatmap: Heatmap, rows: NDArray[np.int64], opened: Slide) -> tuple[TilePicture, ...]:
+    frame, found = heatmap.frame, []
+    for row in rows:
+        x, y = (int(corner) for corner in heatmap.coords_l0[row])
+        score = float(heatmap.score[row])
+        try:
+            pixels = opened.read_tile(x, y, frame.size_px, frame.tile_mpp)
+            shown: Shown = picture(pixels, f"tile at x {x}, y {y}, score {score:.3f}", edge_px=TILE_PX, quality=70)
+        except SelfVitMilError:
+            shown = "cannot be read"
+        tumour = heatmap.annotated is not None and bool(heatmap.annotated[row] > 0)
+        found.append(TilePicture(score, tumour, shown))
+    return tuple(found)
