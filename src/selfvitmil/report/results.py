@@ -216,13 +216,13 @@ def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
     info = results.methods[0]
     return EvaluationData(
         **_common(results, names),
-        facts=tuple(_facts(info).items()),
+        facts=tuple(_evaluation_facts(info).items()),
         levels=tuple(_levels(info)),
         warnings=tuple(info.get("warnings") or ()),
     )
 
 
-def _facts(info: Mapping[str, Any]) -> dict[str, str]:
+def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
     recipe, evidence = info.get("recipe") or {}, info.get("evidence") or {}
     kinds = dict.fromkeys(str(own.get("reason", "")) for own in evidence.values())
     origin = f" ({info['positive_from']})" if info.get("positive_from") else ""
@@ -545,7 +545,7 @@ def slide_data(
         name=names.slide(slide),
         anchor=anchor,
         decision=decision,
-        facts=tuple(_facts(heatmap, row, names).items()),
+        facts=tuple(_slide_facts(heatmap, row, names).items()),
         heatmap=main,
         other_heatmaps=others,
         negative_note=negative,
@@ -572,7 +572,7 @@ def _open(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tu
     return opened, ""
 
 
-def _facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[str, str]:
+def _slide_facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[str, str]:
     predicted, frame = heatmap.prediction, heatmap.frame
     streams = [
         f"{name} {' '.join(f'{value:.3f}' for value in values)}"
