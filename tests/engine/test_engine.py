@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from selfvitmil.engine import Engine, Outcome, _Map, cluster, is_transient, work
-from selfvitmil.engine.progress import Progress
+from selfvitmil.engine import Engine, Outcome, Progress, _Map, cluster, is_transient, work
 from selfvitmil.engine.work import Job, Receiver, WorkerDied, Workers
 from selfvitmil.errors import ConfigError, EngineError, SlideError
 from selfvitmil.settings import ClusterSettings, EngineSettings

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
-from selfvitmil.engine import Engine
-from selfvitmil.engine.progress import show_progress
+from selfvitmil.engine import Engine, show_progress
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.slides import SlideRef

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Cohort, SlideRow, Split, hold_out
 from selfvitmil.cohort.splits import patients_by_class, split_table
 from selfvitmil.cohort.table import listing
-from selfvitmil.engine.progress import announce
+from selfvitmil.engine import announce
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, to_toml
 from selfvitmil.stages.base import (

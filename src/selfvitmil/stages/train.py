@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort
-from selfvitmil.engine import Engine
-from selfvitmil.engine.progress import announce
+from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
 from selfvitmil.settings import LocalizeSettings, StudySettings, TrainSettings, to_toml
 from selfvitmil.stages.base import (
