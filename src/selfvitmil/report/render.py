@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
@@ -36,10 +36,10 @@ NUMBER = re.compile(r"[-+−<>~≈]?[\d,.]+(?:\s?(?:%|s|min|h|MB|mm²|µm))?|[-�
 
 def render_page(data: ReportData) -> str:
     """Return the page as HTML."""
-    css = (resources.files("selfvitmil.report") / "style.css").read_text(encoding="utf-8")
+    css = _packaged("style.css")
     digest = base64.b64encode(hashlib.sha256(css.encode("utf-8")).digest()).decode("ascii")
     environment = Environment(
-        loader=PackageLoader("selfvitmil.report"),
+        loader=FunctionLoader(lambda name: _packaged(f"templates/{name}")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -47,6 +47,11 @@ def render_page(data: ReportData) -> str:
     )
     environment.filters["limits_below"] = limits_below
     return environment.get_template("page.html.j2").render(data=data, css=Markup(css), style_hash=digest)
+
+
+def _packaged(name: str) -> str:
+    """Return the text of a file of this package, also where the package is a zip file."""
+    return (resources.files("selfvitmil.report") / name).read_text(encoding="utf-8")
 
 
 def limits_below(cell: str | int) -> Markup:
