@@ -580,8 +580,8 @@ def plan_run(study: Study, request: Request, *, offline: bool = False) -> RunPla
     stages = request.stages
     trains, table = any(stage.name == "pretrain" for stage in stages), ()
     if trains:
-        told, table = propose_split(study, name)
-        notes += told
+        info, table = propose_split(study, name)
+        notes += info
     labels = None
     if any(stage.is_learning for stage in stages):
         labels = check_labels(study.cohort, study.settings)
@@ -589,8 +589,8 @@ def plan_run(study: Study, request: Request, *, offline: bool = False) -> RunPla
     check_files(study)
     runs: tuple[EncoderRun, ...] = ()
     if trains:
-        settings, told = settle_scope(study.root, name, study.cohort, study.settings)
-        study, notes = study.with_settings(settings), [*notes, *told]
+        settings, info = settle_scope(study.root, name, study.cohort, study.settings)
+        study, notes = study.with_settings(settings), [*notes, *info]
         runs = encoder_runs(study.cohort, name, settings)
     plan = RunPlan(study, request, runs, labels, tuple(notes), table, offline)
     for stage in sorted(stages, key=lambda each: not each.is_learning):  # methods first: others may load an encoder
