@@ -583,8 +583,8 @@ def _slide_facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[s
     annotated = ""
     if heatmap.annotated is not None:
         inside = heatmap.annotated > 0
-        hottest = "does" if inside[highest_scoring_tile(heatmap)] else "does not"
-        annotated = f"{int(inside.sum()):,} tiles touch annotated tumour; the hottest tile {hottest}"
+        top_tile = "does" if inside[highest_scoring_tile(heatmap)] else "does not"
+        annotated = f"{int(inside.sum()):,} tiles touch annotated tumour; the highest-scoring tile {top_tile}"
     threshold = "" if predicted.threshold is None else f"{predicted.threshold:.3f}, {predicted.threshold_from}"
     return {
         "decision": f"{predicted.decision} (ground truth: {row.label if row and row.label else 'not known'})",
