@@ -1038,7 +1038,7 @@ def test_check_tells_of_outlines_that_enclose_nothing(plain: Path) -> None:
     outlines = plain.with_name("a.geojson")
     outlines.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
     told = check_slide(CheckJob(SlideRef("a", plain), outlines)).warnings
-    words = "outlines in a.geojson that cross themselves or enclose nothing are repaired when read"
+    words = "contours in a.geojson that cross themselves or enclose nothing are repaired when read"
     assert told == (f"{words}: 3 regions",)  # both halves of the bow tie, and the line
 
 
