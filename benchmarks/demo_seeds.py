@@ -3,9 +3,9 @@
     python benchmarks/demo_seeds.py [--first 2] [--seeds 5] [--folder FOLDER]
 
 Every seed makes other slides, trains another encoder and other aggregators. Printed are the test AUC of every row and
-the share of positive test slides whose hottest tile lies in the lesion; the limits are 0.95 and 0.9 on average, for the
-study's own method. The demo's settings were chosen on seeds 0 and 1, so that the first is 2. The last line is JSON.
-Takes some minutes a seed.
+the share of positive test slides whose highest-scoring tile lies in the lesion; the limits are 0.95 and 0.9 on average,
+for the study's own method. The demo's settings were chosen on seeds 0 and 1, so that the first is 2. The last line
+is JSON. Takes two minutes a seed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def demo(study: Path, seed: int) -> dict[str, float]:
     method = settings.train.aggregator
     with (study / "results" / "compare" / "table.csv").open(newline="", encoding="utf-8") as file:
         aucs = {row["display_name"]: float(row["auc"]) for row in csv.DictReader(file)}
-    judged = json.loads((study / "results" / f"demo_{method}" / "lesions.json").read_text(encoding="utf-8"))
-    hits = judged["scores"]["hit_rate"]["value"]
+    scored = json.loads((study / "results" / f"demo_{method}" / "lesions.json").read_text(encoding="utf-8"))
+    hits = scored["scores"]["hit_rate"]["value"]
     found = {name: auc for name, auc in aucs.items() if name in (method, "dsmil", *ROWS)}
-    return {**found, "hits": hits, "froc": judged["scores"]["froc"]["value"], "seconds": time.perf_counter() - begin}
+    return {**found, "hits": hits, "froc": scored["scores"]["froc"]["value"], "seconds": time.perf_counter() - begin}
 
 
 def main() -> None:
