@@ -3,7 +3,8 @@
 `ranking`: AUC with DeLong and bootstrap intervals, paired test, multiclass; ROC and precision-recall curves with bands.
 `classification`: metrics at a threshold, Youden's threshold, Wilson intervals, Brier score, reliability, Platt and
 temperature scaling. `detection`: FROC of the Camelyon16 challenge, non-maximum suppression. `survival`: C-index,
-time-dependent AUC, Brier score, Kaplan-Meier curves, log-rank test.
+time-dependent AUC, Brier score, Kaplan-Meier curves, log-rank test. `regression`: errors, correlations, Bland-Altman.
+`ordinal`: quadratic weighted kappa. `decision`: decision curves, conformal prediction sets.
 
 Labels are integers from 0; scores rank, higher is more positive; `MetricError` is raised if a metric is undefined.
 """
@@ -27,7 +28,17 @@ from selfvitmil.metrics.classification import (
     wilson,
     youden_threshold,
 )
+from selfvitmil.metrics.decision import (
+    ConformalThreshold,
+    Coverage,
+    DecisionCurve,
+    conformal_threshold,
+    decision_curve,
+    prediction_sets,
+    set_coverage,
+)
 from selfvitmil.metrics.detection import FPS, CaseDetections, Froc, froc, suppress_points
+from selfvitmil.metrics.ordinal import OrdinalAgreement, ordinal_agreement, quadratic_weighted_kappa
 from selfvitmil.metrics.ranking import (
     AucInterval,
     CurveBands,
@@ -43,6 +54,19 @@ from selfvitmil.metrics.ranking import (
     paired_auc_test,
     pr_curve,
     roc_curve,
+)
+from selfvitmil.metrics.regression import (
+    BlandAltman,
+    CalibrationLine,
+    RegressionMetrics,
+    bland_altman,
+    calibration_line,
+    mae,
+    pearson,
+    r2,
+    regression_metrics,
+    rmse,
+    spearman,
 )
 from selfvitmil.metrics.survival import (
     BreslowBaseline,
@@ -70,10 +94,15 @@ from selfvitmil.metrics.survival import (
 __all__ = [
     "FPS",
     "AucInterval",
+    "BlandAltman",
     "BreslowBaseline",
+    "CalibrationLine",
     "CaseDetections",
     "Concordance",
+    "ConformalThreshold",
+    "Coverage",
     "CurveBands",
+    "DecisionCurve",
     "Decisions",
     "Froc",
     "HazardRatio",
@@ -82,10 +111,12 @@ __all__ = [
     "LogRank",
     "MulticlassAuc",
     "MulticlassDecisions",
+    "OrdinalAgreement",
     "PairedAuc",
     "PairedConcordance",
     "Platt",
     "PrCurve",
+    "RegressionMetrics",
     "Reliability",
     "RocCurve",
     "SurvivalBrier",
@@ -94,13 +125,17 @@ __all__ = [
     "auc",
     "auc_interval",
     "average_precision",
+    "bland_altman",
     "breslow_baseline",
     "brier",
     "brier_score_survival",
+    "calibration_line",
+    "conformal_threshold",
     "confusion_matrix",
     "curve_bands",
     "decide",
     "decide_multiclass",
+    "decision_curve",
     "evaluation_times",
     "fit_platt",
     "fit_temperature",
@@ -110,13 +145,23 @@ __all__ = [
     "integrated_brier_score",
     "kaplan_meier",
     "log_rank",
+    "mae",
     "multiclass_auc",
+    "ordinal_agreement",
     "paired_auc_test",
     "paired_c_test",
+    "pearson",
     "pr_curve",
+    "prediction_sets",
+    "quadratic_weighted_kappa",
+    "r2",
+    "regression_metrics",
     "reliability",
     "restricted_mean_survival",
+    "rmse",
     "roc_curve",
+    "set_coverage",
+    "spearman",
     "suppress_points",
     "time_dependent_auc",
     "to_logits",

@@ -429,7 +429,7 @@ def brier(labels: ArrayLike, probabilities: ArrayLike) -> float:
     if np.ndim(probabilities) == 2:
         num_classes = np.shape(probabilities)[1]
         label = check_labels(labels, num_classes)
-        given = _check_distributions(probabilities, len(label), num_classes)
+        given = check_distributions(probabilities, len(label), num_classes)
         return float(((given - np.eye(num_classes)[label]) ** 2).sum(axis=1).mean())
     label = check_labels(labels)
     return float(((check_probabilities(probabilities, len(label)) - label) ** 2).mean())
@@ -440,7 +440,7 @@ def top_class(labels: ArrayLike, probabilities_NC: ArrayLike) -> tuple[Labels, F
     `reliability`."""
     num_classes = np.shape(probabilities_NC)[-1]
     label = check_labels(labels, num_classes)
-    given = _check_distributions(probabilities_NC, len(label), num_classes)
+    given = check_distributions(probabilities_NC, len(label), num_classes)
     return (given.argmax(axis=1) == label).astype(np.int64), given.max(axis=1)
 
 
@@ -526,7 +526,7 @@ def fit_temperature(labels: ArrayLike, logits: ArrayLike) -> Temperature:
     return Temperature(1 / inverse)
 
 
-def _check_distributions(probabilities_NC: ArrayLike, count: int, num_classes: int) -> Floats:
+def check_distributions(probabilities_NC: ArrayLike, count: int, num_classes: int) -> Floats:
     given = check_probabilities(probabilities_NC, count, num_classes)
     total = given.sum(axis=1)
     if not np.allclose(total, 1.0, atol=1e-3):
