@@ -223,13 +223,13 @@ def grow_anatomy(
     lesions = _place_lesions(lesion_rng, grid, depth, num_lesions, lesion_um)
     inside = _lesion_depth(grid, lesions)
     septum = np.exp(-((grid.noise(lesion_rng, 55) / 0.16) ** 2))
-    cavities = _cavities(cavity_rng, grid, depth, hilum, stroma)
+    cavities = _cavities(cavity_rng, grid, depth, hilum)
     cavities = _select(cavities, sample(grid, inside, cavities.xy_um) < -cavities.radius_um)
     lumina = _lumina(lesion_rng, grid, inside)
 
     density = _density(cell_rng, grid, depth, stroma, sinus, centre, mantle)
     cells = _normal_cells(cell_rng, grid, depth, across, stroma, sinus, centre, density, cavities)
-    tumour_cells = _tumour_cells(lesion_rng, grid, inside, septum, across, lumina)
+    tumour_cells = _tumour_cells(lesion_rng, grid, inside, septum, lumina)
     h_gain, e_gain = _stain_uptake(stain_rng, grid, depth)
     num_dust = stain_rng.poisson(3 + 4 * grid.area_mm2)
     dust = stain_rng.random((num_dust, 3)) * (grid.width_um, grid.height_um, 3.0) + (0, 0, 1.0)
@@ -261,12 +261,8 @@ def grow_anatomy(
 def is_tissue(anatomy: Anatomy, xy_um: Points) -> NDArray[np.bool_]:
     """Return whether points are in tissue: under its surface and in no cavity."""
     grid = Grid.over(anatomy.size_px, anatomy.step_px, anatomy.mpp)
-    found = sample(grid, anatomy.depth_um, xy_um) > 0
-    tree = KDTree(xy_um)
-    for cavities in (anatomy.cavities, anatomy.lumina):
-        for centre, radius in zip(cavities.xy_um, cavities.radius_um, strict=True):
-            found[tree.query_ball_point(centre, radius)] = False
-    return found
+    under = sample(grid, anatomy.depth_um, xy_um) > 0
+    return under & ~_in_cavity(xy_um, anatomy.cavities) & ~_in_cavity(xy_um, anatomy.lumina)
 
 
 # ---------------------------------------------------------------------------------------------------- tissue
@@ -355,9 +351,7 @@ def _stain_uptake(rng: np.random.Generator, grid: Grid, depth: Field) -> tuple[F
     return h_gain.astype(np.float32), e_gain.astype(np.float32)
 
 
-def _cavities(
-    rng: np.random.Generator, grid: Grid, depth: Field, hilum: tuple[float, float], stroma: Field
-) -> Cavities:
+def _cavities(rng: np.random.Generator, grid: Grid, depth: Field, hilum: tuple[float, float]) -> Cavities:
     """Return fat cells packed around the hilum, and scattered vessels."""
     spacing = 50.0
     fat = scatter(rng, grid, spacing, jitter=0.16)
@@ -499,7 +493,7 @@ def _normal_cells(
     """Return lymphocytes, blasts, histiocytes; spindle cells of stroma and vessels; red cells in some vessels."""
     xy = scatter(rng, grid, 7.1, jitter=0.28)
     xy = xy[rng.random(len(xy)) < sample(grid, density, xy)]
-    xy = loosen(_outside(xy, cavities, 1.0, 3.5), 6.4, rounds=2)
+    xy = loosen(xy[~_in_cavity(xy, cavities, 3.5)], 6.4, rounds=2)
     in_centre, in_sinus = sample(grid, centre, xy), sample(grid, sinus, xy)
     draw = rng.random(len(xy))
     kind = np.full(len(xy), LYMPHOCYTE, np.int8)
@@ -508,7 +502,7 @@ def _normal_cells(
 
     fibres = scatter(rng, grid, 14.0, jitter=0.3)
     fibres = fibres[rng.random(len(fibres)) < 0.75 * sample(grid, stroma, fibres) + 0.03]
-    fibres = _outside(fibres[sample(grid, depth, fibres) > 4], cavities, 1.0, 3.0)
+    fibres = fibres[(sample(grid, depth, fibres) > 4) & ~_in_cavity(fibres, cavities, 3.0)]
     lining, lining_angle, red = _vessel_cells(rng, cavities)
     points = np.concatenate([xy, fibres, lining, red])
     kinds = np.concatenate(
@@ -534,14 +528,12 @@ def _vessel_cells(rng: np.random.Generator, cavities: Cavities) -> tuple[Points,
     return np.concatenate(lining), np.concatenate(angles), np.concatenate(red)
 
 
-def _tumour_cells(
-    rng: np.random.Generator, grid: Grid, inside: Field, septum: Field, across: Field, lumina: Cavities
-) -> Cells:
+def _tumour_cells(rng: np.random.Generator, grid: Grid, inside: Field, septum: Field, lumina: Cavities) -> Cells:
     """Return tumour cells packed between septa and lumina; spindle cells and stray lymphocytes in the septa."""
     xy = scatter(rng, grid, 18.5, jitter=0.25)
     xy = xy[sample(grid, inside, xy) > 9]
-    in_septum = sample(grid, septum, xy)
-    xy = loosen(_outside(xy[in_septum < 0.75], lumina, 1.0, 4.0), 16.6, rounds=2)
+    xy = xy[(sample(grid, septum, xy) < 0.75) & ~_in_cavity(xy, lumina, 4.0)]
+    xy = loosen(xy, 16.6, rounds=2)
     small = scatter(rng, grid, 9.0, jitter=0.3)
     small = small[sample(grid, inside, small) > 2]
     in_septum, draw = sample(grid, septum, small), rng.random(len(small))
@@ -554,15 +546,13 @@ def _tumour_cells(
     return _as_cells(rng, grid, points, kind, _fibre_angle(grid, septum, points))
 
 
-def _outside(xy: Points, cavities: Cavities, scale: float, margin_um: float) -> Points:
-    """Return the points that are in no cavity."""
-    if not len(cavities.xy_um) or not len(xy):
-        return xy
-    taken = np.zeros(len(xy), bool)
-    tree = KDTree(xy)
+def _in_cavity(xy_um: Points, cavities: Cavities, margin_um: float = 0.0) -> NDArray[np.bool_]:
+    """Return whether points are in a cavity or within `margin_um` of it."""
+    inside = np.zeros(len(xy_um), bool)
+    tree = KDTree(xy_um)
     for centre, radius in zip(cavities.xy_um, cavities.radius_um, strict=True):
-        taken[tree.query_ball_point(centre, radius * scale + margin_um)] = True
-    return xy[~taken]
+        inside[tree.query_ball_point(centre, radius + margin_um)] = True
+    return inside
 
 
 def _fibre_angle(grid: Grid, across: Field, xy_um: Points) -> Points:

@@ -53,6 +53,7 @@ from selfvitmil.store.files import write_bytes, write_csv, write_text
 # ---------------------------------------------------------------------------------------------------- one slide
 
 TISSUE_MPP = 8.0
+JPEG_QUALITY = 85
 SMALLEST_SIDE_UM = 200.0
 SMALLEST_LESION_UM = 40.0
 
@@ -107,7 +108,6 @@ def make_slide(
     lesions: int = 0,
     lesion_um: tuple[float, float] = (150.0, 400.0),
     layout: Layout = "svs40",
-    jpeg_quality: int = 85,
 ) -> SyntheticSlide:
     """Write a slide of a lymph node, `size` = (width, height) in level-0 pixels, with `lesions` metastases.
 
@@ -115,8 +115,7 @@ def make_slide(
     Raises ConfigError if the lesions do not fit into the tissue.
     """
     scene = _make_scene(seed, size, mpp, lesions, lesion_um)
-    pyramid = encode_pyramid(size, scene.render, layout, jpeg_quality)
-    write_pyramid(path, pyramid, mpp)
+    write_pyramid(path, encode_pyramid(size, scene.render, layout, JPEG_QUALITY), mpp)
     return scene.describe(path.stem, layout)
 
 
@@ -188,19 +187,19 @@ def write_sparse_slide(
 ) -> SyntheticSlide:
     """Write a slide of any size in a small file: copies of one 4096-pixel node on glass, equal tiles stored once."""
     layout, edge = "svs40", 4096
-    quality, form = 85, FORMS[layout]
+    form = FORMS[layout]
     scene = _make_scene(seed, (edge, edge), mpp, lesions, (150.0, 400.0))
-    node = encode_pyramid((edge, edge), scene.render, layout, quality)
+    node = encode_pyramid((edge, edge), scene.render, layout, JPEG_QUALITY)
     origins = _spread(size_l0, edge, copies)
     glass = np.broadcast_to(np.array([*np.round(scene.stain.glass), 0], np.uint8), (form.tile_px, form.tile_px, 4))
-    blank = encode_jpeg(glass, form.jpeg_subsampling, quality)
+    blank = encode_jpeg(glass, form.jpeg_subsampling, JPEG_QUALITY)
     levels: list[EncodedLevel] = []
     for k, small in enumerate(node.levels):
         downsample = form.step**k
         size = (size_l0[0] // downsample, size_l0[1] // downsample)
         place = _placed(size, small.size, [(x // downsample, y // downsample) for x, y in origins], form.tile_px)
         levels.append(EncodedLevel(size, [blank, *small.tiles], place))
-    write_pyramid(path, EncodedPyramid(layout, levels, node.thumbnail, quality), mpp)
+    write_pyramid(path, EncodedPyramid(layout, levels, node.thumbnail, JPEG_QUALITY), mpp)
     return _copied(scene.describe(path.stem, layout), size_l0, origins)
 
 
@@ -373,7 +372,11 @@ def plan_cohort(
     for k, (patient, split, label) in enumerate(itertools.islice(places, slides)):
         kind = "slide" if layout == "plain" else "test" if split == "test" else label
         numbers[kind] += 1
+        file_layout, scanner_mpp = scanners[ranks[label] % len(scanners)]
+        ranks[label] += 1
         own_seed = int(np.random.SeedSequence(seed, spawn_key=(k,)).generate_state(1)[0])
+        own_mpp = mpp or scanner_mpp
+        lesions, lesion_um = _draw_lesions(own_seed, min(size) * own_mpp)
         plan = SlidePlan(
             name=f"{kind}_{numbers[kind]:03d}",
             cohort_layout=layout,
@@ -382,13 +385,12 @@ def plan_cohort(
             patient=f"patient_{patient:03d}",
             seed=own_seed,
             size=size,
-            mpp=0.25,
-            layout="tiff",
-            lesions=0,
-            lesion_um=(150.0, 400.0),
+            mpp=own_mpp,
+            layout=file_layout,
+            lesions=lesions if label == "tumor" else 0,
+            lesion_um=lesion_um,
         )
-        plans.append(_equipped(plan, mpp, scanners[ranks[label] % len(scanners)]))
-        ranks[label] += 1
+        plans.append(plan)
     return plans
 
 
@@ -431,15 +433,11 @@ def _scanners(seed: int, layout: CohortLayout) -> list[tuple[Layout, float]]:
     return [pairs[k] for k in order]
 
 
-def _equipped(plan: SlidePlan, mpp: float | None, scanner: tuple[Layout, float]) -> SlidePlan:
-    """Return the plan with its scanner, and with lesions for a tumour slide."""
-    layout, mpp = scanner[0], mpp or scanner[1]
-    short_um = min(plan.size) * mpp
+def _draw_lesions(seed: int, short_um: float) -> tuple[int, tuple[float, float]]:
+    """Return number and range of diameters of the lesions of a slide whose shorter side has `short_um` microns."""
     largest = min(400.0, 0.5 * short_um)
-    lesion_um = (min(200.0, 0.7 * largest), largest)
-    lesion_rng = np.random.default_rng(plan.seed)
-    lesions = int(lesion_rng.integers(1, 4 if short_um > 700 else 2)) if plan.label == "tumor" else 0
-    return dataclasses.replace(plan, layout=layout, mpp=mpp, lesions=lesions, lesion_um=lesion_um)
+    number = int(np.random.default_rng(seed).integers(1, 4 if short_um > 700 else 2))
+    return number, (min(200.0, 0.7 * largest), largest)
 
 
 def write_planned(plan: SlidePlan, folder: Path) -> CohortSlide:
@@ -488,31 +486,12 @@ def _reference_row(slide: SyntheticSlide) -> tuple[str, str, str, str]:
     return slide.name, "Tumor", "IDC", "Macro" if largest >= MACRO_UM else "Micro"
 
 
-def make_cohort(
-    folder: Path,
-    *,
-    slides: int = 12,
-    positives: float = 0.5,
-    slides_per_patient: int = 2,
-    seed: int = 0,
-    size: tuple[int, int] = (4096, 4096),
-    mpp: float | None = None,
-    layout: CohortLayout = "plain",
-    hostile: bool = False,
-    test_fraction: float = 0.33,
-) -> list[CohortSlide]:
-    """Plan, write and finish a cohort in this process; `hostile` adds a folder of files that test error handling."""
-    plans = plan_cohort(
-        slides=slides,
-        positives=positives,
-        slides_per_patient=slides_per_patient,
-        seed=seed,
-        size=size,
-        mpp=mpp,
-        layout=layout,
-        test_fraction=test_fraction,
-    )
-    written = [write_planned(plan, folder) for plan in plans]
+def make_cohort(folder: Path, *, hostile: bool = False, **options: Any) -> list[CohortSlide]:
+    """Plan, write and finish a cohort in this process; `options` are those of `plan_cohort`.
+
+    `hostile` adds a folder of files that test error handling.
+    """
+    written = [write_planned(plan, folder) for plan in plan_cohort(**options)]
     finish_cohort(folder, written)
     if hostile:
         make_problem_files(folder / "hostile")

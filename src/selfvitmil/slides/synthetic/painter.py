@@ -38,8 +38,6 @@ from selfvitmil.slides.synthetic.anatomy import (
     Field,
 )
 
-# ---------------------------------------------------------------------------------------------------- textures
-
 Bytes = NDArray[np.uint8]
 
 BLOCK_PX = 512
@@ -128,22 +126,15 @@ NUM_ANGLES = 24
 @lru_cache(maxsize=4)
 def stamps(mpp: float) -> dict[int, list[Stamp]]:
     """Return images of every kind of cell; those of spindle cells are in NUM_ANGLES groups by direction."""
-    rng = np.random.default_rng(12)
-    small = [_lymphocyte(rng, mpp) for _ in range(160)]
-    blasts = [_vesicular(rng, mpp, rng.uniform(4.2, 5.4), rng.uniform(0.55, 0.9)) for _ in range(64)]
-    histiocytes = [_vesicular(rng, mpp, rng.uniform(4.6, 6.0), rng.uniform(0.35, 0.55)) for _ in range(32)]
-    spindles = [_spindle(rng, mpp, np.pi * turn / NUM_ANGLES) for turn in range(NUM_ANGLES) for _ in range(8)]
-    red = [_red_cell(rng, mpp) for _ in range(24)]
-    bodies = [_tumour_body(rng, mpp) for _ in range(64)]
-    nuclei = [_tumour_nucleus(rng, mpp) for _ in range(128)]
+    rng = np.random.default_rng(12)  # used in this order
     return {
-        LYMPHOCYTE: small,
-        BLAST: blasts,
-        HISTIOCYTE: histiocytes,
-        SPINDLE: spindles,
-        RED_CELL: red,
-        TUMOUR_BODY: bodies,
-        TUMOUR_NUCLEUS: nuclei,
+        LYMPHOCYTE: [_lymphocyte(rng, mpp) for _ in range(160)],
+        BLAST: [_vesicular(rng, mpp, rng.uniform(4.2, 5.4), rng.uniform(0.55, 0.9)) for _ in range(64)],
+        HISTIOCYTE: [_vesicular(rng, mpp, rng.uniform(4.6, 6.0), rng.uniform(0.35, 0.55)) for _ in range(32)],
+        SPINDLE: [_spindle(rng, mpp, np.pi * turn / NUM_ANGLES) for turn in range(NUM_ANGLES) for _ in range(8)],
+        RED_CELL: [_red_cell(rng, mpp) for _ in range(24)],
+        TUMOUR_BODY: [_tumour_body(rng, mpp) for _ in range(64)],
+        TUMOUR_NUCLEUS: [_tumour_nucleus(rng, mpp) for _ in range(128)],
     }
 
 
