@@ -33,7 +33,6 @@ from selfvitmil.pretrain.quality import (
     choose_tiles,
     measure,
     neighbour_agreement,
-    patience_of,
     plan_evaluations,
     read_sample,
     standard_error,
@@ -248,8 +247,8 @@ def test_two_low_evaluations_raise_an_alarm_and_a_fifth_of_the_run_ends_it():
     assert told[:3] == [None] * 3
     assert told[3] == "the quality of the embeddings fell from 0.61 to 0.45"
     assert [follow(levels[:count]).fell for count in range(1, 7)] == [False] * 5 + [True]
-    assert patience_of(EvaluationPlan(64, 5, 100)) == 4
-    assert patience_of(EvaluationPlan(64, 10, 100)) == 3
+    assert EvaluationPlan(64, 5, 100).patience == 4
+    assert EvaluationPlan(64, 10, 100).patience == 3
 
 
 def test_a_run_that_recovers_or_falls_by_little_goes_on():

@@ -50,7 +50,7 @@ from selfvitmil.pretrain.objectives import (
 )
 from selfvitmil.pretrain.optim import Hyperparameters, add_adapters, check_lora, share_frozen, update_teacher
 from selfvitmil.pretrain.quality import effective_rank, feature_std
-from selfvitmil.runtime.device import seeded
+from selfvitmil.runtime.device import evaluation_mode, seeded
 from selfvitmil.settings import PretrainSettings
 
 DEFAULT_ARCHITECTURE = dict.fromkeys(("dino", "simdino", "lejepa"), "vit_small_patch16_224") | {
@@ -77,27 +77,25 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
             layout: dict[str, Any] = {"layout": "cls+patchmean"} if args.get("depth", 4) < 4 else {}
             return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
     encoder = _for_any_size(load_encoder(settings.init))
-    config = encoder.config
-    wanted = settings.architecture
-    if wanted is not None and wanted.split(".")[0] != config.architecture:
-        raise EncoderError(
-            f"{settings.init.rstrip('/').split('/')[-1]}: its network is {config.architecture}, not {wanted}",
-            "weights of one network do not fit another",
-            "Leave pretrain.architecture out, or start from other weights",
-            code="init-mismatch",
-        )
+    found, wanted = encoder.config.architecture, settings.architecture
     shape = _shape_of(encoder.backbone)
-    differing = [ours for ours in names if getattr(settings, ours) not in (None, shape.get(ours))]
-    if differing:
-        raise EncoderError(
-            f"{settings.init.rstrip('/').split('/')[-1]}: has another {differing[0]} than pretrain.{differing[0]}",
-            "weights of one network do not fit another",
-            f"Leave pretrain.{differing[0]} out, or start from other weights",
-            code="init-mismatch",
-        )
+    if wanted is not None and wanted.split(".")[0] != found:
+        raise _mismatch(settings, "architecture", f"its network is {found}, not {wanted}")
+    for ours in names:
+        if getattr(settings, ours) not in (None, shape.get(ours)):
+            raise _mismatch(settings, ours, f"has another {ours} than pretrain.{ours}")
     if settings.lora:
         check_lora(encoder.backbone, settings.lora)
     return encoder
+
+
+def _mismatch(settings: PretrainSettings, setting: str, problem: str) -> EncoderError:
+    return EncoderError(
+        f"{settings.init.rstrip('/').split('/')[-1]}: {problem}",
+        "weights of one network do not fit another",
+        f"Leave pretrain.{setting} out, or start from other weights",
+        code="init-mismatch",
+    )
 
 
 def _for_any_size(encoder: Encoder) -> Encoder:
@@ -236,7 +234,7 @@ class Learner(nn.Module):
         """Update the moving average and other state without gradients, after the optimizer's step."""
         if self.teacher is not None:
             pair = (self.teacher, self.student)
-            if not self.objective.has_teacher:  # nobody asks its head
+            if not self.objective.has_teacher:  # its head is not used
                 pair = (self.teacher.backbone, self.student.backbone)
             update_teacher(*pair, momentum)
         if states:
@@ -436,7 +434,9 @@ def recompute_statistics(network: nn.Module, batches: Iterable[torch.Tensor]) ->
     counted = [norm.num_batches_tracked.clone() for norm in norms if norm.num_batches_tracked is not None]
     hooks = [norm.register_forward_pre_hook(note) for norm in norms]
     try:
-        with _normalizing_by_batch(network, norms), alone(network):
+        with evaluation_mode(network), alone(network):
+            for norm in norms:
+                norm.training = True
             for images_B3HW in batches:
                 network(images_B3HW)
     finally:
@@ -483,20 +483,6 @@ class _Moments:
         self.squares_C = self.squares_C + var_C * count + away_C**2 * (self.count * count / total)
         self.mean_C = self.mean_C + away_C * (count / total)
         self.count = total
-
-
-@contextmanager
-def _normalizing_by_batch(network: nn.Module, norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Batch norms as in training, all else as at inference; afterwards every part is in the mode it had."""
-    before = [(part, part.training) for part in network.modules()]
-    network.eval()
-    for norm in norms:
-        norm.training = True
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
 
 
 def passes_of(tiles_N3SS: torch.Tensor) -> tuple[torch.Tensor, ...]:

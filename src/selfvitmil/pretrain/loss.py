@@ -76,7 +76,7 @@ def dino_loss(
                     total += mean_over_tiles(-sum_over_K(q[g] * log_softmax(student[v] / student_temp)))
         loss = total / (2 * num_views - 2)
     """
-    _count_tiles(student, teacher, center, num_views)
+    _check_shapes(student, teacher, center, num_views)
     return crossed_cross_entropy(student, teacher_probabilities(teacher, center, teacher_temp), student_temp, num_views)
 
 
@@ -90,7 +90,7 @@ def crossed_cross_entropy(
     return _CrossedCrossEntropy.apply(student_VBK, targets_2BK, student_temp)  # pyright: ignore[reportReturnType]
 
 
-def _count_tiles(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, num_views: int) -> int:
+def _check_shapes(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, num_views: int) -> None:
     tiles, rest = divmod(len(teacher), NUM_GLOBAL)
     fits = student.ndim == teacher.ndim == 2 and student.shape[1] == teacher.shape[1] == center.numel()
     if num_views < NUM_GLOBAL or rest or not tiles or len(student) != num_views * tiles or not fits:
@@ -102,7 +102,6 @@ def _count_tiles(student: torch.Tensor, teacher: torch.Tensor, center: torch.Ten
             "Check num_views and that the last batch is whole",
             code="view-shape-mismatch",
         )
-    return tiles
 
 
 def _views_and_targets(targets_2BK: torch.Tensor, num_views: int):

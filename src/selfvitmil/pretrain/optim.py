@@ -99,7 +99,7 @@ def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> t
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether every number of all tensors is finite: one truth value on their device, which nobody waits for."""
+    """Whether every number of all tensors is finite: one boolean on their device, without waiting for it."""
     norms = torch._foreach_norm(list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).isfinite().all()
 
@@ -115,8 +115,9 @@ def cancel_gradients(*modules: nn.Module) -> None:
 def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     """Move every weight of the teacher towards the student's: momentum * teacher + (1 - momentum) * student.
 
-    Call it after the optimizer's step. Buffers (running means of batch norms) become the student's, until `batch_norm`
-    computes those that belong to the averaged weights. Weights that both share (frozen ones) stay as they are.
+    Call it after the optimizer's step. Buffers (running means of batch norms) become the student's, until
+    `learner.recompute_statistics` computes those that belong to the averaged weights. Weights that both share (frozen
+    ones) stay as they are.
     """
     for mine, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
         mine.copy_(theirs)
@@ -273,7 +274,7 @@ class TeacherTemperature:
 # ---- rules for batch and data size -------------------------------------------------------------------------------
 
 CONSTANT_WARMUP_STEPS = 150
-"""Steps of warm-up of a constant schedule, whatever the length of the run."""
+"""Steps of warm-up of a constant schedule: as many for every run, but at most half of a very short one."""
 CONSTANT_MOMENTUM = 0.99
 """Momentum of the average under a constant schedule: a half-life of 69 steps, whatever the length of the run."""
 
@@ -288,7 +289,7 @@ def suggested_momentum(batch: int, total_steps: int) -> float:
 
     DINO names two points, 0.996 for a batch of 1024 and 0.9995 for one of 256: 1 - momentum goes with batch ** 1.5. So
     small batches, whose steps are noisier, are averaged over more tiles (177,000 and 355,000 to the half-life). But a
-    teacher that is half made of its random start teaches nothing: the half-life must not exceed a tenth of the run.
+    teacher that still is half its random start teaches nothing: the half-life must not exceed a tenth of the run.
     """
     by_batch = 0.004 * (batch / 1024) ** 1.5
     by_length = 1 - 0.5 ** (1 / max(total_steps / 10, 1))
@@ -302,11 +303,6 @@ def suggested_out_dim(num_tiles: int) -> int:
     any, the teacher stays near uniform and the loss near log K, which users report as "flat".
     """
     return 2 ** min(max(round(math.log2(max(num_tiles, 1) / 20)), 10), 16)
-
-
-def suggested_constant_warmup_steps(total_steps: int) -> int:
-    """Steps of warm-up of a constant schedule: as many for every run, but at most half of a very short one."""
-    return min(CONSTANT_WARMUP_STEPS, total_steps // 2)
 
 
 def suggested_freeze_steps(total_steps: int) -> int:
@@ -341,15 +337,11 @@ class Hyperparameters:
 
     def schedules(self, settings: PretrainSettings) -> Schedules:
         """Return the schedules of this run."""
-        total = self.total_steps
-        # Without a length in epochs, the temperature climbs from step to step.
-        in_epochs = settings.warmup_temp_epochs is not None
+        total, epochs, steps_per_epoch = self.total_steps, settings.warmup_temp_epochs, self.steps_per_epoch
+        if epochs is None:  # without a length in epochs, the temperature climbs from step to step
+            epochs, steps_per_epoch = self.warmup_steps, 1
         teacher_temp = TeacherTemperature(
-            settings.warmup_teacher_temp,
-            settings.teacher_temp,
-            settings.warmup_temp_epochs if settings.warmup_temp_epochs is not None else self.warmup_steps,
-            self.steps_per_epoch if in_epochs else 1,
-            settings.temp_ramp,
+            settings.warmup_teacher_temp, settings.teacher_temp, epochs, steps_per_epoch, settings.temp_ramp
         )
         if settings.chosen("schedule") == "constant":
             decay_steps = round(settings.decay_share * total)
@@ -389,7 +381,7 @@ def resolve_hyperparameters(settings: PretrainSettings, num_tiles: int, steps_pe
         return suggested if epochs is None else min(epochs * steps_per_epoch, total)
 
     if settings.chosen("schedule") == "constant":  # nothing of it may depend on the length of the run
-        warmup, momentum = suggested_constant_warmup_steps(total), CONSTANT_MOMENTUM
+        warmup, momentum = min(CONSTANT_WARMUP_STEPS, total // 2), CONSTANT_MOMENTUM
         freeze = math.ceil(warmup / 10)
     else:
         warmup, momentum = suggested_warmup_steps(total), suggested_momentum(settings.batch, total)

@@ -60,14 +60,8 @@ class Accuracy(NamedTuple):
     plain: float
     balanced: float
     """Mean over the classes that occur among them."""
-
-
-class LinearAccuracy(NamedTuple):
-    """The same for the linear classifier, and which strength was chosen."""
-
-    plain: float
-    balanced: float
-    strength: float
+    strength: float = 0.0
+    """Strength of the penalty that was chosen for the linear classifier."""
 
 
 def knn_accuracy(
@@ -85,7 +79,7 @@ def knn_accuracy(
     """
     k = min(k, len(train_ND))
     unit_ND = functional.normalize(train_ND.float(), dim=1)
-    target_NC = _one_hot(train_labels, _num_classes(train_labels, test_labels), unit_ND)
+    target_NC = _one_hot(train_labels, test_labels, unit_ND)
     guesses: list[Tensor] = []
     with full_float32():
         for part_MD in test_MD.split(max(CHUNK // len(unit_ND), 1)):
@@ -108,7 +102,7 @@ def linear_accuracy(
     groups: Sequence[str] | None = None,
     strengths: Sequence[float] = STRENGTHS,
     seed: int = 0,
-) -> LinearAccuracy:
+) -> Accuracy:
     """Accuracy of multinomial logistic regression on embeddings standardized over the training tiles.
 
     The strength of the L2 penalty is the one with the best accuracy on parts of the training tiles that are held out in
@@ -120,12 +114,12 @@ def linear_accuracy(
     std_D = train_ND.float().std(dim=0, correction=0)
     std_D = torch.where(std_D > 1e-6 * mean_D.abs() + 1e-12, std_D, torch.inf)
     x_ND = (train_ND - mean_D) / std_D
-    target_NC = _one_hot(train_labels, _num_classes(train_labels, test_labels), x_ND)
+    target_NC = _one_hot(train_labels, test_labels, x_ND)
     held_NF = torch.from_numpy(_held_out_in_turn(train_labels, groups, seed)).to(x_ND.device)
     with full_float32():
         strength, weights = _choose_strength(x_ND, target_NC, held_NF, sorted(strengths, reverse=True))
         guesses = [weights.logits((part - mean_D) / std_D)[:, -1].argmax(dim=1) for part in test_MD.split(4096)]
-    return LinearAccuracy(*_accuracy(torch.cat(guesses), test_labels), strength)
+    return _accuracy(torch.cat(guesses), test_labels)._replace(strength=strength)
 
 
 class LinearWeights(NamedTuple):
@@ -198,13 +192,10 @@ def _choose_strength(
     return chosen
 
 
-def _one_hot(labels: Ints, num_classes: int, like_ND: Tensor) -> Tensor:
-    indices_N = torch.from_numpy(labels).to(like_ND.device)
-    return functional.one_hot(indices_N, num_classes).to(like_ND.dtype)
-
-
-def _num_classes(*labels: Ints) -> int:
-    return int(max(part.max() for part in labels)) + 1
+def _one_hot(labels: Ints, test_labels: Ints, like_ND: Tensor) -> Tensor:
+    """(N, C): the class of each training tile, with a column for each class of training and test tiles."""
+    num_classes = int(max(labels.max(), test_labels.max())) + 1
+    return functional.one_hot(torch.from_numpy(labels).to(like_ND.device), num_classes).to(like_ND.dtype)
 
 
 def _accuracy(guesses_M: Tensor, labels_M: Ints) -> Accuracy:

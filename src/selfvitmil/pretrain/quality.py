@@ -100,6 +100,11 @@ class EvaluationPlan:
     def evaluations(self) -> int:
         return -(-self.total_steps // self.every)
 
+    @property
+    def patience(self) -> int:
+        """Low evaluations in a row that make a fifth of the run, which end it."""
+        return max(FEWEST_LOW, round(self.evaluations / 5))
+
 
 def plan_evaluations(total_steps: int, training_cost: float, view_cost: float, num_tiles: int) -> EvaluationPlan | None:
     """As many evaluations and tiles as `SHARE` of the training allows; None where that is too little to measure by.
@@ -131,6 +136,11 @@ class QualityMetrics:
     @property
     def quality(self) -> float:
         return float(self.agreement_N.mean())
+
+    def to_line(self) -> dict[str, float]:
+        """Return the metrics by the names that metrics.jsonl has for them."""
+        found = {name: getattr(self, name) for name in ("quality", "quality_se", "alignment", "uniformity")}
+        return found | {"sample_rank": self.rank}
 
 
 def measure(embeddings_2ND: Tensor, groups_N: Tensor) -> QualityMetrics:
@@ -442,11 +452,6 @@ class QualityHistory:
         return f"the quality of the embeddings fell from {self.peak:.2f} to {self.last_quality:.2f}"
 
 
-def patience_of(plan: EvaluationPlan) -> int:
-    """Low evaluations that make a fifth of the run."""
-    return max(FEWEST_LOW, round(plan.evaluations / 5))
-
-
 @dataclass
 class QualityMonitor:
     """Measures the quality of a run at intervals, holds the best weights, and decides on early stopping."""
@@ -484,7 +489,7 @@ class QualityMonitor:
             if self.history.add(step, measured, self.sample.groups_N) and self.keeps:
                 weights = encoder.backbone.state_dict()
                 self.kept = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
-            found = _metrics_of(measured)
+            found = measured.to_line()
             if self.history.alarm:
                 found["alarm"] = f"{self.history.alarm}. {self.remedy}"
         if self.group is not None:
@@ -513,13 +518,3 @@ class QualityMonitor:
 
 _DECIDED = ("peak", "kept_step", "kept_quality", "last_quality", "fell")
 """What all processes know of the history."""
-
-
-def _metrics_of(measured: QualityMetrics) -> dict[str, float]:
-    return {
-        "quality": measured.quality,
-        "quality_se": measured.quality_se,
-        "alignment": measured.alignment,
-        "uniformity": measured.uniformity,
-        "sample_rank": measured.rank,
-    }

@@ -35,7 +35,7 @@ COMPILE_FROM_STEPS = 3000
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """How views are made from tiles."""
+    """How views are rendered from tiles."""
 
     recipes: Sequence[ViewRecipe]
     mean: Sequence[float]

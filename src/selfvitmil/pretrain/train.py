@@ -48,7 +48,6 @@ from selfvitmil.pretrain.quality import (
     Ending,
     QualityHistory,
     QualityMonitor,
-    patience_of,
     plan_evaluations,
     read_sample,
 )
@@ -410,7 +409,7 @@ class PretrainRun:
         settings, total, recipe = self.settings, self.hyperparameters.total_steps, self.views.recipes[0]
         view = learning.forward_gflop(self.encoder, recipe.size_px)
         plan = plan_evaluations(total, total * settings.batch * self.gflop, view, sum(self.source.counts))
-        history = QualityHistory(patience_of(plan) if plan else 0, first_step=self.hyperparameters.warmup_steps)
+        history = QualityHistory(plan.patience if plan else 0, first_step=self.hyperparameters.warmup_steps)
         remedy = self.learner.objective.remedy
         keeps = settings.keep == "best"
         self.quality = QualityMonitor(plan, history, remedy, keeps=keeps, stops=settings.stop_early)

@@ -89,8 +89,6 @@ class Objective(nn.Module, ABC):
     """Whether a moving average of the student is kept; it becomes the encoder."""
     has_teacher: bool = False
     """Whether that average is a teacher: it sees the large views, and the student learns from its outputs."""
-    has_small_views: bool = True
-    """Whether tiles have small views besides the two large ones."""
     joins: Literal["nothing", "embeddings", "outputs", "head"] = "nothing"
     """What is compared across the tiles of a batch: nothing, the embeddings of the large views, the head's outputs of
     the large views, or everything (`head`: the head itself sees the embeddings of all views of the whole batch)."""
@@ -98,6 +96,10 @@ class Objective(nn.Module, ABC):
     """Whether the teacher's outputs of all tiles of a batch are compared."""
     remedy: str = "Use a lower --pretrain.lr or fewer steps"
     """What to change where the embeddings get worse from some step on."""
+
+    def __init__(self, settings: PretrainSettings):
+        super().__init__()
+        self.settings = settings
 
     @abstractmethod
     def make_head(self, dim: int) -> nn.Module:
@@ -147,27 +149,23 @@ def make_objective(settings: PretrainSettings, out_dim: int, freeze_steps: int) 
     `out_dim` and `freeze_steps` are what DINO's settings of these names resolve to for the run.
     """
     # Only the objective in use is imported.
-    width: int = settings.chosen("bottleneck")
-    head: dict[str, Any] = {"head_width": settings.head_width, "head_layers": settings.head_layers}
     match settings.method:
         case "dino":
             from selfvitmil.pretrain.objectives.dino import DINO
 
-            names = ("norm_last_layer", "student_temp", "centering", "center_momentum", "koleo", "kde")
-            own = {name: getattr(settings, name) for name in (*names, "kde_concentration")}
-            return DINO(out_dim, bottleneck=width, freeze_steps=freeze_steps, **head, **own)
+            return DINO(settings, out_dim, freeze_steps)
         case "simdino":
             from selfvitmil.pretrain.objectives.simdino import SimDINO
 
-            return SimDINO(width, eps=settings.coding_eps, **head)
+            return SimDINO(settings)
         case "lejepa":
             from selfvitmil.pretrain.objectives.lejepa import LeJEPA
 
-            return LeJEPA(width, weight=settings.sigreg, directions=settings.directions, seed=settings.seed, **head)
+            return LeJEPA(settings)
         case "simclr":
             from selfvitmil.pretrain.objectives.simclr import SimCLR
 
-            return SimCLR(width, settings.temperature)
+            return SimCLR(settings)
 
 
 # ---------------------------------------------------------------------------------------------------- the whole batch

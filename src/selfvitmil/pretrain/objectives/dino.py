@@ -9,7 +9,7 @@ formulas are in `pretrain.loss`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from selfvitmil.pretrain.objectives import (
     make_mlp,
 )
 from selfvitmil.pretrain.optim import cancel_gradients
+from selfvitmil.settings import PretrainSettings
 
 
 class WeightNormLinear(nn.Module):
@@ -87,37 +88,22 @@ class DINO(Objective):
     remedy = "Use --pretrain.method lejepa or --pretrain.centering sinkhorn, a lower --pretrain.lr or fewer steps"
     center_K: torch.Tensor
 
-    def __init__(
-        self,
-        out_dim: int,
-        *,
-        head_width: int,
-        head_layers: int,
-        bottleneck: int,
-        norm_last_layer: bool,
-        freeze_steps: int,
-        student_temp: float,
-        centering: Literal["mean", "sinkhorn"],
-        center_momentum: float,
-        koleo: float,
-        kde: float,
-        kde_concentration: float,
-    ):
-        """Take the settings of the same names; `freeze_steps` are the first steps with a fixed last layer."""
-        super().__init__()
+    def __init__(self, settings: PretrainSettings, out_dim: int, freeze_steps: int):
+        """`freeze_steps` are the first steps with a fixed last layer."""
+        super().__init__(settings)
         self.out_dim, self.freeze_steps = out_dim, freeze_steps
-        self.student_temp, self.center_momentum = student_temp, center_momentum
-        self.koleo, self.kde, self.kde_concentration = koleo, kde, kde_concentration
-        self.joins_teacher = centering == "sinkhorn"
-        self.joins = "embeddings" if koleo > 0 or kde > 0 else "nothing"
-        self._head = (out_dim, head_width, bottleneck, head_layers, norm_last_layer)
+        self.joins_teacher = settings.centering == "sinkhorn"
+        self.joins = "embeddings" if settings.koleo > 0 or settings.kde > 0 else "nothing"
         self.register_buffer("center_K", torch.zeros(out_dim))
 
     def make_head(self, dim: int) -> nn.Module:
-        return DINOHead(dim, *self._head)
+        own = self.settings
+        return DINOHead(
+            dim, self.out_dim, own.head_width, own.chosen("bottleneck"), own.head_layers, own.norm_last_layer
+        )
 
     def forward(self, outputs: NetworkOutputs) -> LossOutput:
-        part = outputs.part
+        part, settings = outputs.part, self.settings
         assert outputs.teacher_2BK is not None
         student_RK, teacher_RK = outputs.student_VBK.flatten(0, 1), outputs.teacher_2BK.flatten(0, 1)
         if self.joins_teacher:
@@ -125,26 +111,27 @@ class DINO(Objective):
             targets_RK = losses.sinkhorn_knopp(all_RK, outputs.teacher_temp, alone=part.joint.is_alone)[rows]
         else:
             targets_RK = losses.teacher_probabilities(teacher_RK, self.center_K, outputs.teacher_temp)
-        value = losses.crossed_cross_entropy(student_RK, targets_RK, self.student_temp, len(outputs.student_VBK))
+        value = losses.crossed_cross_entropy(student_RK, targets_RK, settings.student_temp, len(outputs.student_VBK))
         if self.joins == "embeddings":
             large_2BD = part.join(outputs.embeddings_VBD[:NUM_GLOBAL])
-            if self.koleo > 0:
-                value = value + self.koleo * torch.stack([losses.koleo_loss(view_BD) for view_BD in large_2BD]).sum()
-            if self.kde > 0:
-                each = [losses.kde_loss(view_BD, self.kde_concentration) for view_BD in large_2BD]
-                value = value + self.kde * torch.stack(each).sum()
+            if settings.koleo > 0:
+                each = [losses.koleo_loss(view_BD) for view_BD in large_2BD]
+                value = value + settings.koleo * torch.stack(each).sum()
+            if settings.kde > 0:
+                each = [losses.kde_loss(view_BD, settings.kde_concentration) for view_BD in large_2BD]
+                value = value + settings.kde * torch.stack(each).sum()
         return LossOutput(
             value,
             lambda: {
                 "teacher_entropy": losses.teacher_entropy(targets_RK),
-                "kl": losses.teacher_student_kl(student_RK, targets_RK, self.student_temp),
+                "kl": losses.teacher_student_kl(student_RK, targets_RK, settings.student_temp),
             },
             state=teacher_RK.mean(dim=0, dtype=torch.float32),
         )
 
     def after_step(self, states: Sequence[torch.Tensor]) -> None:
         rows_RK = torch.stack(list(states))
-        self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.center_momentum))
+        self.center_K.copy_(losses.update_center(self.center_K, rows_RK, self.settings.center_momentum))
 
     def before_update(self, head: nn.Module, step: int) -> None:
         """Leave the head's last layer as it is at the start of the run."""

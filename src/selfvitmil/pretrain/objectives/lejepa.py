@@ -34,22 +34,18 @@ class LeJEPA(Objective):
 
     joins = "head"
 
-    def __init__(self, out_dim: int, head_width: int, head_layers: int, weight: float, directions: int, seed: int):
-        super().__init__()
-        self.out_dim, self.head_width, self.head_layers = out_dim, head_width, head_layers
-        self.weight, self.directions, self.seed = weight, directions, seed
-
     def make_head(self, dim: int) -> nn.Module:
-        widths = [dim, *[self.head_width] * (self.head_layers - 1), self.out_dim]
-        # Without running means, which nobody would use: parts of a batch can then run side by side.
+        own = self.settings
+        widths = [dim, *[own.head_width] * (own.head_layers - 1), own.chosen("bottleneck")]
+        # Without running means, which would not be used: parts of a batch can then run side by side.
         return make_mlp(widths, lambda width: [nn.BatchNorm1d(width, track_running_stats=False), nn.ReLU()])
 
     def forward(self, outputs: NetworkOutputs) -> LossOutput:
-        outputs_VBK = at_least_float32(outputs.student_VBK)
-        directions_KA = random_directions(self.out_dim, self.directions, self.seed, outputs.step).to(outputs_VBK)
+        outputs_VBK, own = at_least_float32(outputs.student_VBK), self.settings
+        directions_KA = random_directions(outputs_VBK.shape[-1], own.directions, own.seed, outputs.step).to(outputs_VBK)
         with torch.autocast(outputs_VBK.device.type, enabled=False):
             invariance, sigreg = invariance_loss(outputs_VBK), sigreg_loss(outputs_VBK, directions_KA)
-        value = (1 - self.weight) * invariance + self.weight * sigreg
+        value = (1 - own.sigreg) * invariance + own.sigreg * sigreg
         return LossOutput(value, lambda: {"invariance": invariance.detach(), "sigreg": sigreg.detach()})
 
 

@@ -1,7 +1,7 @@
 """SimCLR (Chen et al., ICML 2020, arXiv 2002.05709): the contrastive loss NT-Xent and its projection head.
 
 Every tile has two views. A view's projection must point to that of the other view of the same tile, and away from all
-other projections of the batch (of all processes and parts, see `joint`). DSMIL's own features come from it.
+other projections of the batch (of all processes and parts, see `JointBatch`). DSMIL's own features come from it.
 
 Axes in names: D dimensions, R rows (two views times tiles, grouped by view).
 """
@@ -27,18 +27,13 @@ class SimCLR(Objective):
     """NT-Xent between the two views of each tile of the whole batch. The student itself is kept."""
 
     has_average = False
-    has_small_views = False
     joins = "head"
 
-    def __init__(self, out_dim: int, temperature: float):
-        super().__init__()
-        self.out_dim, self.temperature = out_dim, temperature
-
     def make_head(self, dim: int) -> nn.Module:
-        return SimCLRHead(dim, self.out_dim)
+        return SimCLRHead(dim, self.settings.chosen("bottleneck"))
 
     def forward(self, outputs: NetworkOutputs) -> LossOutput:
-        return LossOutput(nt_xent_loss(outputs.student_VBK.flatten(0, 1), self.temperature))
+        return LossOutput(nt_xent_loss(outputs.student_VBK.flatten(0, 1), self.settings.temperature))
 
 
 def nt_xent_loss(projections_RD: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:

@@ -39,12 +39,9 @@ class SimDINO(Objective):
     has_teacher = True
     joins = "outputs"
 
-    def __init__(self, out_dim: int, head_width: int, head_layers: int, eps: float):
-        super().__init__()
-        self.out_dim, self.head_width, self.head_layers, self.eps = out_dim, head_width, head_layers, eps
-
     def make_head(self, dim: int) -> nn.Module:
-        return SimDINOHead(dim, self.out_dim, self.head_width, self.head_layers)
+        own = self.settings
+        return SimDINOHead(dim, own.chosen("bottleneck"), own.head_width, own.head_layers)
 
     def forward(self, outputs: NetworkOutputs) -> LossOutput:
         assert outputs.teacher_2BK is not None
@@ -54,7 +51,7 @@ class SimDINO(Objective):
         with torch.autocast(student_VBK.device.type, enabled=False):
             agreement = crossed_cosine(student_VBK, teacher_2BK)
             large_2BK = outputs.part.join(student_VBK[:NUM_GLOBAL])
-            rate = torch.stack([coding_rate(view_BK, self.eps) for view_BK in large_2BK]).mean()
+            rate = torch.stack([coding_rate(view_BK, self.settings.coding_eps) for view_BK in large_2BK]).mean()
         tiles, width = large_2BK.shape[1:]
         value = -agreement - (width + tiles) / (width * tiles) * rate
         return LossOutput(value, lambda: {"agreement": agreement.detach(), "coding_rate": rate.detach()})
