@@ -572,7 +572,7 @@ def test_architecture_is_read_off_the_weights(tmp_path, args, heads):
     network = scrambled(timm.create_model("vit_base_patch16_224", num_classes=0, **args))
     safetensors.torch.save_file(network.state_dict(), tmp_path / "vit.safetensors")
     encoder = load_encoder(tmp_path / "vit.safetensors", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-    assert encoder.warnings == (f"vit.safetensors does not tell its number of attention heads: {heads} assumed",)
+    assert encoder.warnings == (f"vit.safetensors does not state its number of attention heads: {heads} assumed",)
     size = args["img_size"]
     assert encoder.config.size_px == size
     with torch.no_grad():

@@ -158,11 +158,11 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
         )
     fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
     fields |= {key: content[key] for key in ("architecture", "model_args")}
-    made = make_config(**(fields | config))
+    described = make_config(**(fields | config))
     state = _read_weights(weights)
-    check_model_args(folder.name, made.model_args)
-    backbone = _build_fitting(folder.name, partial(build_backbone, made.architecture, made.model_args), state)
-    return Encoder(backbone, made)
+    check_model_args(folder.name, described.model_args)
+    build = partial(build_backbone, described.architecture, described.model_args)
+    return Encoder(_build_fitting(folder.name, build, state), described)
 
 
 def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Encoder:
@@ -178,7 +178,7 @@ def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Enco
             weights = Path(fetch(WEIGHT_FILES[0]))
         except EntryNotFoundError:
             weights = Path(fetch(WEIGHT_FILES[1]))
-    if known := by_hub_name(repository):
+    if known := next((known for known in KNOWN if repository.lower() in known.hub), None):
         config = {"layout": known.layout, **config}
     return _load_published(name, content, weights, num_heads, config)
 
@@ -188,14 +188,19 @@ def _load_published(
 ) -> Encoder:
     """A network with a config.json in timm's form, with the customary layout where it is a known one."""
     encoder = _build_published(name, content, weights, num_heads, config)
-    known = by_content(content.get("pretrained_cfg", content), encoder.backbone)
-    return encoder if "layout" in config or known is None else _with_customary_layout(name, encoder, known)
+    return _with_customary_layout(name, encoder, content.get("pretrained_cfg", content), config)
 
 
-def _with_customary_layout(name: str, encoder: Encoder, known: KnownEncoder) -> Encoder:
+def _with_customary_layout(
+    name: str, encoder: Encoder, described: Mapping[str, Any], config: Mapping[str, Any]
+) -> Encoder:
+    """The encoder with the layout that is customary for it, where it is a known one and `config` names none."""
+    known = by_content(described, encoder.backbone)
+    if known is None or "layout" in config:
+        return encoder
     note = f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another"
-    config = encoder.config.model_copy(update={"layout": known.layout})
-    return Encoder(encoder.backbone, config, (*encoder.warnings, note))
+    changed = encoder.config.model_copy(update={"layout": known.layout})
+    return Encoder(encoder.backbone, changed, (*encoder.warnings, note))
 
 
 def _build_published(
@@ -231,9 +236,7 @@ def _load_file(path: Path, checkpoint_key: str, num_heads: int | None, config: d
     _load_strictly(path.name, encoder.backbone, state)
     if "mean" not in config:
         notes += (f"{path.name} does not say how pixels were normalized: ImageNet's mean and std are assumed",)
-    encoder = Encoder(encoder.backbone, encoder.config, notes)
-    known = by_content({}, encoder.backbone)
-    return encoder if "layout" in config or known is None else _with_customary_layout(path.name, encoder, known)
+    return _with_customary_layout(path.name, Encoder(encoder.backbone, encoder.config, notes), {}, config)
 
 
 # ---------------------------------------------------------------------------------------------------- weights
@@ -312,7 +315,7 @@ def _read_off(
     }
     if "blocks.0.ls1.gamma" in state:
         args["init_values"] = 1e-5  # asks for layer scales; their values come with the weights
-    notes = () if num_heads else (f"{name} does not tell its number of attention heads: {args['num_heads']} assumed",)
+    notes = () if num_heads else (f"{name} does not state its number of attention heads: {args['num_heads']} assumed",)
     sizes = {192: "tiny", 384: "small"} if has_stem else {192: "tiny", 384: "small", 1024: "large"}
     # An MLP gated by SwiGLU has half as many inputs to its second layer; of timm's plain ViTs DINOv2's giant has such.
     plain = f"vit_{sizes.get(width, 'base')}_patch16_{'convstem_' if has_stem else ''}224"
@@ -323,7 +326,7 @@ def _usual_heads(name: str, width: int) -> int:
     if width % 64:
         raise EncoderError(
             f"{name}: the number of attention heads is not known",
-            "weights do not tell",
+            "weights do not reveal it",
             "Give num_heads",
             code="unknown-num-heads",
         )
@@ -418,7 +421,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
         if foreign:
             raise EncoderError(
                 f"{path.name}: the file holds more than weights ({foreign[1]})",
-                "loading it could run code of whoever made it; nothing was run",
+                "loading it could run code of its author; nothing was run",
                 "Ask for the weights as safetensors, or as a plain state_dict",
                 code="unsafe-weights",
             ) from None
@@ -453,12 +456,8 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
         raise EncoderError(
             f"{name}: config.json cannot be read", str(error), "Copy the folder again", code="unreadable-encoder-config"
         ) from None
-    parts = (
-        [content.get(key) for key in ("model_args", "pretrained_cfg", "selfvitmil")]
-        if isinstance(content, dict)
-        else []
-    )
-    if not isinstance(content, dict) or not all(part is None or isinstance(part, dict) for part in parts):
+    parts = ("model_args", "pretrained_cfg", "selfvitmil")
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict | None) for part in parts):
         raise EncoderError(
             f"{name}: config.json cannot be read",
             "its parts are no tables",
@@ -518,11 +517,6 @@ KNOWN = (
     KnownEncoder("Virchow2", ("paige-ai/virchow2",), "cls+patchmean", tag="virchow_v2", shape=(1280, 32, 14, 4)),
     KnownEncoder("Phikon", ("1aurent/vit_base_patch16_224.owkin_pancancer",), "cls", tag="owkin_pancancer"),
 )
-
-
-def by_hub_name(repository: str) -> KnownEncoder | None:
-    """Return the known encoder of this hub name, if any."""
-    return next((known for known in KNOWN if repository.lower() in known.hub), None)
 
 
 def by_content(described: Mapping[str, Any], backbone: Any) -> KnownEncoder | None:

@@ -33,11 +33,12 @@ from timm.models import is_model_in_modules, register_model
 from torch import Tensor, nn
 
 from selfvitmil.errors import EncoderError
+from selfvitmil.runtime.device import evaluation_mode
 from selfvitmil.settings import Settings, TokenLayout
 from selfvitmil.store.files import hash_of
 
 LAYOUTS: tuple[TokenLayout, ...] = get_args(TokenLayout)
-"""Embeddings made of tokens; the first is the default. `EmbedSettings.layout` says what they are."""
+"""Embeddings composed of tokens; the first is the default. `EmbedSettings.layout` says what they are."""
 POOLED = "pooled"
 """The network's own pooling: the layout of networks without a class token, such as ResNets."""
 Layout = TokenLayout | Literal["pooled"]
@@ -172,19 +173,12 @@ class Encoder(nn.Module):
             raise EncoderError(f"batch_size={batch_size}", "it must be positive", code="invalid-batch-size")
         if device is not None:
             self.to(device)
-        was_training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                parts = [
-                    self.encode(
-                        to_tiles(images[start : start + batch_size], self.config.size_px).to(self.scale_311.device)
-                    )
-                    for start in range(0, len(images), batch_size)
-                ]
-        finally:
-            self.train(was_training)
-        return torch.cat([part.float().cpu() for part in parts]) if parts else torch.empty(0, self.dim)
+        parts = [torch.empty(0, self.dim)]
+        with evaluation_mode(self), torch.no_grad():
+            for start in range(0, len(images), batch_size):
+                tiles_B3HW = to_tiles(images[start : start + batch_size], self.config.size_px)
+                parts.append(self.encode(tiles_B3HW.to(self.scale_311.device)).float().cpu())
+        return torch.cat(parts)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """Return the embeddings (B, dim) of normalized images (B, 3, H, W).
@@ -420,34 +414,26 @@ CONV_STEMS = {f"vit_{size}_patch16_convstem_224": f"vit_{size}_patch16_224" for 
 """ViTs with a convolutional stem, and timm's networks of which they are all but the patch embedding."""
 
 
-def _with_conv_stem(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    if pretrained and not kwargs.get("pretrained_cfg"):
-        raise EncoderError(
-            f"{name}: there are no published weights",
-            how="Use it as pretrain.architecture",
-            code="no-published-weights",
-        )
-    overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "first_conv": "patch_embed.proj.0"}
-    options: dict[str, Any] = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
-    return timm.create_model(CONV_STEMS[name], pretrained=pretrained, **options, **kwargs)
+def _register_conv_stem(name: str) -> None:
+    """Make timm find one of `CONV_STEMS` by its name."""
+
+    def build(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if pretrained and not kwargs.get("pretrained_cfg"):
+            raise EncoderError(
+                f"{name}: there are no published weights",
+                how="Use it as pretrain.architecture",
+                code="no-published-weights",
+            )
+        overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "first_conv": "patch_embed.proj.0"}
+        options: dict[str, Any] = {"embed_layer": ConvStem, "pretrained_cfg_overlay": overlay}
+        return timm.create_model(CONV_STEMS[name], pretrained=pretrained, **options, **kwargs)
+
+    build.__name__ = name
+    register_model(build)
 
 
-@register_model
-def vit_tiny_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """timm's vit_tiny_patch16_224 with a `ConvStem`, by a name that timm finds."""
-    return _with_conv_stem("vit_tiny_patch16_convstem_224", pretrained, kwargs)
-
-
-@register_model
-def vit_small_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """timm's vit_small_patch16_224 with a `ConvStem`, by a name that timm finds."""
-    return _with_conv_stem("vit_small_patch16_convstem_224", pretrained, kwargs)
-
-
-@register_model
-def vit_base_patch16_convstem_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """timm's vit_base_patch16_224 with a `ConvStem`, by a name that timm finds."""
-    return _with_conv_stem("vit_base_patch16_convstem_224", pretrained, kwargs)
+for _name in CONV_STEMS:
+    _register_conv_stem(_name)
 
 
 class MeanColor(nn.Module):
