@@ -824,17 +824,6 @@ def test_outlines_have_no_point_too_many():
     assert [sorted(hole.tolist()) for hole in outline.holes] == [[[20, 16], [20, 24], [28, 16], [28, 24]]]
 
 
-def test_simplified_outlines_stay_near():
-    y, x = np.mgrid[:120, :120]
-    mask = (np.hypot(x - 60, y - 60) < 50) & (np.hypot(x - 50, y - 60) > 15)
-    (exact,) = mask_to_annotations(mask, 8.0, 0.25, "Tissue")
-    (simple,) = mask_to_annotations(mask, 8.0, 0.25, "Tissue", simplify_um=16.0)
-    assert len(simple.polygon) < len(exact.polygon) / 4
-    assert len(simple.holes) == 1
-    assert polygon_of(simple).is_valid
-    assert shapely.hausdorff_distance(polygon_of(simple).exterior, polygon_of(exact).exterior) <= 16.0 / 0.25 + 1e-9
-
-
 # ---------------------------------------------------------------------------------------------------- real files
 
 

@@ -1,4 +1,4 @@
-"""Annotations: outlines drawn on a slide, as files, as masks and as fractions of boxes.
+"""Annotations: contours drawn on a slide, as files, as masks and as fractions of boxes.
 
 Reads ASAP XML, QuPath GeoJSON (plain or gzipped, of current and older versions) and the JSON of Camelyon16 polygons
 distributed with NCRF; the format is detected from the content. Writes ASAP XML and QuPath GeoJSON. All coordinates are

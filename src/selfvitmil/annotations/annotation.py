@@ -1,9 +1,9 @@
 """An annotation: a region drawn on a slide, whether its area is unambiguous, its mask and its coverage of boxes.
 
-An `Annotation` is frozen and validated: its points are finite (x, y) in level-0 pixels. Whether its outline encloses an
-unambiguous area is checked on reading (`check_outlines`): an outline divides the plane into faces and winds around each
+An `Annotation` is frozen and validated: its points are finite (x, y) in level-0 pixels. Whether its contour encloses an
+unambiguous area is checked on reading (`check_contours`): an contour divides the plane into faces and winds around each
 of them a number of times, its holes in the other direction. It is valid if that number is 0 or 1 everywhere and not 0
-throughout: then even-odd and winding-number filling agree. Nearly all outlines are valid in shapely, which is a fast
+throughout: then even-odd and winding-number filling agree. Nearly all contours are valid in shapely, which is a fast
 check; only the others are divided into faces, and those that merely touch themselves turn out to be valid.
 
 Masks and coverage use tumour annotations, or those of the given groups, minus excluded regions; annotations may
@@ -42,17 +42,18 @@ MAX_COORDINATE = 1e9
 _MAX_CROSSINGS = 10_000  # self-crossings of a line that are resolved; their number can grow as the square of its points
 _AREA_NOISE = 1e-6  # level-0 px²: smaller overlaps are rounding errors
 _STRIP_PIXELS = 1 << 22  # pixels of a mask filled at a time
+_MAX_POINTS = 128  # of a polygon that boxes are intersected with
 
 
 @dataclass(frozen=True, eq=False)
 class Annotation:
-    """One outline on a slide. Equality ignores ids and repairs."""
+    """One contour on a slide. Equality ignores ids and repairs."""
 
     name: str
     group: str
     """The class name in the file: ASAP's group, QuPath's classification; "" if there is none."""
     polygon: Ring
-    """The outline, (K, 2) of (x, y) in level-0 pixels, first point not repeated; the points of a `line` or `points`."""
+    """The contour, (K, 2) of (x, y) in level-0 pixels, first point not repeated; the points of a `line` or `points`."""
     holes: tuple[Ring, ...] = ()
     shape: Shape = "polygon"
     """`line` and `points` have no area; a `spline` counts as the polygon through its points."""
@@ -70,7 +71,7 @@ class Annotation:
     part: int = 0
     """Index in a geometry of several parts (QuPath's MultiPolygon), which share everything but their points."""
     repaired: bool = False
-    """Whether the outline was changed on reading because it crossed itself or enclosed nothing."""
+    """Whether the contour was changed on reading because it crossed itself or enclosed nothing."""
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -88,7 +89,7 @@ class Annotation:
             raise AnnotationError(
                 f"annotation {self.name!r} has points that are not (x, y) pairs of numbers within a slide",
                 "points must be finite level-0 coordinates",
-                "Check the numbers it was made from",
+                "Check the numbers that it was created from",
                 code="invalid-points",
             )
         ring.setflags(write=False)
@@ -102,7 +103,7 @@ class Annotation:
 
     @property
     def rings(self) -> tuple[Ring, ...]:
-        """The outline, then the holes."""
+        """The contour, then the holes."""
         return (self.polygon, *self.holes)
 
     @property
@@ -139,11 +140,11 @@ def label_of(index: int, name: str) -> str:
 
 
 class _TooManyCrossings(ValueError):
-    """An outline crosses itself too often to be resolved."""
+    """An contour crosses itself too often to be resolved."""
 
 
-def check_outlines(annotations: Sequence[Annotation], file_name: str, repair: bool) -> tuple[Annotation, ...]:
-    """Return the annotations with every outline valid, or raise AnnotationError that lists the invalid ones."""
+def check_contours(annotations: Sequence[Annotation], file_name: str, repair: bool) -> tuple[Annotation, ...]:
+    """Return the annotations with every contour valid, or raise AnnotationError that lists the invalid ones."""
     problems: list[str] = []
     kept: list[Annotation] = []
     for index, (annotation, simple) in enumerate(zip(annotations, _is_simple(annotations), strict=True)):
@@ -174,7 +175,7 @@ def _is_simple(annotations: Sequence[Annotation]) -> NDArray[np.bool_]:
 
 
 def _problem(annotation: Annotation) -> str:
-    """Return what is wrong with an outline that is not simple; "" if it merely touches itself."""
+    """Return what is wrong with an contour that is not simple; "" if it merely touches itself."""
     if len(annotation.polygon) == 0:
         return "has no points"
     if any(len(np.unique(ring, axis=0)) < 3 for ring in annotation.rings):
@@ -222,7 +223,7 @@ def region_of(annotation: Annotation, where: str = "") -> Any:
     except _TooManyCrossings as error:
         raise AnnotationError(
             f"{where}annotation {annotation.name!r} {error}",
-            "the outline is too complex to repair",
+            "the contour is too complex to repair",
             "Draw it again, or remove it",
             code="too-many-crossings",
         ) from None
@@ -257,7 +258,7 @@ def _winding(edges: NDArray[np.float64], weights: NDArray[np.int64], x: float, y
 
 
 def edges_of(annotations: Sequence[Annotation]) -> NDArray[np.float64]:
-    """Return all edges (E, 2, 2) as pairs of points, outlines turning from +x to +y and holes in the other
+    """Return all edges (E, 2, 2) as pairs of points, contours turning from +x to +y and holes in the other
     direction."""
     edges = [np.empty((0, 2, 2))]
     for annotation in annotations:
@@ -280,7 +281,7 @@ def _net_edges(edges: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 
 
 def rings_of(region: Any) -> Iterator[tuple[Ring, tuple[Ring, ...]]]:
-    """Yield outline and holes of every polygon of a shapely geometry."""
+    """Yield contour and holes of every polygon of a shapely geometry."""
     for part in shapely.get_parts(region):
         if part.geom_type == "Polygon" and not part.is_empty:
             rings = [shapely.get_coordinates(ring)[:-1] for ring in shapely.get_rings(part)]
@@ -300,7 +301,7 @@ def to_mask(
 ) -> NDArray[np.bool_]:
     """Return the mask [y, x] of the whole slide at `mpp`: tumour, or the given `groups`, without excluded regions.
 
-    A pixel is inside if its centre is. A centre exactly on an outline belongs to the area right of it or below it, so
+    A pixel is inside if its centre is. A centre exactly on an contour belongs to the area right of it or below it, so
     that adjacent areas share no pixel. The mask has the size given by `geometry.size_at_mpp`.
     """
     width, height = size_at_mpp(size_l0, slide_mpp, mpp)
@@ -363,20 +364,20 @@ def box_coverage(
 
 
 def _regions(annotations: Sequence[Annotation]) -> NDArray[Any]:
-    """Return valid shapely geometries; outlines that touch themselves are assembled from their faces."""
+    """Return valid shapely geometries; contours that touch themselves are assembled from their faces."""
     regions = polygons_of(annotations)
     for index in np.flatnonzero(~shapely.is_valid(regions)).tolist():
         regions[index] = region_of(annotations[index])
     return regions
 
 
-def _subdivided(region: Any, max_points: int = 128) -> NDArray[Any]:
-    """Split the polygons of a geometry until each is small, so that a box is intersected with short outlines only."""
+def _subdivided(region: Any) -> NDArray[Any]:
+    """Split the polygons of a geometry until each is small, so that a box is intersected with short contours only."""
     done: list[Any] = []
     waiting: list[Any] = list(shapely.get_parts(region))
     while waiting:
         part = waiting.pop()
-        if shapely.get_num_coordinates(part) <= max_points:
+        if shapely.get_num_coordinates(part) <= _MAX_POINTS:
             done.append(part)
             continue
         x0, y0, x1, y1 = part.bounds
@@ -405,13 +406,10 @@ def _chosen(
 # ---------------------------------------------------------------------------------------------------- contours
 
 
-def mask_to_annotations(
-    mask: NDArray[np.bool_], mpp: float, slide_mpp: float, group: str, *, simplify_um: float = 0.0
-) -> tuple[Annotation, ...]:
-    """Return the outlines, along pixel edges, of the regions of a mask [y, x] at `mpp`, as valid polygons with holes.
+def mask_to_annotations(mask: NDArray[np.bool_], mpp: float, slide_mpp: float, group: str) -> tuple[Annotation, ...]:
+    """Return the contours, along pixel edges, of the regions of a mask [y, x] at `mpp`, as valid polygons with holes.
 
-    Pixels that share an edge are connected. `to_mask` gives the same mask back, unless the outlines are simplified:
-    then points are removed as long as the line stays within `simplify_um` microns.
+    Pixels that share an edge are connected. `to_mask` gives the same mask back.
     """
     if not mask.any():
         return ()
@@ -419,24 +417,20 @@ def mask_to_annotations(
     columns, rows = (np.flatnonzero(mask.any(axis=axis)) for axis in (0, 1))
     left, top, right, bottom = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
     origin, scale = np.array([left, top]), mpp / slide_mpp
-    polygons = [
-        ((outer + origin) * scale, tuple((hole + origin) * scale for hole in holes))
-        for outer, holes in _outlines(mask[top:bottom, left:right])
-    ]
-    if simplify_um > 0:
-        exact = np.array([shapely.Polygon(*polygon) for polygon in polygons], dtype=object)
-        polygons = [pair for region in shapely.simplify(exact, simplify_um / slide_mpp) for pair in rings_of(region)]
     return tuple(
-        Annotation(f"{group} {number}", group, outer, holes) for number, (outer, holes) in enumerate(polygons, start=1)
+        Annotation(
+            f"{group} {number}", group, (outer + origin) * scale, tuple((hole + origin) * scale for hole in holes)
+        )
+        for number, (outer, holes) in enumerate(_contours(mask[top:bottom, left:right]), start=1)
     )
 
 
-def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
-    """Return outline and holes, in mask pixels, of every region of edge-connected pixels.
+def _contours(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
+    """Return contour and holes, in mask pixels, of every region of edge-connected pixels.
 
     The border consists of straight runs, directed so that the region is on the right side as seen on the screen: along
     the top of a region to the right, down its right side and so on. Each run ends where one of the other orientation
-    begins; following them gives closed lines, one outline and any number of holes per region.
+    begins; following them gives closed lines, one contour and any number of holes per region.
     """
     from scipy import ndimage  # pyright: ignore[reportMissingTypeStubs]
 
@@ -444,7 +438,7 @@ def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
     across = _runs(areas)
     down = _runs(areas.T)[:, [3, 2, 1, 0, 4]]  # mirrored, so in reverse direction
     follow = _next_run(down, across, -1)[_next_run(across, down, 1)].tolist()
-    outlines: dict[int, Ring] = {}
+    contours: dict[int, Ring] = {}
     holes: dict[int, list[Ring]] = {}
     seen = bytearray(len(follow))
     for start in range(len(follow)):
@@ -457,10 +451,10 @@ def _outlines(mask: NDArray[np.bool_]) -> list[tuple[Ring, tuple[Ring, ...]]]:
         if line:
             ring, area = across[line, :4].reshape(-1, 2).astype(np.float64), int(across[start, 4])
             if signed_area(ring) > 0:
-                outlines[area] = ring
+                contours[area] = ring
             else:
                 holes.setdefault(area, []).append(ring)
-    return [(ring, tuple(holes.get(area, ()))) for area, ring in sorted(outlines.items())]
+    return [(ring, tuple(holes.get(area, ()))) for area, ring in sorted(contours.items())]
 
 
 def _runs(areas: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -484,7 +478,7 @@ def _next_run(runs: NDArray[np.int64], others: NDArray[np.int64], right_turn: in
     """Return, for each run, the index in `others` of the run that begins where it ends.
 
     If two regions meet only at a corner, two runs begin there: each line turns right and stays with its region. If a
-    region meets itself at a corner, lines turn left: this separates a hole from its outline, which otherwise would
+    region meets itself at a corner, lines turn left: this separates a hole from its contour, which otherwise would
     visit a point twice.
     """
     stride = 1 + others[:, :4].max(initial=0)

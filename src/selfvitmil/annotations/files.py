@@ -4,7 +4,7 @@ The format of an input file is detected from its content, that of an output file
 trusted: their unpacked size is limited, and any invalid content raises an AnnotationError with the file name.
 
 ASAP XML has elements `Annotation` with their `Coordinate`s, and the `Group`s with their colours. Its polygons have no
-holes. In XML a hole becomes a *keyhole*: the line runs from the first point of the outline to the hole, around it and
+holes. In XML a hole becomes a *keyhole*: the line runs from the first point of the contour to the hole, around it and
 straight back. The detour encloses nothing, so every tool that fills the polygon gets the correct area, and reading
 recovers the hole. (Polygons in a group `Exclusion` would also remove islands inside the hole.) The format has no
 measurements, locks and ids; nested groups and groups without annotations are not kept.
@@ -38,7 +38,7 @@ from selfvitmil.annotations.annotation import (
     Annotation,
     Ring,
     Shape,
-    check_outlines,
+    check_contours,
     label_of,
     signed_area,
 )
@@ -91,7 +91,7 @@ def read_annotations(path: str | Path, *, repair: bool = False) -> tuple[Annotat
     """
     path = Path(path)
     try:
-        return check_outlines(list(_parse(_unpacked(path))), path.name, repair)
+        return check_contours(list(_parse(_unpacked(path))), path.name, repair)
     except (Malformed, RecursionError) as error:
         raise AnnotationError(
             f"{path.name} cannot be read as annotations",
@@ -307,7 +307,7 @@ def _attributes(values: Mapping[str, str]) -> str:
 
 
 def _join_keyholes(annotation: Annotation) -> Ring:
-    """Return the outline and its holes as one line: after the outline, for each hole the way there, around and back."""
+    """Return the contour and its holes as one line: after the contour, for each hole the way there, around and back."""
     outer = annotation.polygon
     pieces = [outer]
     for hole in annotation.holes:
