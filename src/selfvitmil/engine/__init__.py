@@ -29,20 +29,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from html import escape
-from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from selfvitmil.engine.work import (
     Job,
+    LocalWorkers,
     Outcome,
     Result,
     WorkerDied,
     Workers,
     attempt,
     is_transient,
-    local_workers,
     num_cores,
 )
 from selfvitmil.errors import ConfigError, EngineError
@@ -82,9 +81,7 @@ class Engine:
         self._open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open = False
         with self._stack:
             for unfinished in self._maps:
@@ -184,7 +181,7 @@ def _check_address(settings: EngineSettings) -> None:
 def _open_workers(settings: EngineSettings) -> AbstractContextManager[Workers]:
     """Return workers as configured; leaving the context stops those that were started."""
     if settings.cluster is None and settings.batch.kind == "none":
-        return local_workers(settings.workers or num_cores())
+        return closing(LocalWorkers(settings.workers or num_cores()))
     from selfvitmil.engine import cluster
 
     return cluster.open_workers(settings)
@@ -197,7 +194,7 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
         return
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -216,11 +213,8 @@ class _Map(Generic[T]):
     def __init__(
         self, workers: Workers, function: Callable[[Any], T], items: Mapping[str, Any], stage: str, retries: int
     ):
-        self._workers = workers
-        self._function = function
-        self._items = items
-        self._stage = stage
-        self._retries = retries
+        self._workers, self._function, self._items = workers, function, items
+        self._stage, self._retries = stage, retries
         self._waiting = deque(items)
         self._suspects: deque[str] = deque()  # their worker died, perhaps for another reason
         self._suspected: set[str] = set()  # all names that were ever in `_suspects`
@@ -322,15 +316,12 @@ class Progress:
     """Count outcomes and print plain lines, at intervals suitable for the log of a long job."""
 
     def __init__(self, stage: str, unit: str, total: int, items_are: str = "slides"):
-        self._stage = stage
-        self._unit = unit
-        self._items_are = items_are
-        self._total = total
+        self._stage, self._unit, self._total, self._items_are = stage, unit, total, items_are
         self._done = self._failed = self._amount = 0
         self._began = time.monotonic()
         self._shown_at = float("-inf")
         self._shown_done = 0
-        self._told_waiting = float("-inf")
+        self._reported_waiting = float("-inf")
 
     def __enter__(self) -> Progress:
         return self
@@ -349,9 +340,9 @@ class Progress:
 
     def waiting(self, why: str, seconds: float) -> None:
         """Report that there has been no worker for `seconds`."""
-        if seconds >= 5 and time.monotonic() - self._told_waiting >= 60:
-            self._told_waiting = time.monotonic()
-            print(f"{self._stage}: {why}", file=sys.stderr, flush=True)
+        if seconds >= 5 and time.monotonic() - self._reported_waiting >= 60:
+            self._reported_waiting = time.monotonic()
+            announce(f"{self._stage}: {why}")
 
     def _is_due(self) -> bool:
         now = time.monotonic()
@@ -364,7 +355,7 @@ class Progress:
         seconds = time.monotonic() - self._began
         left = seconds / self._done * (self._total - self._done)
         times = f"{_clock(seconds)} so far" + (f", about {_clock(left)} left" if left else "")
-        print(f"{self._stage}: {self._counts()}, {times}", file=sys.stderr, flush=True)
+        announce(f"{self._stage}: {self._counts()}, {times}")
 
     def _counts(self) -> str:
         rate = self._amount / max(time.monotonic() - self._began, 1e-9)

@@ -396,8 +396,8 @@ def _options(batch: ClusterSettings, folder: Path) -> dict[str, Any]:
 
 def _key_files(folder: Path) -> Security:
     """Write a key and certificate for this run as private files in `folder`."""
-    made = Security.temporary()
-    files = {"ca": made.tls_ca_file, "cert": made.tls_worker_cert, "key": made.tls_worker_key}
+    new = Security.temporary()
+    files = {"ca": new.tls_ca_file, "cert": new.tls_worker_cert, "key": new.tls_worker_key}
     for name, content in files.items():
         descriptor = os.open(folder / f"{name}.pem", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
-from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from selfvitmil.errors import EngineError
@@ -186,16 +185,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def local_workers(most: int) -> Iterator[Workers]:
-    """Yield up to `most` processes, started on demand; stop them at the end."""
-    workers = LocalWorkers(most)
-    try:
-        yield workers
-    finally:
-        workers.close()
-
-
 class _Process:
     """One worker process and our end of its pipe."""
 
@@ -217,7 +206,7 @@ class _Process:
 
 
 class LocalWorkers(Workers):
-    """Worker processes of this machine, by the number of their pipe."""
+    """Up to `most` worker processes of this machine, started on demand, by the number of their pipe."""
 
     local = True
     waiting_message = "starting a worker"
@@ -339,7 +328,7 @@ def _serve(pipe: connection.Connection[bytes, Job]) -> None:
         signal.raise_signal(signal.SIGTERM)  # end as the signal would have ended it
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _stop(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Stopped
 
