@@ -128,12 +128,7 @@ class SlideTiles:
 
     run = RUN
 
-    def __init__(
-        self,
-        slides: Sequence[TrainSlide],
-        *,
-        stain_method: Literal["slide", "tile", "none"],
-    ):
+    def __init__(self, slides: Sequence[TrainSlide], *, stain_method: Literal["slide", "tile", "none"]):
         if not slides:
             raise ConfigError(
                 "there is no slide to train on",
@@ -201,12 +196,23 @@ class ImageReader:
         return Pixels(_channels_first(np.stack([read_image(path, self.shape_px) for path in what])), 0)
 
 
-class ImageTiles:
-    """Tiles from a folder of images of one size, sub-folders included."""
+class _PlainTiles:
+    """Tiles without a slide: each is read alone, at an unknown resolution, and no stain is normalized."""
 
-    run = 1  # files have no neighbours to share anything with
+    run = 1
     mpp: float | None = None
     stain_method: Literal["slide", "tile", "none"] = "none"
+    _digest: str
+
+    def stain_transforms(self, groups: Indices) -> None:
+        del groups
+
+    def inputs(self) -> dict[str, str]:
+        return {"images": self._digest}
+
+
+class ImageTiles(_PlainTiles):
+    """Tiles from a folder of images of one size, sub-folders included."""
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
@@ -240,12 +246,6 @@ class ImageTiles:
     def request(self, group: int, rows: Indices) -> list[Path]:
         return [self._paths[group][row] for row in rows]
 
-    def stain_transforms(self, groups: Indices) -> None:
-        del groups
-
-    def inputs(self) -> dict[str, str]:
-        return {"images": self._digest}
-
 
 @dataclass
 class TensorReader:
@@ -267,12 +267,8 @@ class TensorReader:
         return Pixels(self.tiles_N3HW[torch.from_numpy(what)], 0)
 
 
-class TensorTiles:
+class TensorTiles(_PlainTiles):
     """Tiles that are in memory as uint8 (N, 3, H, W), all in one group; for `workers = 0`."""
-
-    run = 1
-    mpp: float | None = None
-    stain_method: Literal["slide", "tile", "none"] = "none"
 
     def __init__(self, tiles_N3HW: torch.Tensor, name: str = "tiles"):
         self.names = (name,)
@@ -287,12 +283,6 @@ class TensorTiles:
     def request(self, group: int, rows: Indices) -> Indices:
         del group
         return rows
-
-    def stain_transforms(self, groups: Indices) -> None:
-        del groups
-
-    def inputs(self) -> dict[str, str]:
-        return {"images": self._digest}
 
 
 def read_image(path: Path, shape_px: tuple[int, int]) -> NDArray[np.uint8]:
