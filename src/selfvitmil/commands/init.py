@@ -1,4 +1,4 @@
-"""`init`: a study.toml to edit, with every setting, its meaning and its value; made from the settings themselves."""
+"""`init`: a study.toml to edit, with every setting, its meaning and its value, generated from the settings."""
 
 from __future__ import annotations
 

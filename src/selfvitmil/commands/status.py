@@ -1,7 +1,7 @@
 """`status`: what a study has done, what failed, what is next. From the files alone, without the study's lock.
 
 It may be asked at any time and from any machine that sees the folder; it opens no slide and loads no torch, so that it
-answers at once. Whether an artefact is current only its stage can tell (`plan` asks them); here, what is there counts.
+answers at once. Only its stage knows whether an artefact is up to date (`plan` asks it); here, what exists counts.
 """
 
 from __future__ import annotations
@@ -104,12 +104,14 @@ def _holder(study: Path) -> tuple[str, int, str] | None:
 
 def _next(study: Path, stages: tuple[Progress, ...], record: RunRecord | None, running: str) -> str:
     if running:
-        left = _left(record) if record is not None and record.alive else ()
+        left: tuple[str, ...] = ()
+        if record is not None and record.alive and record.now in record.stages:
+            left = record.stages[record.stages.index(record.now) + 1 :]
         return f"wait; after this come {', '.join(left)}" if left else "wait for it"
     again = f"selfvitmil run {study.name}"
     if record is not None and record.ended != "finished":
         how = {"interrupted": "was interrupted", "stopped": "stopped at an error"}.get(record.ended or "", "was killed")
-        return f"the last run {how} in {record.now or 'its beginning'}: `{again}` goes on from there"
+        return f"the last run {how} in {record.now or 'its beginning'}: `{again}` resumes there"
     if any(each.failed for each in stages):
         return f"see failures.csv, put right what it names, then `{again}`"
     there = {each.stage for each in stages}
@@ -122,9 +124,3 @@ def _next(study: Path, stages: tuple[Progress, ...], record: RunRecord | None, r
     if missing:
         return f"`{again}` does what is missing ({', '.join(missing)}); `plan` says what that takes"
     return f"all stages have results: `selfvitmil view {study.name}` shows them"
-
-
-def _left(record: RunRecord | None) -> tuple[str, ...]:
-    if record is None or record.now not in record.stages:
-        return ()
-    return record.stages[record.stages.index(record.now) + 1 :]

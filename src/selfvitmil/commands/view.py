@@ -55,12 +55,12 @@ def export_view(
     pseudonyms: bool = False,
     say: Callable[[str], None],
 ) -> ViewResult:
-    """Write a folder that opens from disk; `say` prints how it goes."""
+    """Write a folder that opens from disk; `say` prints its size."""
     from selfvitmil.view.export import write_folder
 
-    made = write_folder(_viewed(study, pseudonyms), out, slides=slides, top_mpp=top_mpp, say=say)
-    notes = tuple(f"note: {note}" for note in made.notes)
-    return ViewResult(out, made.num_slides, made.size_bytes, failures=made.failures, notes=notes)
+    written = write_folder(_viewed(study, pseudonyms), out, slides=slides, top_mpp=top_mpp, say=say)
+    notes = tuple(f"note: {note}" for note in written.notes)
+    return ViewResult(out, written.num_slides, written.size_bytes, failures=written.failures, notes=notes)
 
 
 def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
@@ -72,7 +72,7 @@ def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
         raise ConfigError(
             f"{study.name}: there is no study here",
             "it has no cohort.csv",
-            "Name a study; `selfvitmil demo` makes one",
+            "Name a study; `selfvitmil demo` creates one",
             code="no-study",
         )
     cohort = read_cohort(study.layout.cohort)

@@ -24,8 +24,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
+from selfvitmil.store.files import write_error
 from selfvitmil.view import tiles
 from selfvitmil.view.study import ViewedSlide, ViewedStudy, to_json
 
@@ -57,7 +58,7 @@ POLICY = (
 
 @dataclass(frozen=True)
 class StaticFile:
-    """One file, whole."""
+    """Content of one file."""
 
     content: bytes
     media_type: str
@@ -271,13 +272,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, out)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ArtefactError(
-            f"{out.name} cannot be written",
-            f"{reason[:1].lower()}{reason[1:]}",
-            "Free some space, or choose another folder",
-            code="not-writable",
-        ) from error
+        raise write_error(out, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -87,9 +87,8 @@ class Guard:
             return 403, "This viewer does not answer under that name"
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "This viewer can only be looked at"
-        if any(length.strip() != "0" for length in _headers(scope, b"content-length")) or _headers(
-            scope, b"transfer-encoding"
-        ):
+        lengths = [length.strip() for length in _headers(scope, b"content-length")]
+        if any(length != "0" for length in lengths) or _headers(scope, b"transfer-encoding"):
             return 413, "This viewer takes nothing in"
         if len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) > MAX_TARGET:
             return 414, "That address is too long"
@@ -125,8 +124,8 @@ class Guard:
 class HostNames:
     """Names that the viewer may be asked by, whatever the port (a tunnel may change it).
 
-    Bound to other than loopback it cannot know all its names: addresses in figures are taken then too, which no name
-    server can bend.
+    Bound to other than loopback it cannot know all its names: numeric addresses are allowed then too, which no name
+    server can change.
     """
 
     def __init__(self, names: Collection[str], any_address: bool = False):
@@ -162,7 +161,7 @@ def host_of(header: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an address in figures."""
+    """Whether it is a numeric address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
