@@ -58,6 +58,7 @@ BY_HAND = {
     "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",
+    "end_to_end": "takes minutes, and as long as all its cohorts with --scaling",
 }
 PACKAGES = (
     "selfvitmil",

@@ -426,7 +426,8 @@ def _passes(module: Aggregator, bags: Sequence[Bag], store: BagStore) -> Iterato
             what, how = f"{bag.slide}: embeddings of {bag.dim} dimensions", "Use the encoder it was trained with"
             raise BagError(what, why, how, code="dimension-mismatch")
     store.check(bags)
-    module = copy.deepcopy(module).to(store.device).eval()
+    if module.training or not _is_on(module, store.device):
+        module = copy.deepcopy(module).to(store.device).eval()  # the caller's stays as it is
     for bag, following in zip(bags, [*bags[1:], None], strict=False):
         # Not inference_mode: tensors uploaded here may be used for training later. The thread count depends on this
         # bag alone, so that other bags cannot change its score; the context ends before control returns to the caller.
@@ -438,6 +439,12 @@ def _passes(module: Aggregator, bags: Sequence[Bag], store: BagStore) -> Iterato
             output = module(features_ND, coords_N2)
             results = summarize_output(module, output), _tile_probabilities(module, output)
         yield _Pass(bag, module, features_ND, coords_N2, output, *results)
+
+
+def _is_on(module: Aggregator, device: torch.device) -> bool:
+    """Whether all weights are on a device; `cuda` without a number is the current GPU."""
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return all(each.device.type == device.type and each.device.index == index for each in module.parameters())
 
 
 def summarize_output(module: Aggregator, output: AggregatorOutput, of_class: int | None = None) -> OutputSummary:

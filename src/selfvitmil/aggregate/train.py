@@ -408,14 +408,16 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
                 f"{folder.name}: an aggregator of another format version", why, how, code="other-format-version"
             )
         state = safetensors.torch.load_file(folder / "model.safetensors")
-        with torch.device("meta"):  # no allocation: the config may claim any size
-            expected = build(**config["aggregator"]).state_dict()
-        if {name: value.shape for name, value in expected.items()} != {
+        with torch.device("meta"):  # no allocation: the config may claim any size; and no weights drawn in vain
+            module = build(**config["aggregator"])
+        if {name: value.shape for name, value in module.state_dict().items()} != {
             name: value.shape for name, value in state.items()
         }:
             raise ValueError("config.json describes another network than model.safetensors holds")
-        module = build(**config["aggregator"])
-        module.load_state_dict(state)
+        if len(state) != sum(1 for _ in (*module.parameters(), *module.buffers())):
+            module = build(**config["aggregator"])  # it has tensors that files do not hold
+        # Copied: in a mapped file tensors lie at any address, and the address may change the last bits of a product.
+        module.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
     except FileNotFoundError as error:
         why = f"it has no {Path(str(error.filename or 'model.safetensors')).name}"
         raise ArtefactError(f"{folder.name}: no trained aggregator", why, how, code="no-model") from None

@@ -31,7 +31,7 @@ N tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,17 @@ class LesionCase:
         return ""
 
 
-def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
+def read_outlines(path: Path) -> tuple[Annotation, ...]:
+    """Return the annotations of a file, with outlines that cross themselves repaired."""
+    return read_annotations(path, repair=True)
+
+
+def lesion_case(
+    row: SlideRow, heatmap: Heatmap | Path, read: Callable[[Path], tuple[Annotation, ...]] = read_outlines
+) -> LesionCase:
     """Return the case of a cohort's slide from its heatmap and the annotation that the cohort names.
+
+    `read` reads annotations; one that remembers them serves the heatmaps of many models of a slide.
 
     Raises ArtefactError where the heatmap is unreadable or of another slide, AnnotationError where the annotation is
     unreadable or of another slide, CohortError where the slide has no label.
@@ -146,7 +155,7 @@ def lesion_case(row: SlideRow, heatmap: Heatmap | Path) -> LesionCase:
         )
     return LesionCase(
         found,
-        None if row.annotation is None else read_annotations(row.annotation, repair=True),
+        None if row.annotation is None else read(row.annotation),
         positive=row.label == found.prediction.shown,
         complete=has_all_lesions(row),
         patient=row.patient,

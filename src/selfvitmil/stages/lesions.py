@@ -6,10 +6,11 @@ then annotated lesions and normal slides are compared with the heatmaps. Thresho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.errors import ConfigError, MetricError, SelfVitMilError
 from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, StageResult
@@ -27,6 +28,7 @@ from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.study import FeatureChoice, Study
 
 if TYPE_CHECKING:
+    from selfvitmil.annotations import Annotation
     from selfvitmil.cohort import Cohort
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.localize.lesion_metrics import LesionCase, LesionScores
@@ -49,17 +51,35 @@ class LesionsResult(StageResult):
     """Of several methods on the same slides."""
     folders: tuple[Path, ...] = ()
     """Folders of results that were added to: of the comparison, of the one method."""
+    cases: FoundCases | None = field(default=None, repr=False)
+    """What a comparison scored, for the scores of the one method."""
 
 
-def evaluate_lesions(study: Study, choice: FeatureChoice, name: str | None = None) -> LesionsResult:
-    """Score the heatmaps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results."""
+@dataclass(frozen=True)
+class FoundCases:
+    """Heatmaps of methods beside the annotations of their slides."""
+
+    by_method: dict[str, ScoredCases]
+    encoder: str
+    failures: list[Failure]
+    notes: list[str]
+
+
+def evaluate_lesions(
+    study: Study, choice: FeatureChoice, name: str | None = None, found: FoundCases | None = None
+) -> LesionsResult:
+    """Score the heatmaps of one method; adds `lesions.json`, `lesion_slides.csv` and `froc.svg` to its results.
+
+    `found` are the cases of a comparison that was just made; without them heatmaps are written and read.
+    """
     from selfvitmil.localize.lesion_metrics import score_lesions
     from selfvitmil.localize.lesion_results import write_lesion_scores
 
     settings, method = study.settings, study.settings.train.aggregator
     with study.lock("evaluate"):
-        found, encoder, failures, notes = _lesion_cases(study, choice, [method], "evaluate")
-        own = found[method]
+        if found is None or method not in found.by_method:
+            found = _lesion_cases(study, choice, [method], "evaluate")
+        own, encoder, failures, notes = found.by_method[method], found.encoder, found.failures, list(found.notes)
         folder = study.layout.results(results_name(name or f"{encoder}_{method}", settings))
         _remove_earlier(folder)
         scores = score_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
@@ -84,7 +104,8 @@ def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None
             code="baseline-without-heatmaps",
         )
     with study.lock("compare"):
-        found, _, failures, notes = _lesion_cases(study, choice, methods, "compare")
+        cases = _lesion_cases(study, choice, methods, "compare")
+        found, failures, notes = cases.by_method, cases.failures, list(cases.notes)
         folder = study.layout.results(results_name(name or "compare", settings))
         _remove_earlier(folder)
         common, warned = common_cases({method: own["test"] for method, own in found.items()})
@@ -95,7 +116,7 @@ def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None
         table = side_by_side(scores, baseline)
         undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
     notes += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
-    return LesionsResult(comparison=table, folders=(folder,), failures=tuple(failures), notes=tuple(notes))
+    return LesionsResult(comparison=table, folders=(folder,), cases=cases, failures=tuple(failures), notes=tuple(notes))
 
 
 def annotated_slides(cohort: Cohort) -> list[str]:
@@ -106,11 +127,10 @@ def annotated_slides(cohort: Cohort) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- both
 
 
-def _lesion_cases(
-    study: Study, choice: FeatureChoice, methods: Sequence[str], stage: str
-) -> tuple[dict[str, ScoredCases], str, list[Failure], list[str]]:
-    """Return by method its heatmaps beside annotations; the encoder; slides that failed; notes."""
+def _lesion_cases(study: Study, choice: FeatureChoice, methods: Sequence[str], stage: str) -> FoundCases:
+    """Write the heatmaps of all methods that are missing or stale, then read them beside the annotations."""
     from selfvitmil.evaluate import FINAL_SCORING, hold_out_test_labels
+    from selfvitmil.localize.lesion_metrics import read_outlines
 
     settings = study.settings
     prepared, learning = prepare(study, choice, stage)
@@ -119,25 +139,28 @@ def _lesion_cases(
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]
     maps: dict[str, list[Path]] = {}
+    known: dict[Any, Any] = {}
     for method in methods:
         train, num_classes = options_for(method, settings.train), trial.num_classes
         localize = heatmap_settings(method, train, num_classes, settings.localize, settings.train.aggregator)
         own = settings.model_copy(update={"train": train, "localize": localize})
         model = results_name(f"{features.encoder}_{method}", settings)
-        mapper = Mapper(study.root, own, trial, cases.cohort, features, model)
+        mapper = Mapper(study.root, own, trial, cases.cohort, features, model, known)
         mapped, unmapped = split_failures(mapper.map_all(wanted))
         # A slide that failed now may have a heatmap of other models: it is not scored.
         maps[method] = [mapper.folder / f"{slide}.h5" for slide in wanted if slide in mapped]
         failures += [replace(failure, stage="lesions") for failure in unmapped]
     if not trial.optimistic:
         trial.labels.open(FINAL_SCORING)
+    known.clear()
     found_cases: dict[str, ScoredCases] = {}
+    read = cache(read_outlines)
     for method, paths in maps.items():
-        found_cases[method], unscored = _cases_of(paths, cases.cohort)
+        found_cases[method], unscored = _cases_of(paths, cases.cohort, read)
         failures += unscored
     failures = list(dict.fromkeys(failures))
     record_failures(study.root, "lesions", wanted, [failure for failure in failures if failure.stage == "lesions"])
-    return found_cases, features.encoder, failures, [*prepared, *(f"note: {text}" for text in notes)]
+    return FoundCases(found_cases, features.encoder, failures, [*prepared, *(f"note: {text}" for text in notes)])
 
 
 def _remove_earlier(folder: Path) -> None:
@@ -148,7 +171,9 @@ def _remove_earlier(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[Failure]]:
+def _cases_of(
+    maps: Sequence[Path], cohort: Cohort, read: Callable[[Path], tuple[Annotation, ...]]
+) -> tuple[ScoredCases, list[Failure]]:
     """Return the heatmaps of a model beside the slides' annotations, by part."""
     from selfvitmil.localize.lesion_metrics import lesion_case
 
@@ -156,7 +181,7 @@ def _cases_of(maps: Sequence[Path], cohort: Cohort) -> tuple[ScoredCases, list[F
     failures: list[Failure] = []
     for path in maps:
         try:
-            case = lesion_case(cohort[path.stem], path)
+            case = lesion_case(cohort[path.stem], path, read)
         except SelfVitMilError as error:
             failures.append(Failure.of(path.stem, "lesions", error))
             continue
@@ -195,7 +220,7 @@ class Lesions(Stage):
         choice = FeatureChoice(plan.encoder)
         try:
             compared = compare_lesions(plan.study, choice) if plan.has("compare") else LesionsResult()
-            own = evaluate_lesions(plan.study, choice)
+            own = evaluate_lesions(plan.study, choice, found=compared.cases)
         except MetricError as error:  # the scores of slides, and the report, do not depend on it
             return LesionsResult(notes=(f"note: the heatmaps are not scored by the annotations: {error}",))
         return LesionsResult(

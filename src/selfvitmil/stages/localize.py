@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from selfvitmil.evaluate.dataset import BagFile, TrialSplit
     from selfvitmil.evaluate.predictions import Choice
     from selfvitmil.localize.export import ExportJob, ExportResult
-    from selfvitmil.localize.heatmap import SlidePrediction, TilePlacement
+    from selfvitmil.localize.heatmap import Heatmap, SlidePrediction, TilePlacement
     from selfvitmil.localize.scores import HeatmapSource
     from selfvitmil.stages.measure import Measures
     from selfvitmil.tiles import TileTable
@@ -77,6 +79,11 @@ DECISIONS = {"protocol", "threshold", "calibration"}
 """Settings of `evaluate` that change a slide's decision."""
 Part = Literal["test", "val", "train"]
 PARTS: tuple[Part, ...] = ("test", "val", "train")
+WRITERS = 4
+"""Threads that write heatmaps while the next slides are scored: syncing a file to disk takes longer than scoring it."""
+MOST_UNWRITTEN = 16
+"""Heatmaps that may wait to be written, so that memory does not grow with the number of slides."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,8 @@ class Mapper:
     cohort: Cohort
     features: Features
     model: str
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What is known of slides whatever the method: mappers of several methods share it, so each file is read once."""
 
     @property
     def folder(self) -> Path:
@@ -245,12 +254,26 @@ class Mapper:
             for name, batch in stale.items():
                 of_split = self._split_models(splits[name], store)
                 source = self.choose_source(list(of_split.modules.values()), store)
-                for prepared in batch:
-                    failure = self._write(prepared, of_split, source, store)
+                for prepared, failure in self._write_all(batch, of_split, source, store):
                     progress.advance(failure is not None, 1)
                     slide = prepared.wanted.case.slide
                     outcomes[slide] = outcome_of(prepared.freshness) if failure is None else failed(failure)
         return outcomes
+
+    def _write_all(
+        self, batch: Sequence[Prepared], models: SplitModels, source: HeatmapSource | None, store: BagStore
+    ) -> Iterator[tuple[Prepared, Failure | None]]:
+        """Score slide after slide and write behind; yield each slide with its failure, in their order."""
+        unwritten: deque[tuple[Prepared, Future[Failure | None]]] = deque()
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for prepared in batch:
+                heatmap = self._heatmap(prepared, models, source, store)
+                unwritten.append((prepared, pool.submit(self._write, prepared, heatmap)))
+                while len(unwritten) > MOST_UNWRITTEN:
+                    first, written = unwritten.popleft()
+                    yield first, written.result()
+            for prepared, written in unwritten:
+                yield prepared, written.result()
 
     def export_job(self, slide: str) -> ExportJob:
         """Return what a worker needs to write the files of a slide's heatmap."""
@@ -288,13 +311,22 @@ class Mapper:
             "split": [wanted.split.name, wanted.part],
             "features": wanted.case.identity,
             "frame": hash_of(asdict(placement.frame)),
-            "tiles": None if table is None else file_fingerprint(self._table_file(row.slide)),
-            "annotation": None if row.annotation is None else file_fingerprint(row.annotation),
+            "tiles": None if table is None else self._fingerprint(self._table_file(row.slide)),
+            "annotation": None if row.annotation is None else self._fingerprint(row.annotation),
             "validation annotations": self._evidence_identity,
         }
         provenance = Provenance("localize", VERSION, settings, inputs)
         freshness = heatmap_freshness(self.folder / f"{row.slide}.h5", provenance)
         return Prepared(wanted, bag, table, placement, provenance, freshness)
+
+    def _once(self, key: tuple[Any, ...], read: Callable[[], T]) -> T:
+        """Return what is known under a key, read when it is first asked for."""
+        if key not in self.known:
+            self.known[key] = read()
+        return self.known[key]
+
+    def _fingerprint(self, path: Path) -> str:
+        return self._once(("fingerprint", path), lambda: file_fingerprint(path))
 
     def _table_file(self, slide: str) -> Path:
         return StudyLayout(self.study).tile_table(tiling_name(self.settings.tile), slide)
@@ -306,9 +338,26 @@ class Mapper:
 
         row, file = self.cohort[case.slide], self._table_file(case.slide)
         bag = self.trial.bag(case)
-        table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
-        look = partial(read_slide_geometry, SlideRef.of(row, self.settings.slide))
-        return bag, table, place_tiles(bag, table, look)
+
+        def place() -> tuple[TileTable | None, TilePlacement]:
+            table = read_tiles(file) if self.features.tiling != "external" and file.exists() else None
+            look = partial(read_slide_geometry, SlideRef.of(row, self.settings.slide))
+            return table, place_tiles(bag, table, look)
+
+        return bag, *self._once(("placed", case.path), place)
+
+    def _annotated(
+        self, case: BagFile, table: TileTable | None, placement: TilePlacement
+    ) -> tuple[Any, tuple[str, ...]]:
+        """The share of each tile inside annotated tumour, None without an annotation; and warnings."""
+        from selfvitmil.localize.heatmap import annotated_shares
+
+        def measure() -> tuple[Any, tuple[str, ...]]:
+            outlines, notes = self._outlines(case.slide, placement)
+            shares, doubts = annotated_shares(placement, table, outlines)
+            return shares, (*notes, *doubts)
+
+        return self._once(("annotated", case.path), measure)
 
     # ------------------------------------------------------------------------------------------------ scoring
 
@@ -318,7 +367,8 @@ class Mapper:
 
         trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
         stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
-        return SplitModels(stored.modules, stored.fitted.choices[split.name, None])
+        modules = {key: module.to(store.device) for key, module in stored.modules.items()}
+        return SplitModels(modules, stored.fitted.choices[split.name, None])
 
     @cached_property
     def _evidence(self) -> tuple[Case, ...]:
@@ -336,7 +386,7 @@ class Mapper:
     @cached_property
     def _evidence_identity(self) -> list[list[str]]:
         files = {case: self.cohort[case.slide].annotation for case in self._evidence}
-        return [[case.slide, case.identity, file_fingerprint(file)] for case, file in files.items() if file]
+        return [[case.slide, case.identity, self._fingerprint(file)] for case, file in files.items() if file]
 
     def choose_source(self, modules: Sequence[Aggregator], store: BagStore) -> HeatmapSource | None:
         """What annotated validation slides choose to show, by the models of their split; None where none can choose."""
@@ -347,7 +397,7 @@ class Mapper:
         for case in self._evidence:
             try:
                 bag, table, placement = self._placed(case)
-                shares, _ = _shares(placement, table, self._outlines(case.slide, placement)[0])
+                shares, _ = self._annotated(case, table, placement)
                 info.append((combine(score_by_seeds(modules, bag, "auto", store), 0), shares))
             except (SelfVitMilError, OSError):  # `localize --localize.parts val` says what is wrong with it
                 unread += 1
@@ -356,29 +406,36 @@ class Mapper:
             return source
         return replace(source, reason=f"{source.reason}; {unread} more could not be used")
 
-    def _write(
+    def _heatmap(
         self, prepared: Prepared, models: SplitModels, source: HeatmapSource | None, store: BagStore
-    ) -> Failure | None:
-        from selfvitmil.localize.heatmap import write_heatmap
+    ) -> Heatmap | Failure:
         from selfvitmil.localize.scores import build_heatmap, score_by_seeds
 
         slide, placement = prepared.wanted.case.slide, prepared.placement
         try:
-            outlines, notes = self._outlines(slide, placement)
-            shares, doubts = _shares(placement, prepared.table, outlines)
+            shares, notes = self._annotated(prepared.wanted.case, prepared.table, placement)
             kind = self.settings.localize.score if source is None else source.kind
             scores = score_by_seeds(models.modules.values(), prepared.bag, kind, store)
-            heatmap = build_heatmap(
+            return build_heatmap(
                 slide, self.model, self.method, placement.frame, placement.coords_l0, scores,
                 self._prediction(prepared.wanted, models, scores), self.settings.localize,
-                source=source, annotated=shares, warnings=(*placement.warnings, *notes, *doubts),
+                source=source, annotated=shares, warnings=(*placement.warnings, *notes),
                 details={"encoder": self.trial.encoder, "tiling": self.trial.tiling},
             )  # fmt: skip
-            write_heatmap(self.folder / f"{slide}.h5", heatmap, _to_json(prepared.provenance))
         except ConfigError:
             raise  # what was asked for cannot be, whatever the slide
         except (SelfVitMilError, OSError) as error:
             return Failure.of(slide, "localize", error)
+
+    def _write(self, prepared: Prepared, heatmap: Heatmap | Failure) -> Failure | None:
+        from selfvitmil.localize.heatmap import write_heatmap
+
+        if isinstance(heatmap, Failure):
+            return heatmap
+        try:
+            write_heatmap(self.folder / f"{heatmap.slide}.h5", heatmap, _to_json(prepared.provenance))
+        except (SelfVitMilError, OSError) as error:
+            return Failure.of(heatmap.slide, "localize", error)
         return None
 
     def _outlines(self, slide: str, placement: TilePlacement) -> tuple[tuple[Annotation, ...] | None, tuple[str, ...]]:
@@ -407,14 +464,6 @@ class SplitModels:
     modules: Mapping[tuple[str, int], Aggregator]
     """(split, seed) -> aggregator."""
     choice: Choice
-
-
-def _shares(
-    placement: TilePlacement, table: TileTable | None, outlines: tuple[Annotation, ...] | None
-) -> tuple[Any, Any]:
-    from selfvitmil.localize.heatmap import annotated_shares
-
-    return annotated_shares(placement, table, outlines)
 
 
 def heatmap_freshness(path: Path, now: Provenance) -> Freshness:
