@@ -508,3 +508,87 @@ def test_all_problems_of_a_table_are_told_at_once(tmp_path: Path):
     assert len(said) == 4
     for number, words in enumerate(("same name", "more than one split", "all labels are x", "do not exist: c")):
         assert words in said[number]
+
+
+# ---------------------------------------------------------------------------------------------------- further columns
+
+
+SURVIVAL = "slide,path,label,patient,Time,event,site\na,a.svs,1,p,12.5,1,Graz\nb,b.svs,0,q,NA,0.0,\n"
+
+
+def test_further_columns_are_read_looked_up_and_written_back(tmp_path: Path):
+    cohort = read_cohort(table(tmp_path / "cohort.csv", SURVIVAL))
+    a, b = cohort.rows
+    assert cohort.extra_columns == ("Time", "event", "site")
+    assert (a.value("time"), a.value("EVENT"), a.value("site"), a.value("label")) == ("12.5", "1", "Graz", "1")
+    assert (b.value("time"), b.value("event"), b.value("site"), b.value("age")) == (None, "0", None, None)
+    assert len({a, b}) == 2  # hashable
+    write_cohort(tmp_path / "cohort.csv", cohort)
+    assert (tmp_path / "cohort.csv").read_text().splitlines() == [
+        "slide,path,label,patient,split,mpp,annotation,Time,event,site",
+        "a,a.svs,1,p,,,,12.5,1,Graz",
+        "b,b.svs,0,q,,,,,0,",
+    ]
+    assert read_cohort(tmp_path / "cohort.csv").rows == cohort.rows
+
+
+@pytest.mark.parametrize("column", ["lable", "labels", "pateint", "case_id", "spilt", "mmpp"])
+def test_a_misspelt_column_is_not_a_further_one(tmp_path: Path, column: str):
+    with pytest.raises(CohortError, check=has_code("unknown-column")):
+        read_cohort(table(tmp_path / "cohort.csv", f"slide,path,{column}\na,a.svs,1\n"))
+
+
+@pytest.mark.parametrize(
+    "column", ["time", "event", "site", "scanner", "age", "stage", "grade", "label_2", "size", "batch", "date", "state"]
+)
+def test_columns_with_a_meaning_of_their_own_are_kept(tmp_path: Path, column: str):
+    (row,) = read_cohort(table(tmp_path / "cohort.csv", f"slide,path,{column}\na,a.svs,1\n")).rows
+    assert row.value(column) == "1"
+
+
+def test_a_table_by_slide_or_by_patient_brings_further_columns(tmp_path: Path):
+    source = table(tmp_path / "cohort.csv", "slide,path,patient,site\na,a.svs,p,\nb,b.svs,p,x\nc,c.svs,q,\n")
+    book = openpyxl.Workbook()
+    assert book.active is not None
+    for line in (("PATIENT", "time", "event", "remark"), ("p", 3, 1.0, "two\nlines"), ("q", 4.5, 0, None)):
+        book.active.append(line)
+    book.save(tmp_path / "clini.xlsx")
+    by_patient = read_cohort(source, tmp_path / "clini.xlsx")
+    assert [row.value("time") for row in by_patient.rows] == ["3", "3", "4.5"]
+    assert [row.value("event") for row in by_patient.rows] == ["1", "1", "0"]
+    assert by_patient.rows[0].value("remark") == "two lines"
+    assert by_patient.extra_columns == ("site", "time", "event", "remark")
+    by_slide = read_cohort(source, table(tmp_path / "l.csv", "slide,KRAS,Site\na,1,y\nc,0,z\n"), targets=("kras",))
+    assert [(row.value("KRAS"), row.value("site")) for row in by_slide.rows] == [("1", "y"), (None, "x"), ("0", "z")]
+    assert by_slide.extra_columns == ("site", "KRAS")
+    assert by_slide.classes == ()
+    with pytest.raises(CohortError, match=r"site: x or y", check=has_code("several-problems")):
+        read_cohort(source, table(tmp_path / "l.csv", "slide,label,site\nb,1,y\n"))
+
+
+def test_a_table_without_label_is_ambiguous_unless_it_has_a_target(tmp_path: Path):
+    source = table(tmp_path / "cohort.csv", "slide,path\na,a.svs\n")
+    labels = table(tmp_path / "l.csv", "slide,KRAS,age\na,1,60\n")
+    with pytest.raises(CohortError, check=has_code("ambiguous-label-column")):
+        read_cohort(source, labels)
+    assert read_cohort(source, labels, targets=("age",)).rows[0].extra == (("KRAS", "1"), ("age", "60"))
+    with pytest.raises(CohortError, check=has_code("unknown-column")):
+        read_cohort(source, table(tmp_path / "l.csv", "slide,lable,age\na,1,60\n"))
+    labelled = table(tmp_path / "cohort.csv", "slide,path,label\na,a.svs,1\n")
+    (row,) = read_cohort(labelled, table(tmp_path / "l.csv", "slide,age\na,60\n")).rows
+    assert (row.label, row.value("age")) == ("1", "60")
+
+
+def test_merging_keeps_further_columns_and_refuses_contradictions(tmp_path: Path):
+    old = read_cohort(table(tmp_path / "cohort.csv", "slide,path,site,age\na,a.svs,x,\nb,b.svs,,50\n"))
+    new = read_cohort(table(tmp_path / "new.csv", "slide,path,Site,time\na,a.svs,x,3\nb,b.svs,y,\nc,c.svs,z,5\n"))
+    merged, report = merge_cohorts(old, new)
+    assert merged.extra_columns == ("site", "age", "time")
+    assert [row.value("site") for row in merged.rows] == ["x", "y", "z"]
+    assert [row.value("time") for row in merged.rows] == ["3", None, "5"]
+    assert (report.added, report.filled) == (("c",), ("a", "b"))
+    again, report = merge_cohorts(merged, new)
+    assert (again.rows, report.filled) == (merged.rows, ())
+    other = read_cohort(table(tmp_path / "new.csv", "slide,path,site\na,a.svs,q\n"))
+    with pytest.raises(CohortError, match="site: x or q", check=has_code("conflicting-values")):
+        merge_cohorts(old, other)

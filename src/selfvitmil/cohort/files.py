@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
-from selfvitmil.cohort.table import absolute, listing
+from selfvitmil.cohort.table import absolute, column_key, listing
 from selfvitmil.errors import CohortError
 from selfvitmil.settings import slide_mpp_problem
 from selfvitmil.store.files import check_expansion
@@ -82,6 +82,16 @@ class Sheet:
         known = {name for names in ROLES.values() for name in names}
         return tuple(column for column in self.columns if column and _fold(column) not in known)
 
+    def extras(self, label_index: int | None) -> list[tuple[tuple[str, str], ...]]:
+        """Return the further columns of each row, name and cell: those of unknown meaning, without the label's.
+
+        Line breaks in their cells, which are often remarks, become spaces.
+        """
+        names = [name for name in self.others() if label_index is None or name != self.columns[label_index]]
+        places = [self.columns.index(name) for name in names]
+        rows = ([whole_number(_known(" ".join(row[place].split()))) for place in places] for row in self.rows)
+        return [tuple(zip(names, cells, strict=True)) for cells in rows]
+
     def cells(self, index: int | None) -> list[str]:
         """Return one column with missing values as empty strings; all empty if there is no such column."""
         if index is None:
@@ -95,21 +105,27 @@ class Sheet:
                     "Remove the line break, or the quotes around it",
                     code="line-break-in-cell",
                 )
-        return ["" if value.casefold() in _NOTHING else value for value in values]
+        return [_known(value) for value in values]
+
+
+def _known(value: str) -> str:
+    """Return a cell; empty if it is one of the ways to write a missing value."""
+    return "" if value.casefold() in _NOTHING else value
 
 
 def check_columns(sheet: Sheet, expected: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """Raise CohortError for columns beyond `expected` (ignoring case), suggesting the nearest, and for missing ones."""
+    """Raise CohortError for columns that seem to mean one of `expected` under another name, and for missing ones.
+
+    Those are misspellings (`lable`) and other tools' words for a known column (`case_id`). Other columns are kept.
+    """
     folded = [_fold(column) for column in sheet.columns]
     for column in sheet.columns:
-        if column and _fold(column) not in expected:
-            role = next((role for role, names in ROLES.items() if _fold(column) in names), None)
-            raise CohortError(
-                f"{sheet.name}: unknown column {column!r}",
-                f"the columns are {', '.join(expected)}",
-                f"Did you mean {role!r}?" if role else _did_you_mean(column, expected) or "Rename or remove it",
-                code="unknown-column",
-            )
+        if not column or _fold(column) in expected:
+            continue
+        role = next((role for role, names in ROLES.items() if _fold(column) in names), None)
+        if meant := role or misspelt(column, expected):
+            raise _unknown_column(sheet, column, meant)
+        sheet.cells(sheet.columns.index(column))  # refuses line breaks
     for column in required:
         if column not in folded:
             raise CohortError(
@@ -120,8 +136,37 @@ def check_columns(sheet: Sheet, expected: tuple[str, ...], required: tuple[str, 
             )
 
 
-def _fold(column: str) -> str:
-    return re.sub(r"[\s\-.]+", "_", column.strip().casefold())
+def check_spelling(sheet: Sheet) -> None:
+    """Raise CohortError for a column of another tool's table that is a misspelling of an important one it lacks."""
+    lacking = tuple(role for role in ("label", "patient", "split") if sheet.find(role) is None)
+    for column in sheet.others():
+        if meant := misspelt(column, lacking):
+            raise _unknown_column(sheet, column, meant)
+
+
+def _unknown_column(sheet: Sheet, column: str, meant: str) -> CohortError:
+    return CohortError(
+        f"{sheet.name}: unknown column {column!r}",
+        "it is too similar to a known one to be a column of its own",
+        f"Did you mean {meant!r}? Otherwise rename it",
+        code="unknown-column",
+    )
+
+
+def misspelt(column: str, known: tuple[str, ...]) -> str | None:
+    """Return the known column of which this name is a misspelling, or None.
+
+    Close are `lable`, `labels` and `patiant`, but not `site` (to `slide`), nor a name with a number or a further word:
+    `label_2`, `slide_type`.
+    """
+    name = _fold(column)
+    if any(re.fullmatch(rf"{each}(_?\d+|_.+)", name) for each in known):
+        return None
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.72)
+    return nearest[0] if nearest else None
+
+
+_fold = column_key
 
 
 def _did_you_mean(word: str, choices: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +20,7 @@ from selfvitmil.cohort.files import (
     FoundSlide,
     Sheet,
     check_columns,
+    check_spelling,
     find_slides,
     parse_mpp,
     read_sheet,
@@ -30,6 +31,7 @@ from selfvitmil.cohort.table import (
     COLUMNS,
     Cohort,
     SlideRow,
+    column_key,
     listing,
     make_cohort,
     name_key,
@@ -52,10 +54,11 @@ def read_cohort(
     label_column: str | None = None,
     slides_folder: Path | None = None,
     features: Mapping[str, Path] | None = None,
+    targets: Sequence[str] = (),
 ) -> Cohort:
     """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are recognized by name, ignoring case.
 
-    read_cohort("cohort.csv")                          our own table: paths are relative to its folder, no other columns
+    read_cohort("cohort.csv")                          our own table: paths are relative to its folder
     read_cohort("slides/", "labels.xlsx")              a folder, searched recursively, and a table slide,label,...
     read_cohort("CAMELYON16/")                         the official folder: labels, split and annotations are known
     read_cohort("camelyon16:DIR")                      the same, but an error if the folder has another layout
@@ -67,8 +70,9 @@ def read_cohort(
     `label_column` names the column of the label; by default `label`, or the only column of unknown meaning.
     `slides_folder` contains the slides of a table without paths, and is the base of relative paths of a table with
     paths. `features` (slide -> feature file) replace the slides of a table without paths if no slides are available; a
-    slide without one stays in the cohort and fails later, alone. Raises CohortError, with line numbers, for all
-    contradictions at once; remarks are in the result's `warnings`.
+    slide without one stays in the cohort and fails later, alone. `targets` are columns that will be predicted: a table
+    that has them, or `time` and `event`, needs no label. All other columns of tables are kept as they are. Raises
+    CohortError, with line numbers, for all contradictions at once; remarks are in the result's `warnings`.
     """
     prefixed = str(source).startswith(CAMELYON16_PREFIX)
     source = _existing(Path(str(source).removeprefix(CAMELYON16_PREFIX)).expanduser() if prefixed else source)
@@ -95,7 +99,7 @@ def read_cohort(
         official = read_camelyon16(source) if labels is None else None
         cohort = official if official is not None else _from_folder(source, problems, hint=labels is None)
     if labels is not None:
-        cohort = _with_labels(cohort, read_sheet(_existing(labels)), label_column, problems)
+        cohort = _with_labels(cohort, read_sheet(_existing(labels)), label_column, targets, problems)
     if problems:  # report everything at once
         raise_problems([*problems, *cohort.common_problems], source.name)
     return cohort
@@ -159,6 +163,8 @@ def _from_table(
     ours = sheet.name == "cohort.csv" or {"slide", "path"} <= set(folded)
     if ours:
         check_columns(sheet, COLUMNS, required=("slide", "path"))
+    else:
+        check_spelling(sheet)
     if sheet.find("slide") is None and sheet.find("path") is None:
         raise CohortError(
             f"{sheet.name}: no column names the slides",
@@ -194,8 +200,8 @@ def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iter
     """Yield the rows of the table; `path` is only the name that the table uses for the slide."""
     names = _filled_cells(sheet, "slide" if sheet.find("slide") is not None else "path")
     columns = [sheet.cells(sheet.find(role)) for role in ("patient", "split", "mpp", "annotation")]
-    for where, name, label, patient, split, mpp, annotation in zip(
-        sheet.where, names, sheet.cells(label_index), *columns, strict=True
+    for where, name, extra, label, patient, split, mpp, annotation in zip(
+        sheet.where, names, sheet.extras(label_index), sheet.cells(label_index), *columns, strict=True
     ):
         yield SlideRow(
             slide=name if keep_names else stem(name),
@@ -206,6 +212,7 @@ def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iter
             mpp=parse_mpp(mpp, sheet, where),
             annotation=resolve_path(annotation, sheet.folder) if annotation else None,
             patient_stated=bool(patient),
+            extra=extra,
         )
 
 
@@ -288,9 +295,11 @@ _LOST_LABEL = (
 )
 
 
-def _with_labels(cohort: Cohort, sheet: Sheet, label_column: str | None, problems: list[CohortError]) -> Cohort:
+def _with_labels(
+    cohort: Cohort, sheet: Sheet, label_column: str | None, targets: Sequence[str], problems: list[CohortError]
+) -> Cohort:
     """Fill empty fields of the cohort from a table of slides or, if it has no column for them, of patients."""
-    label_index, chosen = _label_index(sheet, label_column)
+    label_index, chosen = _label_index(sheet, label_column, targets, all_labelled=not cohort.unlabelled)
     by_slide = sheet.find("slide") is not None or sheet.find("path") is not None
     if not by_slide and sheet.find("patient") is None:
         raise CohortError(
@@ -346,6 +355,7 @@ def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterat
             code="unknown-patients",
         )
     labels, splits = sheet.cells(label_index), sheet.cells(sheet.find("split"))
+    extras = sheet.extras(label_index)
     for k, where in enumerate(sheet.where):
         if not patients[k]:
             raise CohortError(
@@ -354,21 +364,36 @@ def _by_patient(cohort: Cohort, sheet: Sheet, label_index: int | None) -> Iterat
         if patients[k] not in owned:
             yield where, patients[k], None
         for row in owned.get(patients[k], ()):
-            yield where, row.slide, replace(row, label=whole_number(labels[k]) or None, split=split_name(splits[k]))
+            label, split = whole_number(labels[k]) or None, split_name(splits[k])
+            yield where, row.slide, replace(row, label=label, split=split, extra=extras[k])
 
 
-def _label_index(sheet: Sheet, label_column: str | None) -> tuple[int | None, list[str]]:
-    """Return the index of the label column, and a warning if it was inferred."""
+_NEVER_LABELS = ("time", "event", "site", "scanner")
+"""Columns that are not taken as the label where a table has no other."""
+
+
+def _label_index(
+    sheet: Sheet, label_column: str | None, targets: Sequence[str], *, all_labelled: bool
+) -> tuple[int | None, list[str]]:
+    """Return the index of the label column, None if the table needs none, and a warning if it was inferred."""
     if label_column is not None:
         return sheet.named(label_column), []
     if sheet.find("label") is not None:
         return sheet.find("label"), []
-    candidates = sheet.others()
+    others = sheet.others()
+    keys = {column_key(name) for name in others}
+    no_label_needed = {"time", "event"} <= keys or keys & {column_key(name) for name in targets}
+    if others and (all_labelled or no_label_needed):
+        return None, []
+    candidates = [name for name in others if column_key(name) not in _NEVER_LABELS]
     if len(candidates) != 1:
+        check_spelling(sheet)
         raise CohortError(
             f"{sheet.name}: the label column is ambiguous",
             f"it could be any of {listing(candidates)}" if candidates else "no column is left that could be it",
-            "Name it with --label-column" if candidates else "Add a column label",
+            "Name it with --label-column, or the columns to predict with --train.target"
+            if candidates
+            else "Add a column label",
             code="ambiguous-label-column",
         )
     note = f"{sheet.name}: labels are taken from {candidates[0]!r}, the only possible column."
@@ -447,7 +472,15 @@ def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
             conflicts.append(f"{row.slide} ({name}: another file)")
     if "patient" in changes:
         changes["patient_stated"] = True
-    return replace(row, **changes), conflicts
+    extra = dict(row.extra)
+    spelling = {column_key(name): name for name in extra}
+    for name, theirs in addition.extra:
+        name = spelling.setdefault(column_key(name), name)
+        if theirs and not extra.get(name):
+            extra[name] = theirs
+        elif theirs and extra[name] != theirs:
+            conflicts.append(f"{row.slide} ({name}: {extra[name]} or {theirs})")
+    return replace(row, **changes, extra=tuple(extra.items())), conflicts
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -3,6 +3,7 @@
 Rules, checked by `make_cohort` for every source and again before writing: slide names are unique (also on file systems
 that ignore case) and valid file names, a patient is in one split only, no two labels differ only in case.
 Paths are absolute in memory and relative to the table in the file, so that a study can be moved with its slides.
+Columns beyond `COLUMNS` (targets, `time`, `event`, `site`, ...) are kept as text in `SlideRow.extra`.
 
 Of two classes the positive one comes last (`order_classes`). Scores are probabilities of the positive class, heatmaps
 show evidence for it, and sensitivity is its recall, so it must be the disease and not simply the class that is last in
@@ -27,7 +28,7 @@ from selfvitmil.errors import CohortError, ConfigError, raise_problems
 from selfvitmil.store.files import write_csv
 
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
-"""Columns of `cohort.csv`, in order. Only `slide` and `path` must be filled."""
+"""Known columns of `cohort.csv`, in order. Only `slide` and `path` must be filled. Further columns follow them."""
 
 _MAX_NAME_BYTES = 200  # a file name has 255 at most; `<slide>_patches.h5` and its temporary name need the rest
 
@@ -52,12 +53,24 @@ class SlideRow:
     """Annotation file of its lesions; absolute."""
     patient_stated: bool = False
     """Whether a table states the patient (even as the slide's own name); otherwise the slide is its own patient."""
+    extra: tuple[tuple[str, str], ...] = ()
+    """Further columns of the table, in its order: name and cell, which is empty if the value is unknown."""
 
     def __post_init__(self) -> None:
         if not self.patient:
             object.__setattr__(self, "patient", self.slide)
         elif self.patient != self.slide:
             object.__setattr__(self, "patient_stated", True)
+
+    def value(self, column: str) -> str | None:
+        """Return the cell of a column, a further one or `label`; None if it is empty or the row has no such column.
+
+        Names are compared as those of tables are: case, spaces, `-` and `.` do not matter.
+        """
+        key = column_key(column)
+        if key == "label":
+            return self.label
+        return next((cell or None for name, cell in self.extra if column_key(name) == key), None)
 
     def found_as(self, slide: str, path: Path) -> SlideRow:
         """Return the row with the name and file under which its slide was found."""
@@ -114,6 +127,15 @@ class Cohort:
     def classes(self) -> tuple[str, ...]:
         """The labels in class order; the index of a label here is its class number."""
         return tuple(self.class_counts)
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Names of the further columns, in the order in which rows have them."""
+        names: dict[str, str] = {}
+        for row in self.rows:
+            for name, _ in row.extra:
+                names.setdefault(column_key(name), name)
+        return tuple(names.values())
 
     @property
     def patients(self) -> dict[str, tuple[SlideRow, ...]]:
@@ -184,6 +206,11 @@ def listing(items: Iterable[str], limit: int = 10) -> str:
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
+
+
+def column_key(column: str) -> str:
+    """Return a key that is equal for spellings of the same column: case, spaces, `-` and `.` do not matter."""
+    return re.sub(r"[\s\-.]+", "_", column.strip().casefold())
 
 
 def name_key(name: str) -> str:
@@ -334,6 +361,11 @@ def general_warnings(rows: Sequence[SlideRow]) -> tuple[str, ...]:
     missing = [row.slide for row in rows if row.label is None]
     if not missing:
         return ()
+    if len(missing) == len(rows) and any(row.extra for row in rows):
+        columns = listing(Cohort(tuple(rows)).extra_columns)
+        return (
+            f"None of the {len(rows)} slides has a label; train.target names another column to predict: {columns}.",
+        )
     if len(missing) == len(rows):
         return (f"None of the {len(rows)} slides has a label; a classifier cannot be trained without labels.",)
     return (f"{len(missing)} of {len(rows)} slides have no label and are not used for training: {listing(missing)}.",)
@@ -454,15 +486,17 @@ def write_cohort(path: Path, cohort: Cohort) -> None:
     """Write `cohort.csv` atomically; `read_cohort` reads the same rows back."""
     make_cohort(cohort.rows, path.name)
     folder = Path(os.path.realpath(path.parent))
+    extra = cohort.extra_columns
     rows = (
         [_relative(cell, folder) if isinstance(cell, Path) else cell for cell in stated_fields(row).values()]
+        + [row.value(column) for column in extra]
         for row in cohort.rows
     )
-    write_csv(path, [COLUMNS, *rows])
+    write_csv(path, [(*COLUMNS, *extra), *rows])
 
 
 def stated_fields(row: SlideRow) -> dict[str, Any]:
-    """Return the fields as a table stores them: None for unknown values, such as a patient that is not stated."""
+    """Return the known fields as a table stores them: None for unknown values, such as a patient that is not stated."""
     values = {name: getattr(row, name) for name in COLUMNS}
     return values if row.patient_stated else values | {"patient": None}
 
