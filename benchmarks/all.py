@@ -39,6 +39,7 @@ CPU: dict[str, list[str]] = {
     "embed": ["--rounds", "2"],
     "localize": [],
     "predict": ["--size-px", "3072", "--rounds", "2", "--devices", "cpu"],
+    "startup": [],
     "view": [],
 }
 """Benchmark -> its arguments on a CPU."""

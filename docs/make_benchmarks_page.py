@@ -83,6 +83,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("its memory", "localize", "map.peak_mb", "MB", "", "<", 1000),
         Row("GeoJSON of it, memory", "localize", "geojson.grew_mb", "MB", "", "<", 200),
     ],
+    "Start-up": [
+        Row("`selfvitmil --help`", "startup", "help_s", "s", "", "<", 0.15),
+        Row("first line of the slowest command", "startup", "first_line_s", "s", "it says that PyTorch is being loaded",
+            "<", 1.5),
+    ],
     "Viewer, 50 clients on 20 slides": [
         Row("95 of 100 tiles within, first time", "view", "cold_p95_s", "s", "", "<", 0.5),
         Row("95 of 100 tiles within, again", "view", "cached_p95_s", "s", "", "<", 0.1),

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.cli import rows_of, selfvitmil
 from selfvitmil.bags import read_bag
-from selfvitmil.cli import _show
+from selfvitmil.cli.output import show
 from selfvitmil.slides import synthetic
 from selfvitmil.stages.pretrain import SplitResult
 from selfvitmil.store.failures import Failure
@@ -104,7 +104,7 @@ def test_usage_errors_end_with_2_and_say_what_was_meant(arguments: list[str], sa
 def test_text_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]):
     table = (("slide", "AUC [range]"), ("case[old]_1", "0.9 [0.8, 1.0]"), ("a:cat:[/b]", ""))
     failure = Failure("b[1]", "tile", "b[1].svs: no [tissue]", "Look :eyes: at it")
-    _show(SplitResult(table, notes=("line [bold] :cat:",), failures=(failure,)))
+    show(SplitResult(table, notes=("line [bold] :cat:",), failures=(failure,)))
     out = capsys.readouterr().out
     told = [each for row in table for each in row]
     for text in (*told, "line [bold] :cat:", "FAILED b[1] (tile): b[1].svs: no [tissue]. Look :eyes: at it"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from selfvitmil.cli import app
+from selfvitmil.cli.parser import app
 from selfvitmil.settings import StudySettings
 
 ROOT = Path(__file__).parents[1]

@@ -1,23 +1,46 @@
-"""The command line. Each command parses its flags, calls one function of `stages` or `commands` and prints its result.
+"""The commands: each parses its flags, calls one function of `stages` or `commands` and prints its result.
 
-Exit status: 0 everything asked for exists; 2 the command or a setting is wrong; 3 some slides, or all, could not be
-done (see `failures.csv`); 130 interrupted. Stages are imported when their command runs, so that `--help` stays quick.
+Stages are imported when their command runs, so that a command's `--help` and its errors stay quick.
 """
 
 from __future__ import annotations
 
-import json as jsonlib
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Parameter
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from selfvitmil import __version__
+from selfvitmil.cli.flags import (
+    ANY_FEATURES,
+    ANY_SCALED_FEATURES,
+    ENCODER_HELP,
+    NO_LABELS,
+    NO_SLIDES,
+    NOTHING_TYPED,
+    STUDY_FOLDER_HELP,
+    EngineOption,
+    FeatureFlags,
+    Flat,
+    JsonOption,
+    LabelFlags,
+    LesionsOption,
+    PresetOption,
+    ResultsOption,
+    ScaledFeatureFlags,
+    SlideFlags,
+    Study,
+    WholeWay,
+    to_learn_from,
+    typed,
+)
+from selfvitmil.cli.output import complain, end, print_json, say, show
+from selfvitmil.cli.overview import COMMANDS, SUMMARY
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import (
     CompareSettings,
@@ -25,11 +48,9 @@ from selfvitmil.settings import (
     EngineSettings,
     EvaluateSettings,
     LocalizeSettings,
-    Preset,
     PretrainSettings,
     SlideSettings,
     StainSettings,
-    StudySettings,
     SupervisedSettings,
     SynthSettings,
     TileSettings,
@@ -44,141 +65,33 @@ if TYPE_CHECKING:
 app = App(
     name="selfvitmil",
     version=__version__,
-    help="Whole-slide images and slide labels to a classifier, an honest evaluation and heatmaps of the evidence.",
+    help=SUMMARY,
     help_format="markdown",
 )
 
-MAX_ROWS = 40
-"""Rows of a table that are printed; files have all of them."""
 
-Flat = Parameter(name="*")
-EngineOption = Annotated[EngineSettings, Flat]
-Study = Annotated[Path, Parameter(help="Folder of the study; created if it does not exist.")]
-LabelsOption = Annotated[
-    Path | None,
-    Parameter(
-        help="Table (csv or xlsx) with labels for the slides of --cohort, or for those of the study that have none."
-    ),
-]
-LabelColumnOption = Annotated[
-    str | None, Parameter(help="Column of --labels that holds the label, if it is not `label`.")
-]
-ResultsOption = Annotated[str | None, Parameter(help="Name of the results folder.")]
-LesionsOption = Annotated[
-    bool,
-    Parameter(help="Also score the heatmaps against annotated lesions: FROC, coverage, false positives.", negative=""),
-]
-ENCODER_HELP = (
-    "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
-    "repeat the flag for several."
-)
-JsonOption = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
-STUDY_FOLDER_HELP = "Also check the folder of this study, which need not exist yet."
-PresetOption = Annotated[
-    Preset | None,
-    Parameter(
-        help="`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code."
-    ),
-]
+def command(function: Callable[..., int]) -> Callable[..., int]:
+    """Register a command under the function's name; its help is its sentence in `COMMANDS` and its docstring."""
+    app.command(function, help="\n\n".join(filter(None, (COMMANDS[function.__name__], inspect.getdoc(function)))))
+    return function
 
 
-@Flat
-@dataclass(frozen=True)
-class SlideFlags:
-    """Where a study's slides and labels come from."""
-
-    cohort: Annotated[
-        Path | None,
-        Parameter(help="Folder of slides, or a table of them; needed once, then the study's own cohort.csv is used."),
-    ] = None
-    labels: LabelsOption = None
-    label_column: LabelColumnOption = None
-    slides_folder: Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")] = (
-        None
-    )
-
-    def source(self) -> Any:
-        from selfvitmil.study import CohortSource
-
-        return CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
-
-
-@Flat
-@dataclass(frozen=True)
-class LabelFlags:
-    """The labels of commands that need no slides."""
-
-    cohort: Annotated[
-        Path | None, Parameter(help="Table of slides and labels, where the study has no cohort.csv yet.")
-    ] = None
-    labels: LabelsOption = None
-    label_column: LabelColumnOption = None
-
-
-@Flat
-@dataclass(frozen=True)
-class FeatureFlags:
-    """Which features are learned from."""
-
-    encoder: Annotated[
-        str | None,
-        Parameter(help="Encoder whose features are used; required if the study has features of several."),
-    ] = None
-    features: Annotated[
-        Path | None,
-        Parameter(
-            help="Use a folder of feature files instead: those of TRIDENT, CLAM, STAMP or selfvitmil, unchanged."
-        ),
-    ] = None
-    coarse_encoder: Annotated[
-        str | None, Parameter(help="Encoder of the coarser scale, if it differs from the other one.")
-    ] = None
-
-
-@Flat
-@dataclass(frozen=True)
-class ScaledFeatureFlags(FeatureFlags):
-    """The same for commands that train one method; a comparison has two scales as one of its methods."""
-
-    two_scales: Annotated[
-        bool,
-        Parameter(
-            help="Concatenate each embedding with that of the coarser tile around it (tile.parent_mpp).", negative=""
-        ),
-    ] = False
-
-
-NO_SLIDES, NO_LABELS, ANY_FEATURES, ANY_SCALED_FEATURES = (
-    SlideFlags(),
-    LabelFlags(),
-    FeatureFlags(),
-    ScaledFeatureFlags(),
-)
-
-
-@app.command
+@command
 def synth(
-    folder: Path,
+    folder: Annotated[Path, Parameter(help="Where to write; must be new or empty.")],
     /,
     *,
     settings: Annotated[SynthSettings, Flat] = SynthSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Write a cohort of synthetic slides with annotated lesions, for trying things out.
-
-    Parameters
-    ----------
-    folder
-        Where to write; must be new or empty.
-    """
     from selfvitmil.commands import synth as synth_command
     from selfvitmil.engine import Engine
 
     with Engine(engine) as workers:
-        return _end([synth_command.synth(folder, settings, workers)])
+        return end([synth_command.synth(folder, settings, workers)])
 
 
-@app.command
+@command
 def check(
     study: Study,
     /,
@@ -187,15 +100,14 @@ def check(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Open every slide, read some of it, and report what will cause problems."""
     from selfvitmil.stages.check import check as check_slides
 
     opened = _open(study, slides.source(), slide=slide, engine=engine)
     with _workers(opened) as workers:
-        return _end([check_slides(opened, workers)])
+        return end([check_slides(opened, workers)])
 
 
-@app.command
+@command
 def split(
     study: Study,
     /,
@@ -205,13 +117,12 @@ def split(
     seed: Annotated[int, Parameter(help="Random seed of the draw.")] = 0,
     overwrite: Annotated[bool, Parameter(help="Replace an existing split.", negative="")] = False,
 ):
-    """Hold out a test set by patient, stratified by label; writes the column split of the study's cohort.csv."""
     from selfvitmil.commands import split as split_command
 
-    return _end([split_command.split(_open(study, slides.source()), test, seed, overwrite=overwrite)])
+    return end([split_command.split(_open(study, slides.source()), test, seed, overwrite=overwrite)])
 
 
-@app.command
+@command
 def tile(
     study: Study,
     /,
@@ -224,16 +135,15 @@ def tile(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Segment tissue, cut it into tiles at an exact resolution, and fit the stains."""
     from selfvitmil.stages.tile import tile as tile_slides
 
     flags = {"preset": preset, "tile": tile, "tissue": tissue, "stain": stain, "slide": slide, "engine": engine}
     opened = _open(study, slides.source(), **flags)
     with _workers(opened) as workers:
-        return _end([tile_slides(opened, workers)])
+        return end([tile_slides(opened, workers)])
 
 
-@app.command
+@command
 def pretrain(
     study: Study,
     /,
@@ -251,18 +161,17 @@ def pretrain(
     stain: StainSettings = StainSettings(),
     slide: SlideSettings = SlideSettings(),
 ):
-    """Pretrain an encoder on the tiles of the training set, without labels. Resumes from its checkpoint.
+    """With `--pretrain.per-split` there is one encoder for every split (`--train.split`, `--train.folds`).
 
-    With `--pretrain.per-split` one encoder for every split (`--train.split`, `--train.folds`).
     For several GPUs: `torchrun --nproc-per-node 4 -m selfvitmil pretrain STUDY`.
     """
     from selfvitmil.stages.pretrain import pretrain as train_encoder
 
     opened = _open(study, preset=preset, pretrain=pretrain, train=train, tile=tile, stain=stain, slide=slide)
-    return _end([train_encoder(opened, name or opened.settings.pretrain.method, images)])
+    return end([train_encoder(opened, name or opened.settings.pretrain.method, images)])
 
 
-@app.command
+@command
 def embed(
     study: Study,
     /,
@@ -275,15 +184,14 @@ def embed(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Embed every tile; writes one feature file per slide, which other tools can read."""
     from selfvitmil.stages.embed import embed as embed_slides
 
     opened = _open(study, preset=preset, embed=embed, tile=tile, stain=stain, slide=slide, engine=engine)
     with _workers(opened, with_encoder=True) as workers:
-        return _end([embed_slides(opened, encoder, workers)])
+        return end([embed_slides(opened, encoder, workers)])
 
 
-@app.command
+@command
 def export(
     study: Study,
     /,
@@ -298,15 +206,14 @@ def export(
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Write feature files in the format of another tool. Readers of TRIDENT files need no export."""
     from selfvitmil.commands import export as export_command
 
     opened = _open(study, tile=tile, engine=engine)
     with _workers(opened) as workers:
-        return _end([export_command.export(opened, encoder, out, to, workers, dtype)])
+        return end([export_command.export(opened, encoder, out, to, workers, dtype)])
 
 
-@app.command
+@command
 def train(
     study: Study,
     /,
@@ -319,16 +226,15 @@ def train(
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Train an aggregator on slide labels with several seeds; the test set is not touched."""
     from selfvitmil.stages.train import train as train_models
 
-    source, choice = _to_learn_from(inputs, labels)
+    source, choice = to_learn_from(inputs, labels)
     opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
     with _workers(opened) as workers:
-        return _end([train_models(opened, choice, workers)])
+        return end([train_models(opened, choice, workers)])
 
 
-@app.command
+@command
 def evaluate(
     study: Study,
     /,
@@ -344,24 +250,21 @@ def evaluate(
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Evaluate an aggregator on the test set: metrics with confidence intervals, predictions, ROC curves.
-
-    Models that are missing or stale are trained first.
-    """
+    """Models that are missing or stale are trained first."""
     from selfvitmil.stages.evaluate import evaluate as evaluate_models
     from selfvitmil.stages.lesions import evaluate_lesions
 
-    source, choice = _to_learn_from(inputs, labels)
+    source, choice = to_learn_from(inputs, labels)
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
         steps: list[Callable[[], StageResult]] = [lambda: evaluate_models(opened, choice, workers, name)]
         if lesions:
             steps.append(lambda: evaluate_lesions(opened, choice, name))
-        return _end(step() for step in steps)
+        return end(step() for step in steps)
 
 
-@app.command
+@command
 def compare(
     study: Study,
     /,
@@ -382,11 +285,10 @@ def compare(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Compare all methods on the same slides, splits and seeds, in one table with the published results."""
     from selfvitmil.stages.compare import compare as compare_methods
     from selfvitmil.stages.lesions import compare_lesions
 
-    source, choice = _to_learn_from(inputs, labels)
+    source, choice = to_learn_from(inputs, labels)
     opened = _open(
         study, source,
         preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
@@ -396,10 +298,10 @@ def compare(
         steps: list[Callable[[], StageResult]] = [lambda: compare_methods(opened, choice, workers, name)]
         if lesions:
             steps.append(lambda: compare_lesions(opened, choice, name))
-        return _end(step() for step in steps)
+        return end(step() for step in steps)
 
 
-@app.command
+@command
 def localize(
     study: Study,
     /,
@@ -418,90 +320,23 @@ def localize(
     slide: SlideSettings = SlideSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Draw heatmaps by trained models: scores per tile, lesions, pictures, files for QuPath and ASAP."""
     from selfvitmil.stages.localize import localize as draw_heatmaps
 
-    source, choice = _to_learn_from(inputs, labels)
+    source, choice = to_learn_from(inputs, labels)
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "slide": slide, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
-        return _end([draw_heatmaps(opened, choice, workers, name, slides or ())])
+        return end([draw_heatmaps(opened, choice, workers, name, slides or ())])
 
 
-def _to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
-    """Return where labels come from and which features are used, from the flags."""
-    from selfvitmil.study import CohortSource, FeatureChoice
-
-    two_scales = isinstance(inputs, ScaledFeatureFlags) and inputs.two_scales
-    if inputs.features is not None and (inputs.encoder is not None or two_scales):
-        raise ConfigError(
-            "--features goes neither with --encoder nor with --two-scales",
-            "it names the features already",
-            code="conflicting-flags",
-        )
-    cohort, labels = given.cohort, given.labels
-    if inputs.features is not None and cohort is None:
-        cohort, labels = labels, None  # the table of labels is then all there is
-    source = CohortSource(cohort, labels, given.label_column, None, inputs.features)
-    return source, FeatureChoice(inputs.encoder, inputs.features, inputs.coarse_encoder, two_scales)
-
-
-@Flat
-@dataclass(frozen=True)
-class WholeWay(SlideFlags):
-    """Flags of `run` and `plan`."""
-
-    encoder: Annotated[
-        str | None,
-        Parameter(
-            help="`pretrain` trains one on the slides; or an encoder of the study, a folder, a checkpoint, a timm or "
-            "hub name. None means as in the last run, else `pretrain`."
-        ),
-    ] = None
-    name: Annotated[
-        str | None, Parameter(help="What to call an encoder that is trained here; none means pretrain.method.")
-    ] = None
-    one_method: Annotated[
-        bool, Parameter(help="Evaluate train.aggregator alone and skip the comparison of all methods.", negative="")
-    ] = False
-    until: Annotated[
-        str | None, Parameter(help="Last stage to run, for instance `embed`; `plan` lists the stages.")
-    ] = None
-    preset: PresetOption = None
-    slide: SlideSettings = SlideSettings()
-    tissue: TissueSettings = TissueSettings()
-    stain: StainSettings = StainSettings()
-    tile: TileSettings = TileSettings()
-    pretrain: PretrainSettings = PretrainSettings()
-    embed: EmbedSettings = EmbedSettings()
-    train: TrainSettings = TrainSettings()
-    evaluate: EvaluateSettings = EvaluateSettings()
-    compare: CompareSettings = CompareSettings()
-    supervised: SupervisedSettings = SupervisedSettings()
-    localize: LocalizeSettings = LocalizeSettings()
-    engine: EngineOption = EngineSettings()
-
-    def request(self) -> Any:
-        from selfvitmil.commands.run import Request
-
-        return Request(self.encoder, self.name, self.one_method, self.until)
-
-    def flags(self) -> dict[str, Any]:
-        return _typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
-
-
-NOTHING_TYPED = WholeWay()
-
-
-@app.command
+@command
 def init(study: Study, /, *, preset: PresetOption = None):
-    """Write a commented study.toml with every setting, its meaning and its value."""
     from selfvitmil.commands import init as init_command
 
-    return _end([init_command.init(study, preset or "default")])
+    return end([init_command.init(study, preset or "default")])
 
 
-@app.command
+@command
 def run(
     study: Study,
     /,
@@ -511,7 +346,6 @@ def run(
         bool, Parameter(help="Only print what would be done and what it takes, like `plan`.", negative="")
     ] = False,
 ):
-    """Run all stages from slides to the report, skipping what is up to date. The same command resumes a stopped run."""
     from selfvitmil.commands import run as run_command
     from selfvitmil.study import open_study
 
@@ -519,48 +353,40 @@ def run(
         return plan(study, way=way)
     opened = open_study(study, way.flags(), way.source())
     with _workers(opened) as workers:
-        return _end(run_command.run(opened, way.request(), workers, way.flags()))
+        return end(run_command.run(opened, way.request(), workers, way.flags()))
 
 
-@app.command
+@command
 def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
-    """Print what `run` would do: slides, tiles, disk, memory and time per stage on this machine. Writes nothing."""
     from selfvitmil.commands import plan as plan_command
     from selfvitmil.study import open_study
 
-    return _end([plan_command.plan(open_study(study, way.flags(), way.source()), way.request())])
+    return end([plan_command.plan(open_study(study, way.flags(), way.source()), way.request())])
 
 
-@app.command
+@command
 def status(study: Study, /, *, json: JsonOption = False):
-    """Print what a study has done, what failed and what is next; also while another process works on it."""
     from selfvitmil.commands import status as status_command
 
     found = status_command.status(study)
     if json:
-        return _print_json(found.to_json())
-    return _end([found])
+        return print_json(found.to_json())
+    return end([found])
 
 
-@app.command
+@command
 def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = None, /, *, json: JsonOption = False):
-    """Check whether this machine and a study folder have what is needed; print a remedy for each problem."""
     from selfvitmil.commands import doctor as doctor_command
 
     result = doctor_command.doctor(study)
     if json:
-        _print_json([asdict(check) for check in result.checks])
+        print_json([asdict(check) for check in result.checks])
     else:
-        _show(result)
+        show(result)
     return 3 if result.status == "FAIL" else 0
 
 
-def _print_json(value: Any) -> int:
-    print(jsonlib.dumps(value, indent=1))
-    return 0
-
-
-@app.command
+@command
 def view(
     study: Annotated[Path, Parameter(help="Folder of the study.")],
     /,
@@ -587,25 +413,19 @@ def view(
     browser: Annotated[bool, Parameter(help="Open a browser.")] = True,
     slide: SlideSettings = SlideSettings(),
 ):
-    """Show slides and heatmaps in a browser."""
     from selfvitmil.commands import view as view_command
 
     opened = _open(study, slide=slide)
     if export is not None:
         folder = {"slides": slides or (), "top_mpp": export_mpp}
-        return _end([view_command.export_view(opened, export, **folder, pseudonyms=pseudonyms, say=_say)])
+        return end([view_command.export_view(opened, export, **folder, pseudonyms=pseudonyms, say=say)])
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides", code="conflicting-flags")
     place = {"host": host, "port": port, "require_token": require_token}
-    return _end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=_say)])
+    return end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=say)])
 
 
-def _say(line: str) -> None:
-    """Print at once: what comes next takes its time."""
-    print(line, flush=True)
-
-
-@app.command
+@command
 def package(
     study: Annotated[Path, Parameter(help="Folder of the study.")],
     /,
@@ -624,15 +444,14 @@ def package(
     localize: LocalizeSettings = LocalizeSettings(),
     tile: TileSettings = TileSettings(),
 ):
-    """Package a trained model as one portable folder: encoder, aggregators, threshold, model card."""
     from selfvitmil.commands import package as package_command
 
-    source, choice = _to_learn_from(inputs)
+    source, choice = to_learn_from(inputs)
     opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, localize=localize, tile=tile)
-    return _end([package_command.package(opened, out, choice, split, results)])
+    return end([package_command.package(opened, out, choice, split, results)])
 
 
-@app.command
+@command
 def predict(
     model: Annotated[Path, Parameter(help="Folder that `package` wrote.")],
     /,
@@ -647,7 +466,6 @@ def predict(
     localize: LocalizeSettings = LocalizeSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-    """Predict new slides with a packaged model; warns about out-of-distribution slides."""
     from selfvitmil.commands import predict as predict_command
     from selfvitmil.package import open_package
 
@@ -655,17 +473,17 @@ def predict(
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
 
-    flags = _typed(slide=slide, embed=embed, localize=localize, engine=engine)
+    flags = typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = predict_command.predict_settings(packaged, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
         result = predict_command.predict(packaged, slides, out, settings, workers, maps=maps)
     if json:
-        print(result.json, end="")
+        say(result.json.rstrip("\n"))
         return 3 if result.failures else 0
-    return _end([result])
+    return end([result])
 
 
-@app.command
+@command
 def report(
     study: Study,
     /,
@@ -684,29 +502,27 @@ def report(
         int | None, Parameter(help="Largest number of slides with their own section; default 40.")
     ] = None,
 ):
-    """Write a self-contained HTML report: cohort, settings, metrics, heatmaps."""
     from selfvitmil.stages.report import report as write_page
 
     asked = {"out": out, "pseudonyms": pseudonyms, "results": results or (), "slides": slides}
-    return _end([write_page(_open(study), **asked)])
+    return end([write_page(_open(study), **asked)])
 
 
-@app.command
+@command
 def demo(study: Study, /, *, engine: EngineOption = EngineSettings()):
-    """Run the full pipeline on synthetic slides; no data needed."""
     from selfvitmil.commands import demo as demo_command
 
     demo_command.start_demo(study)
     opened = _open(study, engine=engine)
     with _workers(opened) as workers:
-        return _end(demo_command.demo(study, opened.settings, workers))
+        return end(demo_command.demo(study, opened.settings, workers))
 
 
 def _open(root: Path, source: Any = None, **sections: Any) -> Any:
     """Return the study with the settings that were given as flags, and where its slides and labels come from."""
     from selfvitmil.study import open_study
 
-    return open_study(root, _typed(**sections), source)
+    return open_study(root, typed(**sections), source)
 
 
 def _workers(study: Any, *, with_encoder: bool = False) -> Any:
@@ -721,65 +537,22 @@ def _workers(study: Any, *, with_encoder: bool = False) -> Any:
     return Engine(workers_for(settings.engine, settings.embed.device))
 
 
-def _typed(**sections: Any) -> dict[str, Any]:
-    """Return the flags that were given and nothing else: defaults must not override the study's file."""
-    typed = {
-        name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-        for name, value in sections.items()
-    }
-    return {name: value for name, value in typed.items() if value not in (None, {})}
-
-
-def _end(results: Iterable[StageResult]) -> int:
-    """Print what was done; return the exit status."""
-    status = 0
-    for result in results:
-        _show(result)
-        status = 130 if result.interrupted else 3 if result.failures else status
-    return status
-
-
-def _show(result: StageResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from selfvitmil.rendering import failure_line, render
-
-    # Names of slides and figures in brackets are no markup, and `:x:` in a name is no picture.
-    width = None if sys.stdout.isatty() else 160
-    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False, width=width)
-    words = render(result)
-    if words.table:
-        header, *rows = words.table
-        table = Table(*header, box=None, pad_edge=False)
-        for row in rows[:MAX_ROWS]:
-            table.add_row(*row)
-        console.print(table)
-        if len(rows) > MAX_ROWS:
-            console.print(f"... and {len(rows) - MAX_ROWS} more")
-    for line in (*words.lines, *map(failure_line, result.failures[:MAX_ROWS])):
-        console.print(line)
-    if result.failures:
-        console.print(f"{len(result.failures)} failed; see failures.csv")
-
-
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the `selfvitmil` command; `arguments` default to those of the process."""
-    given = sys.argv[1:] if arguments is None else arguments
+def call(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments ask for; return the exit status."""
     # Messages name folders, and `.` is no name.
-    given = [str(Path(each).resolve()) if each.rstrip("/") in (".", "..") else each for each in given]
+    given = [str(Path(each).resolve()) if each.rstrip("/") in (".", "..") else each for each in arguments]
     try:
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
-        _complain(_usage(error))
+        complain(_usage(error))
         status = 2
     except SelfVitMilError as error:
-        _complain(str(error))
+        complain(str(error))
         status = error.exit_status
     except KeyboardInterrupt:
-        _complain("interrupted; finished work is kept, and the same command resumes")
+        complain("interrupted; finished work is kept, and the same command resumes")
         status = 130
-    sys.exit(status if isinstance(status, int) else 0)
+    return status if isinstance(status, int) else 0
 
 
 def _usage(error: cyclopts.CycloptsError) -> str:
@@ -790,11 +563,3 @@ def _usage(error: cyclopts.CycloptsError) -> str:
         return str(error)
     section = error.argument.name if error.argument is not None else "*"
     return f"{'--' if section == '*' else f'{section}.'}{describe(error.__cause__)}"
-
-
-def _complain(message: str) -> None:
-    print(f"selfvitmil: {message}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

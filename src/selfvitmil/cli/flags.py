@@ -1,0 +1,207 @@
+"""Flags that several commands share, and what they mean for a study.
+
+A group of flags is a frozen dataclass that commands take as one argument; settings are the models of `settings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from pydantic import BaseModel
+
+from selfvitmil.errors import ConfigError
+from selfvitmil.settings import (
+    CompareSettings,
+    EmbedSettings,
+    EngineSettings,
+    EvaluateSettings,
+    LocalizeSettings,
+    Preset,
+    PretrainSettings,
+    SlideSettings,
+    StainSettings,
+    StudySettings,
+    SupervisedSettings,
+    TileSettings,
+    TissueSettings,
+    TrainSettings,
+)
+
+Flat = Parameter(name="*")
+EngineOption = Annotated[EngineSettings, Flat]
+Study = Annotated[Path, Parameter(help="Folder of the study; created if it does not exist.")]
+LabelsOption = Annotated[
+    Path | None,
+    Parameter(
+        help="Table (csv or xlsx) with labels for the slides of --cohort, or for those of the study that have none."
+    ),
+]
+LabelColumnOption = Annotated[
+    str | None, Parameter(help="Column of --labels that holds the label, if it is not `label`.")
+]
+ResultsOption = Annotated[str | None, Parameter(help="Name of the results folder.")]
+LesionsOption = Annotated[
+    bool,
+    Parameter(help="Also score the heatmaps against annotated lesions: FROC, coverage, false positives.", negative=""),
+]
+ENCODER_HELP = (
+    "An encoder of the study by name, a folder, a checkpoint, or a timm or hub name (only these two use the network); "
+    "repeat the flag for several."
+)
+JsonOption = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
+STUDY_FOLDER_HELP = "Also check the folder of this study, which need not exist yet."
+PresetOption = Annotated[
+    Preset | None,
+    Parameter(
+        help="`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code."
+    ),
+]
+
+
+@Flat
+@dataclass(frozen=True)
+class SlideFlags:
+    """Where a study's slides and labels come from."""
+
+    cohort: Annotated[
+        Path | None,
+        Parameter(help="Folder of slides, or a table of them; needed once, then the study's own cohort.csv is used."),
+    ] = None
+    labels: LabelsOption = None
+    label_column: LabelColumnOption = None
+    slides_folder: Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")] = (
+        None
+    )
+
+    def source(self) -> Any:
+        from selfvitmil.study import CohortSource
+
+        return CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
+
+
+@Flat
+@dataclass(frozen=True)
+class LabelFlags:
+    """The labels of commands that need no slides."""
+
+    cohort: Annotated[
+        Path | None, Parameter(help="Table of slides and labels, where the study has no cohort.csv yet.")
+    ] = None
+    labels: LabelsOption = None
+    label_column: LabelColumnOption = None
+
+
+@Flat
+@dataclass(frozen=True)
+class FeatureFlags:
+    """Which features are learned from."""
+
+    encoder: Annotated[
+        str | None,
+        Parameter(help="Encoder whose features are used; required if the study has features of several."),
+    ] = None
+    features: Annotated[
+        Path | None,
+        Parameter(
+            help="Use a folder of feature files instead: those of TRIDENT, CLAM, STAMP or selfvitmil, unchanged."
+        ),
+    ] = None
+    coarse_encoder: Annotated[
+        str | None, Parameter(help="Encoder of the coarser scale, if it differs from the other one.")
+    ] = None
+
+
+@Flat
+@dataclass(frozen=True)
+class ScaledFeatureFlags(FeatureFlags):
+    """The same for commands that train one method; a comparison has two scales as one of its methods."""
+
+    two_scales: Annotated[
+        bool,
+        Parameter(
+            help="Concatenate each embedding with that of the coarser tile around it (tile.parent_mpp).", negative=""
+        ),
+    ] = False
+
+
+@Flat
+@dataclass(frozen=True)
+class WholeWay(SlideFlags):
+    """Flags of `run` and `plan`."""
+
+    encoder: Annotated[
+        str | None,
+        Parameter(
+            help="`pretrain` trains one on the slides; or an encoder of the study, a folder, a checkpoint, a timm or "
+            "hub name. None means as in the last run, else `pretrain`."
+        ),
+    ] = None
+    name: Annotated[
+        str | None, Parameter(help="What to call an encoder that is trained here; none means pretrain.method.")
+    ] = None
+    one_method: Annotated[
+        bool, Parameter(help="Evaluate train.aggregator alone and skip the comparison of all methods.", negative="")
+    ] = False
+    until: Annotated[
+        str | None, Parameter(help="Last stage to run, for instance `embed`; `plan` lists the stages.")
+    ] = None
+    preset: PresetOption = None
+    slide: SlideSettings = SlideSettings()
+    tissue: TissueSettings = TissueSettings()
+    stain: StainSettings = StainSettings()
+    tile: TileSettings = TileSettings()
+    pretrain: PretrainSettings = PretrainSettings()
+    embed: EmbedSettings = EmbedSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    compare: CompareSettings = CompareSettings()
+    supervised: SupervisedSettings = SupervisedSettings()
+    localize: LocalizeSettings = LocalizeSettings()
+    engine: EngineOption = EngineSettings()
+
+    def request(self) -> Any:
+        from selfvitmil.commands.run import Request
+
+        return Request(self.encoder, self.name, self.one_method, self.until)
+
+    def flags(self) -> dict[str, Any]:
+        return typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
+
+
+NO_SLIDES, NO_LABELS, ANY_FEATURES, ANY_SCALED_FEATURES = (
+    SlideFlags(),
+    LabelFlags(),
+    FeatureFlags(),
+    ScaledFeatureFlags(),
+)
+NOTHING_TYPED = WholeWay()
+
+
+def to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
+    """Return where labels come from and which features are used, from the flags."""
+    from selfvitmil.study import CohortSource, FeatureChoice
+
+    two_scales = isinstance(inputs, ScaledFeatureFlags) and inputs.two_scales
+    if inputs.features is not None and (inputs.encoder is not None or two_scales):
+        raise ConfigError(
+            "--features goes neither with --encoder nor with --two-scales",
+            "it names the features already",
+            code="conflicting-flags",
+        )
+    cohort, labels = given.cohort, given.labels
+    if inputs.features is not None and cohort is None:
+        cohort, labels = labels, None  # the table of labels is then all there is
+    source = CohortSource(cohort, labels, given.label_column, None, inputs.features)
+    return source, FeatureChoice(inputs.encoder, inputs.features, inputs.coarse_encoder, two_scales)
+
+
+def typed(**sections: Any) -> dict[str, Any]:
+    """Return the flags that were given and nothing else: defaults must not override the study's file."""
+    given = {
+        name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        for name, value in sections.items()
+    }
+    return {name: value for name, value in given.items() if value not in (None, {})}
