@@ -9,7 +9,7 @@ import torch
 
 from selfvitmil import aggregate
 from selfvitmil.aggregate import base
-from selfvitmil.aggregate.recipes import MAX_LR, note_of, recipe_of, recipe_warnings
+from selfvitmil.aggregate.recipes import MAX_LR, DirectAdam, note_of, recipe_of, recipe_warnings
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import TrainSettings, resolve_settings
 from selfvitmil.stages.train import options_for
@@ -231,3 +231,29 @@ def test_method_without_a_recipe_is_trained_by_the_base_recipe(monkeypatch):
     assert (ours.optimizer, ours.lr, ours.standardize) == ("adamw", 1e-4, True)
     assert published == recipe_of("mean", TrainSettings.model_validate({"recipe": "published"}))
     assert note_of("new", TrainSettings(), 64).kind == "ours"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_direct_steps_give_the_bits_of_torchs_optimizer(kind):
+    """Two groups, a learning rate that changes, and a parameter that has a gradient in some of the steps only."""
+
+    def trained(direct: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(shape, generator=generator) for shape in ((7, 5), (13,), (3,), (2,))]
+        groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "weight_decay": 0.0}]
+        optimizer = kind(groups, lr=0.1, betas=(0.5, 0.9), fused=True)
+        step = DirectAdam(optimizer).step if direct else optimizer.step
+        for number in range(9):
+            for weight in weights[:3]:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            sometimes = torch.randn(2, generator=generator)
+            weights[3].grad = sometimes if number in (3, 4, 5, 8) else None
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (number + 1)
+            step()
+        return weights
+
+    before = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    for own, expected in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(own, expected)
+    assert not torch.equal(trained(True)[0], before)

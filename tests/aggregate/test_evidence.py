@@ -75,6 +75,19 @@ def test_the_choice_is_the_same_for_all_seeds_and_is_made_once_for_a_store(monke
         assert torch.equal(weight, second.module.state_dict()[name])
 
 
+def test_another_learning_rate_has_a_choice_of_its_own():
+    """The choice is made with the recipe's numbers: one store may not hand it to a method that has others."""
+    bags, store = planted("proportion", 20, 3), BagStore("cpu")
+    faster = QUICK.model_copy(update={"lr": 0.05})
+    train("dsmil", bags[:14], bags[14:], 1, QUICK, 0, store=store)
+    second = train("dsmil", bags[:14], bags[14:], 1, faster, 0, store=store)
+    alone = train("dsmil", bags[:14], bags[14:], 1, faster, 0)
+    assert len(store.evidence_choices) == 2
+    assert second.evidence == alone.evidence
+    train("self-vit-mil", bags[:14], bags[14:], 1, QUICK, 0, store=store)  # the same numbers, another method
+    assert len(store.evidence_choices) == 2
+
+
 def test_a_given_kind_is_taken_without_a_choice():
     bags = planted("few", 20, 3)
     settings = QUICK.model_copy(update={"options": {"evidence": "average"}})

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from helpers.planted import planted
+from selfvitmil.aggregate import train as aggregate_train
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.engine import Engine
-from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits
-from selfvitmil.evaluate.protocol import Training, fit_method, trainings_of
+from selfvitmil.evaluate import Trial, hold_out_test_labels, make_splits, protocol
+from selfvitmil.evaluate.dataset import Case
+from selfvitmil.evaluate.protocol import Training, fit_method, make_model, trainings_of
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
 from selfvitmil.stages import train as pipeline_training
 from selfvitmil.stages.train import make_models
@@ -56,6 +58,28 @@ def test_other_processes_make_the_same_models(trial: Trial, tmp_path: Path, monk
     assert [run.outcome for run in fit_method("dsmil", trial, TRAIN, folder=tmp_path / "elsewhere").runs] == [
         UP_TO_DATE
     ] * 4
+
+
+def test_a_worker_reads_bags_and_chooses_the_evidence_once(
+    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its models are those of one store per training, byte for byte."""
+    reads: list[str] = []
+    choices: list[int] = []
+    read, choose = Case.read, aggregate_train.choose_evidence
+    monkeypatch.setattr(Case, "read", lambda case: reads.append(case.slide) or read(case))
+    monkeypatch.setattr(aggregate_train, "choose_evidence", lambda *given: choices.append(1) or choose(*given))
+    protocol._shared_bags.cache_clear()
+    shared, alone = (trainings_of("dsmil", trial, TRAIN, tmp_path / name) for name in ("shared", "alone"))
+    for training in shared:
+        make_model(training)
+    assert len(reads) == len(set(reads))
+    assert len(choices) == len(trial.splits)
+    for training in alone:
+        protocol._shared_bags.cache_clear()
+        make_model(training)
+    assert len(choices) == len(trial.splits) + len(alone)
+    assert weights_of(shared) == weights_of(alone)
 
 
 def test_short_trainings_start_no_process(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

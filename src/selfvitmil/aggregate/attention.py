@@ -378,10 +378,11 @@ def iterative_pinv(matrix_AMM: Tensor) -> Tensor:
     with torch.autocast(matrix_AMM.device.type, enabled=False):
         x = matrix_AMM.to(torch.promote_types(matrix_AMM.dtype, torch.float32))
         unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        seven, fifteen, thirteen = 7 * unit, 15 * unit, 13 * unit
         z = x.transpose(1, 2) / (x.abs().sum(-1).max() * x.abs().sum(-2).max())
         for _ in range(PINV_STEPS):
             xz = x @ z
-            z = 0.25 * z @ (13 * unit - xz @ (15 * unit - xz @ (7 * unit - xz)))
+            z = 0.25 * z @ (thirteen - xz @ (fifteen - xz @ (seven - xz)))
         return z
 
 

@@ -25,7 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,18 @@ def train(
     return Trained(module, recipe, run.best_epoch, tuple(run.history), tuple(warnings), choice)
 
 
+_NOT_OF_CHOICE = ("options", "source", "departs")
+"""Fields of a recipe that the choice of the kind of evidence does not depend on."""
+
+
 def _with_evidence(
     recipe: Recipe, bags: Sequence[LabelledBag], num_classes: int, store: BagStore
 ) -> tuple[Recipe, EvidenceChoice | None]:
     """Return the recipe with `evidence` resolved where it is `auto`; the store caches the choice."""
     if recipe.options.get("evidence") != AUTO:
         return recipe, None
-    key = (num_classes, recipe.epochs, tuple((each.patient, each.label, each.bag) for each in bags))
+    numbers = tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
+    key = (num_classes, numbers, tuple((each.patient, each.label, each.bag) for each in bags))
     if key not in store.evidence_choices:
         with _training_context(SEED, bags, store.device):
             store.evidence_choices[key] = choose_evidence(bags, num_classes, recipe, store)

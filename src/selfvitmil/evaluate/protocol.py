@@ -25,7 +25,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -178,7 +178,19 @@ def make_model(training: Training) -> None:
     """Train and store one model in a worker process; the `Training` is all it needs."""
     found = training.stored()
     if isinstance(found, Freshness):
-        training.make(found, Case.read, BagStore.of(training.settings), None)
+        settings = training.settings
+        read, store = _shared_bags(training.training[0].path.parent, settings.device, settings.cache_gb)
+        training.make(found, read, store, None)
+
+
+@lru_cache(maxsize=1)
+def _shared_bags(folder: Path, device: str, cache_gb: float | None) -> tuple[Callable[[Case], Bag], BagStore]:
+    """Return a reader of a folder's bags and their store, which all trainings on that folder in this process share.
+
+    Bags are then read, checked and measured once, and the kind of evidence is chosen once. A `Case` holds its file's
+    fingerprint, so a file that has changed is read anew. The next folder replaces this one.
+    """
+    return cache(Case.read), BagStore(device, cache_gb)
 
 
 def _training(
