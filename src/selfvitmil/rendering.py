@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from selfvitmil.commands.run import RunOutcome, RunResult, RunStart, StageReport
     from selfvitmil.commands.status import StatusResult
     from selfvitmil.commands.synth import SynthResult
+    from selfvitmil.commands.validate import ValidateResult
     from selfvitmil.commands.view import ViewResult
+    from selfvitmil.evaluate.subgroups import SubgroupTable
     from selfvitmil.localize.lesion_results import LesionTable
     from selfvitmil.stages.base import Estimate, StageResult
     from selfvitmil.stages.check import CheckResult
@@ -307,6 +309,52 @@ def _predict(result: PredictResult) -> Rendered:
     lines.append(f"{RESEARCH_ONLY}.")
     header = ("slide", "decision", f"probability{f' of {positive}' if positive else ''}", "tiles", "lesions", "OOD")
     return Rendered(tuple(lines), (header, *rows))
+
+
+def _validate(result: ValidateResult) -> Rendered:
+    from selfvitmil.commands.validate import SHOWN
+
+    found = result.validation
+    header = ("", *(f"by {level.level} (n = {level.num})" for level in found.levels))
+    rows = []
+    for name in SHOWN:
+        cells = [_with_limits(level.metrics.get(name)) for level in found.levels]
+        if any(cells):
+            rows.append((name.replace("_", " "), *cells))
+    for name, words in (("in_the_large", "calibration in the large"), ("slope", "calibration slope")):
+        own = [getattr(level.calibration, name, None) for level in found.levels]
+        if any(each is not None for each in own):
+            rows.append((words, *map(formatting.with_limits, own)))
+    lines = [*result.notes, *(f"warning: {text}" for text in found.warnings)]
+    for level in found.levels:
+        if (each := level.comparison) is not None:
+            lines.append(
+                f"by {each.level}: AUC {each.auc:.3f} of {each.model}, {each.other_auc:.3f} of {each.other}, "
+                f"difference {formatting.with_limits(each.difference)}, p {formatting.p_value(each.p_value)} "
+                f"({each.test})"
+            )
+    lines += _subgroup_lines(found.subgroups)
+    evaluated = f"{found.slide.num} of {result.num_labelled} labelled slides, {result.num_outside} out of distribution"
+    lines.append(f"external validation: {evaluated}; metrics.json and index.html in {_last_parts(result.folder, 2)}")
+    return Rendered(tuple(lines), (header, *rows))
+
+
+def _with_limits(info: Mapping[str, Any] | None) -> str:
+    if info is None:
+        return ""
+    value, limits = formatting.value_and_limits(info)
+    return f"{value} [{limits}]" if limits else value
+
+
+def _subgroup_lines(tables: Sequence[SubgroupTable]) -> list[str]:
+    """Return a line for every subgroup, at the level that is tested: `site A, by patient: slides 20, ...`."""
+    lines: list[str] = []
+    for table in {table.column: table for table in tables}.values():  # by patient follows by slide
+        header, *rows = table.cells()
+        for row in rows:
+            cells = ", ".join(f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell != "-")
+            lines.append(f"{table.column} {row[0]}, by {table.level}: {cells}")
+    return lines
 
 
 def _package(result: PackageResult) -> Rendered:
@@ -589,6 +637,7 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "StatusResult": _status,
     "PackageResult": _package,
     "PredictResult": _predict,
+    "ValidateResult": _validate,
     "PlanResult": _plan,
     "DoctorResult": _doctor,
     "RunStart": _run_start,

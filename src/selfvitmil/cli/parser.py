@@ -457,6 +457,28 @@ def predict(
     /,
     *slides: Annotated[Path, Parameter(help="Slide files, or folders of slides.")],
     out: Annotated[Path, Parameter(help="Folder for predictions; those of earlier calls are kept.")],
+    labels: Annotated[
+        Path | None,
+        Parameter(
+            help="Table (csv or xlsx) with labels of the slides: evaluate the model on them, in validation/ of --out. "
+            "Labels change no prediction."
+        ),
+    ] = None,
+    label_column: LabelColumnOption = None,
+    label_map: Annotated[
+        list[str] | None,
+        Parameter(
+            help="What a label of the table means in the model's classes, as LABEL=CLASS, for instance "
+            "malignant=tumor; without a class its slides are left out. Repeat the flag for several."
+        ),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        Parameter(help="Columns of --labels by whose values subgroups are evaluated, for instance site,scanner."),
+    ] = None,
+    against: Annotated[
+        Path | None, Parameter(help="Another package to compare with on the same slides (paired DeLong test).")
+    ] = None,
     maps: Annotated[bool, Parameter(help="Write heatmaps, pictures and files for QuPath.")] = True,
     json: Annotated[
         bool, Parameter(help="Print the predictions of this call as JSON instead of a table.", negative="")
@@ -466,21 +488,45 @@ def predict(
     localize: LocalizeSettings = LocalizeSettings(),
     engine: EngineOption = EngineSettings(),
 ):
+<<<<<<< HEAD:src/selfvitmil/cli/parser.py
+=======
+    """Predict new slides with a packaged model; warns about out-of-distribution slides.
+
+    With `--labels` the frozen model is also evaluated on them (external validation).
+    """
+>>>>>>> 8995b79 (predict: external validation of a package by labels of another cohort):src/selfvitmil/cli.py
     from selfvitmil.commands import predict as predict_command
+    from selfvitmil.commands.validate import external_labels, validate
     from selfvitmil.package import open_package
 
     packaged = open_package(model)  # before torch is loaded: a wrong folder is said at once
+    other = None if against is None else open_package(against)
+    truth = external_labels(
+        packaged, slides, labels, label_column=label_column, label_map=label_map or (), by=by or (), other=other
+    )
     from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
 
     flags = typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = predict_command.predict_settings(packaged, flags)
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
-        result = predict_command.predict(packaged, slides, out, settings, workers, maps=maps)
+        results: list[Any] = [predict_command.predict(packaged, slides, out, settings, workers, maps=maps)]
+        if other is not None:
+            own = predict_command.predict_settings(other, flags)
+            results.append(predict_command.predict(other, slides, out, own, workers, maps=maps))
+    failed = any(result.failures for result in results)
+    if truth is not None:
+        results.append(validate(packaged, out, truth, other))
     if json:
+<<<<<<< HEAD:src/selfvitmil/cli/parser.py
         say(result.json.rstrip("\n"))
         return 3 if result.failures else 0
     return end([result])
+=======
+        print(results[0].json, end="")
+        return 3 if failed else 0
+    return _end(results)
+>>>>>>> 8995b79 (predict: external validation of a package by labels of another cohort):src/selfvitmil/cli.py
 
 
 @command

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
@@ -26,7 +26,7 @@ from selfvitmil.study import FeatureChoice, Features, Study, encoder_source, spl
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
-    from selfvitmil.evaluate import Case, Cases, Fitted, Trial
+    from selfvitmil.evaluate import Case, Cases, Fitted, Prediction, Trial
     from selfvitmil.evaluate.protocol import Stored
     from selfvitmil.package import TrainingDistribution
     from selfvitmil.tiles import TileTable
@@ -55,6 +55,7 @@ def package(
     `results` names the folder of results that the model card quotes, where it is not the default one.
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
+    from selfvitmil.evaluate.protocol import validation_predictions
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
     study, settings = of.root, of.settings
@@ -81,7 +82,8 @@ def package(
         scales = _scales(study, choice, features, carried, tables)
         ood = _distribution(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
-        about["evaluation"] = _evaluation(study, results, about, fitted, features, settings)
+        about["evaluation"], tested = _evaluation(study, results, about, fitted, features, settings)
+        about["reference"] = _references([*validation_predictions(fitted, trial), *tested], cases, settings)
         if about["evaluation"] is not None:
             about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
         contents = PackageParts(
@@ -344,8 +346,8 @@ def _evaluation(
     fitted: Fitted,
     features: Features,
     settings: StudySettings,
-) -> dict[str, Any] | None:
-    """Return the metrics of these models on their test set; None where there are none, or those of other models."""
+) -> tuple[dict[str, Any] | None, list[Prediction]]:
+    """Return metrics and predictions of these models on their test set; None where there are none, or other models'."""
     from selfvitmil.evaluate import read_predictions
     from selfvitmil.package import CARD_METRICS
 
@@ -358,26 +360,36 @@ def _evaluation(
         metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         methods, confidence = metrics["methods"], float(metrics["settings"]["confidence"])
     except (ArtefactError, OSError, ValueError, KeyError):
-        return None
+        return None, []
     method, split = about["method"], about["split"]
     scores = {
         (row.seed, row.slide): row.score for row in rows if (row.method, row.split, row.part) == (method, split, "val")
     }
     info = next((each for each in methods if each["method"] == method), None)
     if info is None:
-        return None
+        return None, []
     same = [each for each in info["choices"] if (each["split"], each["seed"]) == (split, "ensemble")]
     ours = {(run.seed, slide): each.probabilities for run in fitted.runs for slide, each in run.chosen_on.items()}
     if not same or any(same[0][key] != about["choice"][key] for key in about["choice"]):
-        return None  # of another threshold or calibration
+        return None, []  # of another threshold or calibration
     if any(scores.get(key) != value for key, value in ours.items()):
-        return None  # of other models
+        return None, []  # of other models
     whole = info["slide"]["splits"].get(split, info["slide"])["ensemble"]
     if whole is None:
-        return None
+        return None, []
     figures = {
         name: {key: whole[name].get(key) for key in ("value", "low", "high")}
         for name in CARD_METRICS
         if whole.get(name)
     }
-    return {"num": whole["num"], "confidence": confidence, "figures": figures}
+    tested = [row for row in rows if (row.method, row.split, row.part) == (method, split, "test")]
+    return {"num": whole["num"], "confidence": confidence, "figures": figures}, tested
+
+
+def _references(predictions: Sequence[Prediction], cases: Cases, settings: StudySettings) -> list[dict[str, Any]]:
+    """Return how the models scored their validation and test slides, without names: what drift is measured against."""
+    from selfvitmil.evaluate.external import reference_scores
+
+    parts: tuple[Literal["val", "test"], ...] = ("val", "test")
+    found = [reference_scores(predictions, part, cases.class_names, settings.evaluate) for part in parts]
+    return [each.to_json() for each in found if each is not None]

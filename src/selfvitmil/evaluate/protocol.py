@@ -554,6 +554,18 @@ def evaluate_method(fitted: Fitted, trial: Trial) -> MethodResult:
     )
 
 
+def validation_predictions(fitted: Fitted, trial: Trial) -> list[Prediction]:
+    """Return the ensembles' predictions of the slides that thresholds were chosen on; test labels are not needed."""
+    rows: list[Prediction] = []
+    for split in trial.splits:
+        runs, cases = [run for run in fitted.runs if run.split == split.name], trial.chosen_on(split)
+        name = _Name(fitted.method, split.name, None, trial.evaluate.protocol)
+        rows += _rows(
+            name, "val", cases, _with_ensemble(runs, "chosen_on", cases)[None], fitted.choices[split.name, None]
+        )
+    return rows
+
+
 @dataclass(frozen=True)
 class _Name:
     """Fields shared by the rows of one seed."""

@@ -31,7 +31,7 @@ import safetensors.numpy
 from selfvitmil import __version__
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.metrics import Platt, Temperature
+from selfvitmil.metrics import Interval, Platt, Temperature
 from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import (
     LARGEST_TILE_MPP,
@@ -45,6 +45,7 @@ from selfvitmil.settings import (
 from selfvitmil.store.files import check_size, file_problem, hash_of, read_json, sha256, write_bytes, write_text
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
+    from selfvitmil.evaluate.external import ReferenceScores
     from selfvitmil.evaluate.predictions import Choice
 
 SCHEMA = "selfvitmil.package"
@@ -141,6 +142,25 @@ class Package:
         if fitted is not None:
             calibration = Temperature(**fitted) if "temperature" in fitted else Platt(**fitted)
         return Choice(**info, calibration=calibration)
+
+    @cached_property
+    def references(self) -> tuple[ReferenceScores, ...]:
+        """How it scored its validation and test slides; of an earlier package only metrics on the test set, if any."""
+        from selfvitmil.evaluate.external import ReferenceScores
+
+        if "reference" in self.about:
+            return tuple(ReferenceScores.from_json(each) for each in self.about["reference"])
+        known = self.about.get("evaluation")
+        if known is None:
+            return ()
+        level, figures = float(known["confidence"]), known["figures"]
+        limits = {
+            name: Interval(own["value"], own["low"], own["high"], "as the package says", level)
+            for name in ("auc", "sensitivity", "specificity", "accuracy")
+            if (own := figures.get(name)) and own.get("low") is not None
+        }
+        plain = {name: float(figures[name]["value"]) for name in ("brier", "ece") if figures.get(name)}
+        return (ReferenceScores("test", int(known["num"]), {}, None, None, {}, limits, plain),)
 
     @property
     def model_folders(self) -> tuple[Path, ...]:
@@ -283,7 +303,7 @@ def open_package(folder: Path) -> Package:
         missing = [name for name in needed if name not in about["files"]]
         if missing or not package.seeds or not package.encoders or len(package.classes) < 2:
             raise KeyError(missing[0] if missing else "models")
-        package.choice  # noqa: B018 (that it can be read)
+        _ = package.choice, package.references  # that they can be read
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
         why = str(error).strip("'\"").splitlines()[0]
         raise ArtefactError(

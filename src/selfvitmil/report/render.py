@@ -36,6 +36,11 @@ NUMBER = re.compile(r"[-+−<>~≈]?[\d,.]+(?:\s?(?:%|s|min|h|MB|mm²|µm))?|[-�
 
 def render_page(data: ReportData) -> str:
     """Return the page as HTML."""
+    return render_template("page.html.j2", data)
+
+
+def render_template(name: str, data: Any) -> str:
+    """Return a page by one of the templates, with the style sheet and its hash."""
     css = _packaged("style.css")
     digest = base64.b64encode(hashlib.sha256(css.encode("utf-8")).digest()).decode("ascii")
     environment = Environment(
@@ -46,7 +51,7 @@ def render_page(data: ReportData) -> str:
         lstrip_blocks=True,
     )
     environment.filters["limits_below"] = limits_below
-    return environment.get_template("page.html.j2").render(data=data, css=Markup(css), style_hash=digest)
+    return environment.get_template(name).render(data=data, css=Markup(css), style_hash=digest)
 
 
 def _packaged(name: str) -> str:

@@ -189,6 +189,10 @@ class StudyLayout:
         """Return the layout of the working files of `predict`: tiles/ and bags/ below work/."""
         return StudyLayout(self.root / "work")
 
+    def validation(self, model: str) -> Path:
+        """Return the folder of the evaluation of a packaged model by labels of another cohort."""
+        return self.root / "validation" / model
+
     # ------------------------------------------------------------------------------------------------ all of it
 
     @property
