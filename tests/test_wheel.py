@@ -98,7 +98,7 @@ def test_it_runs_outside_the_checkout(installed: Path, tmp_path: Path):
     selfvitmil = installed / "selfvitmil"
     told = run(selfvitmil, "--help", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
-    assert "Commands" in told.stdout
+    assert "Trained models on new slides" in told.stdout
     healthy = run(selfvitmil, "doctor", cwd=tmp_path)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
     assert "FAIL" not in healthy.stdout

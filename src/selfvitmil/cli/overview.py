@@ -35,7 +35,7 @@ GROUPS = {
     },
     "Trained models on new slides": {
         "package": "Package a trained model as one portable folder: encoder, aggregators, threshold, model card.",
-        "predict": "Predict new slides with a packaged model; warns about out-of-distribution slides.",
+        "predict": "Predict new slides with a packaged model; with --labels also evaluate it (external validation).",
     },
     "Other tools": {
         "export": "Write feature files in the format of another tool. Readers of TRIDENT files need no export.",

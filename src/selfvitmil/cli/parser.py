@@ -28,6 +28,7 @@ from selfvitmil.cli.flags import (
     FeatureFlags,
     Flat,
     JsonOption,
+    LabelColumnOption,
     LabelFlags,
     LesionsOption,
     PresetOption,
@@ -488,13 +489,6 @@ def predict(
     localize: LocalizeSettings = LocalizeSettings(),
     engine: EngineOption = EngineSettings(),
 ):
-<<<<<<< HEAD:src/selfvitmil/cli/parser.py
-=======
-    """Predict new slides with a packaged model; warns about out-of-distribution slides.
-
-    With `--labels` the frozen model is also evaluated on them (external validation).
-    """
->>>>>>> 8995b79 (predict: external validation of a package by labels of another cohort):src/selfvitmil/cli.py
     from selfvitmil.commands import predict as predict_command
     from selfvitmil.commands.validate import external_labels, validate
     from selfvitmil.package import open_package
@@ -518,15 +512,9 @@ def predict(
     if truth is not None:
         results.append(validate(packaged, out, truth, other))
     if json:
-<<<<<<< HEAD:src/selfvitmil/cli/parser.py
-        say(result.json.rstrip("\n"))
-        return 3 if result.failures else 0
-    return end([result])
-=======
-        print(results[0].json, end="")
+        say(results[0].json.rstrip("\n"))
         return 3 if failed else 0
-    return _end(results)
->>>>>>> 8995b79 (predict: external validation of a package by labels of another cohort):src/selfvitmil/cli.py
+    return end(results)
 
 
 @command

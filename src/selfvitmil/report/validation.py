@@ -140,8 +140,8 @@ def _comparison(found: ExternalValidation) -> Table | None:
 def subgroup_section(table: SubgroupTable, confidence: float) -> SubgroupSection:
     """Return the subgroups of a column with the tests between them."""
     notes = [
-        f"{SUBGROUP_METRICS[test.metric]}: Q = {test.q:.2f} over {test.num_groups} subgroups, p {p_value(test.p_value)}, "
-        f"{p_value(test.p_holm)} after Holm's correction."
+        f"{SUBGROUP_METRICS[test.metric]}: Q = {test.q:.2f} over {test.num_groups} subgroups, "
+        f"p {p_value(test.p_value)}, {p_value(test.p_holm)} after Holm's correction."
         for test in table.tests
     ]
     if table.num_without_value:
