@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfvitmil.commands.init import InitResult
     from selfvitmil.commands.package import PackageResult
     from selfvitmil.commands.plan import PlanResult, StagePlan
+    from selfvitmil.commands.power import PowerResult
     from selfvitmil.commands.predict import PredictResult
     from selfvitmil.commands.run import RunOutcome, RunResult, RunStart, StageReport
     from selfvitmil.commands.status import StatusResult
@@ -445,6 +446,42 @@ def _plan(result: PlanResult) -> Rendered:
     return Rendered(tuple(lines), (header, *rows))
 
 
+def _power(result: PowerResult) -> Rendered:
+    from selfvitmil.commands.power import AUCS, SHARE
+
+    level, several = formatting.percent(result.confidence), len(result.classes) > 1
+    shares = (f"sensitivity {SHARE}", f"specificity {SHARE}")
+    header = ("test patients", "positive", "others", *(f"AUC {auc}" for auc in AUCS), *shares)
+    rows: list[tuple[str, ...]] = []
+    lines = [*result.notes]
+    for own in result.classes:
+        for row in own.rows:
+            found = (*row.aucs, row.sensitivity, row.specificity)
+            limits = tuple(f"{each.low:.2f} to {each.high:.2f}" for each in found)
+            title = "as in this study" if row.multiple == 1 else f"{row.multiple} times as many"
+            title = f"{own.positive}: {title}" if several else title
+            rows.append((title, str(row.num_positive), str(row.num_negative), *limits))
+        first = own.rows[0]
+        auc = first.aucs[AUCS.index(0.8)]
+        lines.append(
+            f"{own.positive}: with {first.num_positive} test patients of this class and {first.num_negative} others, a "
+            f"true AUC of 0.8 gets a {level} interval of about {auc.low:.2f} to {auc.high:.2f}"
+        )
+        needed = (f"{sum(num)} for AUC {true}" for true, num in zip(AUCS, own.needed, strict=True))
+        lines.append(
+            f"{own.positive}: an interval {result.width:g} wide needs about this many test patients at the "
+            f"same prevalence: {', '.join(needed)}; "
+            f"{own.needed_share} of a class for a sensitivity or specificity of {SHARE}"
+        )
+    if result.num_sets > 1:
+        lines.append(f"patients are tested in {result.num_sets} folds and ranked within their fold")
+    lines.append(
+        "patients count, not slides: further slides of a patient add less than a new patient. Intervals do not include "
+        "how results change with other training slides or seeds. Nothing was written"
+    )
+    return Rendered(tuple(lines), (header, *rows))
+
+
 def _estimate_cells(estimate: Estimate, with_gpu: bool) -> tuple[str, ...]:
     """Return the cells of a plan's table from disk on."""
     if not estimate.basis or estimate.basis == "unknown":
@@ -639,6 +676,7 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "PredictResult": _predict,
     "ValidateResult": _validate,
     "PlanResult": _plan,
+    "PowerResult": _power,
     "DoctorResult": _doctor,
     "RunStart": _run_start,
     "RunResult": _run,

@@ -358,10 +358,29 @@ def run(
 
 
 @command
-def plan(study: Study, /, *, way: WholeWay = NOTHING_TYPED):
+def plan(
+    study: Study,
+    /,
+    *,
+    way: WholeWay = NOTHING_TYPED,
+    power: Annotated[
+        bool,
+        Parameter(
+            help="Show how wide confidence intervals will be with the patients of this cohort, and with more.",
+            negative="",
+        ),
+    ] = False,
+    width: Annotated[
+        float, Parameter(help="With --power: width of the interval that the needed patients are counted for.")
+    ] = 0.1,
+):
     from selfvitmil.commands import plan as plan_command
     from selfvitmil.study import open_study
 
+    if power:
+        from selfvitmil.commands.power import power as power_command
+
+        return end([power_command(open_study(study, way.flags(), way.source()), width)])
     return end([plan_command.plan(open_study(study, way.flags(), way.source()), way.request())])
 
 

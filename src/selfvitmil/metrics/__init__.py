@@ -5,6 +5,7 @@
 temperature scaling. `detection`: FROC of the Camelyon16 challenge, non-maximum suppression. `survival`: C-index,
 time-dependent AUC, Brier score, Kaplan-Meier curves, log-rank test. `regression`: errors, correlations, Bland-Altman.
 `ordinal`: quadratic weighted kappa. `decision`: decision curves, conformal prediction sets.
+`power`: confidence intervals to expect.
 
 Labels are integers from 0; scores rank, higher is more positive; `MetricError` is raised if a metric is undefined.
 """
