@@ -51,6 +51,7 @@ format: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_settings_page.py
 	$(BIN)/python docs/make_errors_page.py
+	$(BIN)/python docs/make_encoders_page.py
 	$(BIN)/python docs/make_benchmarks_page.py
 	$(BIN)/python docs/make_pictures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

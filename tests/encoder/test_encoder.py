@@ -35,8 +35,8 @@ from selfvitmil.encoder import (
     load_encoder,
     save_encoder,
 )
-from selfvitmil.encoder.files import by_content
 from selfvitmil.encoder.network import ConvStem, class_token_blocks
+from selfvitmil.encoder.registry import by_content
 from selfvitmil.errors import EncoderError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vit_embedding.npz"
@@ -754,7 +754,7 @@ def test_pathology_models_whose_config_says_too_little(tmp_path, monkeypatch, na
 
     encoder = load_encoder(form.format(name))
     assert {repository for repository, _ in asked} == {name}
-    assert (encoder.config.layout, encoder.config.mean, encoder.config.size_px) == (layout, (0.7, 0.6, 0.7), 32)
+    assert (encoder.config.layout, encoder.config.mean, encoder.config.size_px) == (layout, (0.7, 0.6, 0.7), 224)
     assert (encoder.config.mpp, encoder.config.stain, encoder.config.provenance) == (None, None, {"source": name})
     assert "config.json and weights describe different networks" in encoder.warnings[0]
     with torch.no_grad():
@@ -808,7 +808,7 @@ def test_a_known_model_in_a_folder_has_its_customary_layout(tmp_path, name):
     [
         ({"embed_dim": 1536, "depth": 24, "patch_size": 14, "reg_tokens": 8, "num_heads": 24}, None, "UNI2-h"),
         ({"embed_dim": 1536, "depth": 40, "patch_size": 16, "num_heads": 24}, None, "Prov-GigaPath"),
-        ({"embed_dim": 1536, "depth": 40, "patch_size": 14, "reg_tokens": 4}, (0.7072, 0.5787, 0.7036), "H-optimus"),
+        ({"embed_dim": 1536, "depth": 40, "patch_size": 14, "reg_tokens": 4}, (0.7072, 0.5787, 0.7036), "H-optimus-0"),
         ({"embed_dim": 1536, "depth": 40, "patch_size": 14, "reg_tokens": 4}, (0.485, 0.456, 0.406), None),  # DINOv2
         ({"embed_dim": 1280, "depth": 32, "patch_size": 14, "num_heads": 16}, None, "Virchow"),
         ({"embed_dim": 1280, "depth": 32, "patch_size": 14, "num_heads": 16, "reg_tokens": 4}, None, "Virchow2"),

@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,14 +37,17 @@ from selfvitmil.encoder.network import (
     make_config,
     network_explained,
 )
+from selfvitmil.encoder.registry import KnownEncoder, by_content, by_folder, by_hub
+from selfvitmil.encoder.weight_names import CONCH_ANCHOR, from_conch, from_transformers, is_transformers
 from selfvitmil.errors import EncoderError
-from selfvitmil.settings import TokenLayout
 from selfvitmil.store.files import UnsafeFile, load_torch, read_json, sha256, write_bytes, write_text
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 STEM = "patch_embed.proj"
 """Where the layers of a convolutional stem are: a convolution, a norm and a ReLU for each halving of the image."""
+PREPROCESSOR = "preprocessor_config.json"
+"""Where folders of the transformers library have mean and std."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".tar")
 
 
@@ -131,15 +133,18 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) -> Encoder:
-    content = _read_config(folder / "config.json", folder.name)
+    known = by_folder(folder.name)
     weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if weights is not None and known is not None and known.form == "conch":  # it has no config.json
+        return _load_file(weights, "teacher", num_heads, config)
+    content = _read_config(folder / "config.json", folder.name)
     if weights is None:
         missing = f"{' or '.join(WEIGHT_FILES)} is missing"
-        raise EncoderError(
-            f"{folder.name}: there are no weights", missing, "Copy the whole folder of the encoder", code="no-weights"
-        )
+        how = "Copy the whole folder of the encoder" if known is None else known.where()
+        raise EncoderError(f"{folder.name}: there are no weights", missing, how, code="no-weights")
     if "selfvitmil" not in content:
-        return _load_published(folder.name, content, weights, num_heads, config)
+        extra = folder / PREPROCESSOR
+        return _load_published(folder.name, content, weights, num_heads, config, extra if extra.is_file() else None)
     fields = dict(content["selfvitmil"])
     version, digest = fields.pop("format_version", None), fields.pop("weights_sha256", None)
     if version != FORMAT_VERSION:
@@ -172,35 +177,68 @@ def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Enco
         return build_encoder(name, img_size=config.get("size_px", native_px), pretrained=True, **config)
     repository, _, revision = name.partition("@")
     fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision or None)
-    with network_explained(name):
+    known = by_hub(repository)
+    facts: dict[str, Any] = {}
+    if known is not None:
+        facts = _facts(known)
+    if known is not None and known.form == "conch":
+        with network_explained(name, known.where()):
+            weights = Path(fetch(WEIGHT_FILES[1]))
+        return _load_file(weights, "teacher", num_heads, {"provenance": {"source": name}, **facts, **config})
+    extra: Path | None = None
+    with network_explained(name, known and known.where()):
         content = _read_config(Path(fetch("config.json")), name)
         try:
             weights = Path(fetch(WEIGHT_FILES[0]))
         except EntryNotFoundError:
             weights = Path(fetch(WEIGHT_FILES[1]))
-    if known := next((known for known in KNOWN if repository.lower() in known.hub), None):
-        config = {"layout": known.layout, **config}
-    return _load_published(name, content, weights, num_heads, config)
+        if _is_transformers_config(content) and known is None:
+            try:
+                extra = Path(fetch(PREPROCESSOR))
+            except EntryNotFoundError:
+                extra = None
+    if not _is_transformers_config(content) and known is not None:  # timm's form of it says how pixels are normalized
+        facts = {"layout": known.layout, "size_px": known.size_px}
+    return _load_published(name, content, weights, num_heads, {**facts, **config}, extra)
 
 
 def _load_published(
-    name: str, content: Mapping[str, Any], weights: Path, num_heads: int | None, config: dict[str, Any]
+    name: str,
+    content: Mapping[str, Any],
+    weights: Path,
+    num_heads: int | None,
+    config: dict[str, Any],
+    preprocessor: Path | None = None,
 ) -> Encoder:
-    """A network with a config.json in timm's form, with the customary layout where it is a known one."""
+    """A network with a config.json of timm or transformers, with the customary layout where it is a known one."""
+    if _is_transformers_config(content):
+        state = from_transformers(_read_weights(weights))
+        described = {} if preprocessor is None else _read_preprocessor(preprocessor, name)
+        facts = {**described, "provenance": {"source": name}, **config}
+        return _from_weights(name, state, num_heads or int(content["num_attention_heads"]), facts)
     encoder = _build_published(name, content, weights, num_heads, config)
-    return _with_customary_layout(name, encoder, content.get("pretrained_cfg", content), config)
+    return _as_known(name, encoder, content.get("pretrained_cfg", content), config)
 
 
-def _with_customary_layout(
-    name: str, encoder: Encoder, described: Mapping[str, Any], config: Mapping[str, Any]
-) -> Encoder:
-    """The encoder with the layout that is customary for it, where it is a known one and `config` names none."""
-    known = by_content(described, encoder.backbone)
+def _as_known(name: str, encoder: Encoder, described: Mapping[str, Any], config: Mapping[str, Any]) -> Encoder:
+    """The encoder with what is customary for it, where it is a known one, unless `config` or `described` say else."""
+    known = by_content({**described, **config}, encoder.backbone, name)
     if known is None or "layout" in config:
         return encoder
-    note = f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another"
-    changed = encoder.config.model_copy(update={"layout": known.layout})
-    return Encoder(encoder.backbone, changed, (*encoder.warnings, note))
+    update = {key: value for key, value in _facts(known).items() if key not in {**described, **config}}
+    note = (
+        f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another; "
+        "its published preprocessing leaves colours as scanned (--stain.method none)"
+    )
+    # What was assumed about the normalization is known now.
+    warnings = tuple(text for text in encoder.warnings if "mean" not in update or text != _assumed_imagenet(name))
+    return Encoder(encoder.backbone, encoder.config.model_copy(update=update), (*warnings, note))
+
+
+def _facts(known: KnownEncoder) -> dict[str, Any]:
+    """Fields of the EncoderConfig of a known encoder."""
+    mean, std = known.normalization
+    return {"layout": known.layout, "mean": mean, "std": std, "size_px": known.size_px}
 
 
 def _build_published(
@@ -229,14 +267,37 @@ def _build_published(
 
 
 def _load_file(path: Path, checkpoint_key: str, num_heads: int | None, config: dict[str, Any]) -> Encoder:
-    state = _find_backbone(path.name, _read_weights(path), checkpoint_key)
-    architecture, args, notes = _read_off(path.name, state, num_heads)
-    facts = {"size_px": args.get("img_size", 224), "trained_on": "unknown", "provenance": {"source": path.name}}
+    content = _read_weights(path)
+    if CONCH_ANCHOR in content:
+        return _load_conch(path.name, from_conch(content), num_heads, config)
+    state = _find_backbone(path.name, content, checkpoint_key)
+    return _from_weights(path.name, state, num_heads, {"provenance": {"source": path.name}, **config})
+
+
+def _from_weights(name: str, state: Mapping[str, Tensor], num_heads: int | None, config: dict[str, Any]) -> Encoder:
+    """The network that has these weights, under timm's names, with what is known of it."""
+    architecture, args, notes = _read_off(name, state, num_heads)
+    facts = {"size_px": args.get("img_size", 224), "trained_on": "unknown"}
     encoder = build_encoder(architecture, model_args=args, **(facts | config))
-    _load_strictly(path.name, encoder.backbone, state)
+    _load_strictly(name, encoder.backbone, state)
     if "mean" not in config:
-        notes += (f"{path.name} does not say how pixels were normalized: ImageNet's mean and std are assumed",)
-    return _with_customary_layout(path.name, Encoder(encoder.backbone, encoder.config, notes), {}, config)
+        notes += (_assumed_imagenet(name),)
+    return _as_known(name, Encoder(encoder.backbone, encoder.config, notes), {}, config)
+
+
+def _assumed_imagenet(name: str) -> str:
+    return f"{name} does not say how pixels were normalized: ImageNet's mean and std are assumed"
+
+
+def _load_conch(name: str, state: Mapping[str, Tensor], num_heads: int | None, config: dict[str, Any]) -> Encoder:
+    """The vision tower of CONCH: a ViT whose tokens a learned query pools."""
+    known = by_hub("MahmoodLab/CONCH")
+    assert known is not None
+    trunk = {key.removeprefix("trunk."): value for key, value in state.items() if key.startswith("trunk.")}
+    _, found, _ = _read_off(name, trunk, num_heads or known.shape[0] // 64)
+    args = {key: found[key] for key in ("img_size", "patch_size", "embed_dim", "depth", "num_heads")}
+    facts = {"trained_on": "unknown", "provenance": {"source": name}, **_facts(known), **config}
+    return _build_fitting(name, partial(build_encoder, known.architecture, model_args=args, **facts), state)
 
 
 # ---------------------------------------------------------------------------------------------------- weights
@@ -247,6 +308,7 @@ def _find_backbone(name: str, checkpoint: Mapping[str, Any], key: str) -> dict[s
     state = checkpoint
     for wrapper in (key, "state_dict", "model"):
         state = state[wrapper] if isinstance(state.get(wrapper), Mapping) else state
+    state = from_transformers(state) if is_transformers(state) else state
     tensors = {k: value for k, value in state.items() if isinstance(value, Tensor)}
     anchors = ("patch_embed.proj.weight", f"{STEM}.0.weight", "layer1.0.conv1.weight", "features.4.0.conv1.weight")
     prefixes = {k.removesuffix(anchor) for anchor in anchors for k in tensors if f".{k}".endswith(f".{anchor}")}
@@ -446,10 +508,12 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError:
+        known = by_folder(name)
+        how = f"Pass a folder that holds config.json and {WEIGHT_FILES[0]}, or a checkpoint file"
         raise EncoderError(
             f"{name}: there is no config.json",
             "it is no folder of an encoder, or incomplete",
-            f"Pass a folder that holds config.json and {WEIGHT_FILES[0]}, or a checkpoint file",
+            how if known is None else f"{how}; {known.where()}",
             code="no-encoder-config",
         ) from None
     except (OSError, ValueError) as error:
@@ -464,7 +528,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
             "Copy the folder again",
             code="unreadable-encoder-config",
         )
-    if not isinstance(content.get("architecture"), str):
+    if not isinstance(content.get("architecture"), str) and not _is_transformers_config(content):
         raise EncoderError(
             f"{name}: its config.json names no timm architecture",
             "it is of another library, or damaged",
@@ -474,74 +538,20 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-# ---------------------------------------------------------------------------------------------------- known encoders
-
-# Published pathology encoders: the customary embedding of each, and how a copy of one is recognized. By its hub name an
-# encoder is known at once. A folder that was copied to a machine without internet has lost that name: there the tag in
-# its config.json or the shape of its network decides. The shapes are of networks with gated MLPs (SwiGLU), which
-# distinguishes them from general ViTs of the same width, depth and patch. Layouts are those of the owners' model cards
-# and of TRIDENT. CONCH and Phikon-v2 are not in timm's form and cannot be loaded here.
-
-MEAN_TOLERANCE = 1e-3
-"""Largest difference of channel means that counts as the same normalization."""
+def _is_transformers_config(content: Mapping[str, Any]) -> bool:
+    return "architecture" not in content and type(content.get("num_attention_heads")) is int
 
 
-@dataclass(frozen=True)
-class KnownEncoder:
-    """One published encoder."""
-
-    name: str
-    hub: tuple[str, ...]
-    """Names on the Hugging Face hub, in lower case."""
-    layout: TokenLayout
-    tag: str | None = None
-    """`pretrained_cfg.tag` of its config.json."""
-    shape: tuple[int, int, int, int] | None = None
-    """Width, blocks, patch edge in pixels and registers of its network, whose MLPs are gated."""
-    mean: tuple[float, float, float] | None = None
-    """Mean of the RGB channels, where others have the same shape."""
-
-
-KNOWN = (
-    KnownEncoder("UNI", ("mahmoodlab/uni",), "cls", tag="uni_mass100k"),
-    KnownEncoder("UNI2-h", ("mahmoodlab/uni2-h",), "cls", shape=(1536, 24, 14, 8)),
-    KnownEncoder("Prov-GigaPath", ("prov-gigapath/prov-gigapath",), "cls", shape=(1536, 40, 16, 0)),
-    KnownEncoder(
-        "H-optimus",
-        ("bioptimus/h-optimus-0", "bioptimus/h-optimus-1"),
-        "cls",
-        shape=(1536, 40, 14, 4),  # DINOv2's giant has it too
-        mean=(0.707223, 0.578729, 0.703617),
-    ),
-    KnownEncoder("Virchow", ("paige-ai/virchow",), "cls+patchmean", shape=(1280, 32, 14, 0)),
-    KnownEncoder("Virchow2", ("paige-ai/virchow2",), "cls+patchmean", tag="virchow_v2", shape=(1280, 32, 14, 4)),
-    KnownEncoder("Phikon", ("1aurent/vit_base_patch16_224.owkin_pancancer",), "cls", tag="owkin_pancancer"),
-)
-
-
-def by_content(described: Mapping[str, Any], backbone: Any) -> KnownEncoder | None:
-    """Return the known encoder by timm's description of the weights (`pretrained_cfg`) or by the network itself."""
-    tag, mean, shape = described.get("tag"), described.get("mean"), gated_shape(backbone)
-    for known in KNOWN:
-        if known.tag is not None and known.tag == tag:
-            return known
-        if known.shape is not None and known.shape == shape and _same_mean(known.mean, mean):
-            return known
-    return None
-
-
-def gated_shape(backbone: Any) -> tuple[int, int, int, int] | None:
-    """Return width, blocks, patch edge and registers of a ViT with gated MLPs; None for any other network."""
+def _read_preprocessor(path: Path, name: str) -> dict[str, Any]:
+    """Mean and std that a folder of the transformers library states."""
     try:
-        mlp = backbone.blocks[0].mlp
-        if mlp.fc1.out_features != 2 * mlp.fc2.in_features:
-            return None
-        return backbone.embed_dim, len(backbone.blocks), backbone.patch_embed.patch_size[0], backbone.num_reg_tokens
-    except (AttributeError, IndexError, TypeError):
-        return None
-
-
-def _same_mean(known: tuple[float, ...] | None, found: Any) -> bool:
-    if known is None:
-        return True
-    return found is not None and max(abs(a - b) for a, b in zip(known, found, strict=True)) < MEAN_TOLERANCE
+        content = read_json(path)
+        pairs = {"mean": content.get("image_mean"), "std": content.get("image_std")}
+    except (OSError, ValueError, AttributeError) as error:
+        raise EncoderError(
+            f"{name}: {PREPROCESSOR} cannot be read",
+            str(error),
+            "Copy the folder again",
+            code="unreadable-encoder-config",
+        ) from None
+    return {key: tuple(value) for key, value in pairs.items() if isinstance(value, list) and len(value) == 3}

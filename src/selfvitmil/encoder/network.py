@@ -458,6 +458,50 @@ def mean_color(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return MeanColor()
 
 
+class QueryPool(nn.Module):
+    """Attention of one learned query over the tokens of a ViT; names as in CONCH."""
+
+    def __init__(self, width: int, dim: int, heads: int = 8):
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(1, dim))
+        self.attn = nn.MultiheadAttention(dim, heads, kdim=width, vdim=width, batch_first=True)
+        self.ln_q, self.ln_k = nn.LayerNorm(dim), nn.LayerNorm(width)
+
+    def forward(self, tokens_BLD: Tensor) -> Tensor:
+        keys_BLD = self.ln_k(tokens_BLD)
+        query_B1K = self.ln_q(self.query).expand(len(tokens_BLD), 1, -1)
+        return self.attn(query_B1K, keys_BLD, keys_BLD, need_weights=False)[0][:, 0]
+
+
+class ConchVision(nn.Module):
+    """Vision tower of CONCH (Lu et al. 2024, doi 10.1038/s41591-024-02856-4) without its projection to text.
+
+    A ViT whose tokens, the class token among them, are pooled by a learned query: the embedding that its authors use
+    for tasks on images alone.
+    """
+
+    num_features = head_hidden_size = 512
+
+    def __init__(self, **trunk: Any):
+        super().__init__()
+        args = {"img_size": 448, "dynamic_img_size": True, **trunk, "num_classes": 0}
+        self.trunk: Any = timm.create_model("vit_base_patch16_224", **args)
+        self.attn_pool_contrast = QueryPool(self.trunk.embed_dim, self.num_features)
+        self.ln_contrast = nn.LayerNorm(self.num_features)
+        self.pretrained_cfg = {"first_conv": "trunk.patch_embed.proj", "classifier": None}
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        return self.ln_contrast(self.attn_pool_contrast(self.trunk.forward_features(images_B3HW)))
+
+
+@register_model
+def conch_vision(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """`ConchVision`, by a name that timm finds."""
+    del pretrained
+    sizes = ("img_size", "patch_size", "embed_dim", "depth", "num_heads")
+    return ConchVision(**{key: value for key, value in kwargs.items() if key in sizes})
+
+
 def check_model_args(name: str, args: Mapping[str, Any]) -> None:
     """Raise EncoderError for arguments in a config.json that are not sizes or kinds of layers."""
     for key, value in args.items():
@@ -581,9 +625,10 @@ def _forced_weights_only() -> Iterator[None]:
 
 
 @contextmanager
-def network_explained(name: str) -> Iterator[None]:
+def network_explained(name: str, where: str | None = None) -> Iterator[None]:
     """Turn errors while weights are downloaded into an EncoderError that says what to do."""
     by_hand = "download config.json and the weights elsewhere and pass the folder that holds them"
+    by_hand += "" if where is None else f" ({where})"
     try:
         yield
     except GatedRepoError:
