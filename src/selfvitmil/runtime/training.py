@@ -84,8 +84,9 @@ def suggested_warmup_steps(total_steps: int) -> int:
 
 def write_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Replace `state.pt` atomically by mappings and lists of tensors, numbers and strings."""
-    with atomic_path(folder / CHECKPOINT_FILE) as temporary:
-        torch.save({"format_version": FORMAT_VERSION, **state}, temporary)
+    # To an open file: given a path, torch stores the temporary name, which has the process id, in the archive.
+    with atomic_path(folder / CHECKPOINT_FILE) as temporary, temporary.open("wb") as file:
+        torch.save({"format_version": FORMAT_VERSION, **state}, file)
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,193 @@
+"""`python -m faults.campaign`: the whole campaign, with the counts of what was tried and what came of it.
+
+A failure prints the line that repeats it alone: `--part io --only tile:17:28:1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults import shim
+from faults.children import Done, run_command, scratch
+from faults.miniature import NAMES, STAGES, Miniature, differences
+
+
+@dataclass
+class Tally:
+    """What was tried, and what failed."""
+
+    tried: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, what: str, repeat: str, problems: list[str]) -> None:
+        self.tried[what] += 1
+        for each in problems:
+            line = f"{what}: {each}   [repeat: {repeat}]"
+            self.problems.append(line)
+            print(line, flush=True)
+
+
+def after_rerun(mini: Miniature, k: int, work: Path) -> list[str]:
+    """Run stage number k again, undisturbed; return what is wrong then."""
+    done = run_command(STAGES[k].command(work))
+    if done.status != 0:
+        return [f"the rerun ends with status {done.status}: {tail(done)}"]
+    return [f"after the rerun: {line}" for line in differences(work, mini.expected[k])]
+
+
+def tail(done: Done) -> str:
+    return " / ".join(done.output.strip().splitlines()[-6:])[-700:]
+
+
+# ---------------------------------------------------------------------------------------------------- I/O faults
+
+
+@dataclass(frozen=True)
+class IoFault:
+    """The n-th call of a stage fails, once or from then on."""
+
+    stage: int
+    at: int
+    kind: int
+    lasting: bool
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.stage]}:{self.at}:{self.kind}:{int(self.lasting)}"
+
+
+def try_io_fault(mini: Miniature, fault: IoFault, name: str = "io") -> tuple[bool, list[str]]:
+    """Return whether the fault fired, and what was wrong."""
+    work = mini.copy(fault.stage, name)
+    report = mini.place / f"{name}.report"
+    report.unlink(missing_ok=True)
+    layer = shim.Shim((work, mini.place / "made"), fault.at, fault.kind, fault.lasting, report=report)
+    done = run_with(layer, STAGES[fault.stage].command(work))
+    fired = bool(layer_report(report)[1])
+    problems = []
+    if not done.is_clean:
+        problems.append(f"not an error of ours (status {done.status}): {tail(done)}")
+    if fired:
+        problems += after_rerun(mini, fault.stage, work)
+    return fired, [f"{layer_report(report)[2]}: {each}" for each in problems]
+
+
+def run_with(layer: shim.Shim, command: list[str]) -> Done:
+    """Run a command above the layer; what happened is in the layer's report."""
+
+    def prepare() -> None:
+        shim.install(layer)
+        leave = os._exit
+
+        def close_and_leave(status: int) -> None:
+            layer.close()
+            leave(status)
+
+        os._exit = close_and_leave  # type: ignore[assignment]
+
+    return run_command(command, prepare)
+
+
+def layer_report(path: Path) -> tuple[int, int, str]:
+    """Calls, faults, the first fault."""
+    calls, faults, first = (path.read_text() + "\n\n").split("\n")[:3] if path.exists() else ("0", "0", "")
+    return int(calls), int(faults), first
+
+
+def count_calls(mini: Miniature, k: int) -> int:
+    """File operations of an undisturbed stage."""
+    work, report = mini.copy(k, "count"), mini.place / "count.report"
+    layer = shim.Shim((work, mini.place / "made"), report=report)
+    done = run_with(layer, STAGES[k].command(work))
+    assert done.status == 0, done.output
+    wrong = differences(work, mini.expected[k])
+    assert not wrong, f"{NAMES[k]} over the shim: {wrong}"
+    return layer_report(report)[0]
+
+
+def io_faults(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int]) -> None:
+    """Fail every call of every stage once; which error, and whether for good, goes round with the seed."""
+    rng = random.Random(seed)
+    for k in stages:
+        calls = count_calls(mini, k)
+        print(f"io: {NAMES[k]} makes {calls} calls", flush=True)
+        turn = rng.randrange(10)
+        at = 1
+        while time.monotonic() < until:
+            kind = shim.KINDS[(at + turn) % 5]
+            lasting = bool((at + turn) // 5 % 2) and kind in (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+            fault = IoFault(k, at, kind, lasting)
+            fired, problems = try_io_fault(mini, fault)
+            if not fired:
+                break
+            tally.add(f"io {NAMES[k]}", f"--part io --only {fault}", problems)
+            at += 1
+
+
+# ---------------------------------------------------------------------------------------------------- kills
+
+
+def kills(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int], per_stage: int = 25) -> None:
+    """SIGKILL at random moments of each stage."""
+    for k in stages:
+        begin = time.monotonic()
+        run_command(STAGES[k].command(mini.copy(k, "kill")))
+        duration = time.monotonic() - begin
+        for turn in range(per_stage):
+            if time.monotonic() > until:
+                return
+            moment = random.Random(f"{seed} {k} {turn}").uniform(0, duration)
+            work = mini.copy(k, "kill")
+            done = run_command(STAGES[k].command(work), kill_after=moment)
+            if done.status >= 0:
+                continue  # it was quicker
+            tally.add(f"kill {NAMES[k]}", f"--part kill --seed {seed}", after_rerun(mini, k, work))
+
+
+# ---------------------------------------------------------------------------------------------------- all
+
+PARTS = {"io": io_faults, "kill": kills}
+
+
+def main() -> int:
+    """Run the parts that were asked for; return 1 where something did not recover."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=list(PARTS), action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=28.0)
+    parser.add_argument("--stage", choices=NAMES, action="append")
+    parser.add_argument("--only", help="one I/O fault, as a failure prints it")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    begin = time.monotonic()
+    place, tally = scratch(), Tally()
+    try:
+        mini = Miniature(place)
+        print(f"the miniature study took {time.monotonic() - begin:.0f} s", flush=True)
+        if given.only:
+            stage, at, kind, lasting = given.only.split(":")
+            fault = IoFault(NAMES.index(stage), int(at), int(kind), lasting == "1")
+            fired, problems = try_io_fault(mini, fault)
+            tally.add("io" if fired else "io, did not fire", f"--part io --only {fault}", problems)
+        else:
+            stages = [k for k, name in enumerate(NAMES) if not given.stage or name in given.stage]
+            for name in given.part or PARTS:
+                PARTS[name](mini, tally, given.seed, begin + 60 * given.minutes, stages)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    for what, number in tally.tried.items():
+        print(f"{what:24} {number:6}")
+    print(f"{sum(tally.tried.values())} faults, {len(tally.problems)} problems, {time.monotonic() - begin:.0f} s")
+    return 1 if tally.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
