@@ -8,7 +8,7 @@ compiled take turns; the median round counts. Vectors are checked against float3
 over norm). `fraction_of_peak` is the rate of matrix products of the compiled encoder, where it was measured, else of
 the plain one, as a share of one large product of the same precision on the same device, measured in the same run.
 `fraction_of_sgemm` on a CPU, with one thread: the same, with that product taking its turn among the others.
-`tiles_per_s_end_to_end` is `embed_slide` over all slides but the first, which warms up; `data_wait_share` is the part
+`tiles_per_s_end_to_end` is `embed_slides` over all slides but the first, which warms up; `data_wait_share` is the part
 of the time in which the encoder waits for tiles, and `tiles_per_s_reading` what the readers alone can do. Without a GPU
 nothing is compiled unless asked for, and the way from slides is measured with a small network. Ends with one JSON line.
 """
@@ -28,7 +28,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfvitmil import embed
-from selfvitmil.embed import EmbedJob, batches, embed_slide
+from selfvitmil.data.readers import SlideTiles, TileRequest
+from selfvitmil.embed import EmbeddedSlide, EmbedJob, embed_slide, embed_slides, readers_for
 from selfvitmil.encoder import Encoder, build_encoder, load_encoder, save_encoder
 from selfvitmil.runtime.device import peak_tflops, synchronize
 from selfvitmil.settings import EmbedSettings, parse
@@ -130,14 +131,13 @@ def end_to_end(folder: Path, arguments: argparse.Namespace, device: torch.device
         jobs.append(EmbedJob(SlideRef(path.stem, path), table, bag, str(folder / "encoder"), "made", "slide", settings))
     embed_slide(jobs[0])
     start, tiles, waited = time.perf_counter(), 0, 0.0
-    for job in jobs[1:]:
-        begin = time.perf_counter()
-        result = embed_slide(job)
-        tiles, waited = tiles + result.num_tiles, waited + result.wait_share * (time.perf_counter() - begin)
+    for _, result in embed_slides({job.slide.name: job for job in jobs[1:]}):
+        assert isinstance(result, EmbeddedSlide), result
+        tiles, waited = tiles + result.num_tiles, waited + result.wait_share * result.num_tiles
     spent = time.perf_counter() - start
     return {
         "tiles_per_s_end_to_end": round(tiles / spent, 1),
-        "data_wait_share": round(waited / spent, 3),
+        "data_wait_share": round(waited / tiles, 3),
         "tiles_per_s_reading": round(reading_pace(jobs[1], device), 1),
         "tiles": tiles,
     }
@@ -146,10 +146,12 @@ def end_to_end(folder: Path, arguments: argparse.Namespace, device: torch.device
 def reading_pace(job: EmbedJob, device: torch.device) -> float:
     """Tiles per second when nothing is encoded."""
     table = read_tiles(job.table)
-    start = time.perf_counter()
-    for _ in batches(table, job, device):
-        pass
-    return len(table) / (time.perf_counter() - start)
+    tiles = SlideTiles("", TileRequest(job.slide, table.mpp), table.coords_l0)
+    with readers_for(job.settings, device, table.size_px) as readers:
+        start = time.perf_counter()
+        for _ in readers.read([tiles], shared=False):
+            pass
+        return len(table) / (time.perf_counter() - start)
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,7 +19,7 @@ from helpers.error_codes import has_code
 from helpers.outcomes import changed
 from selfvitmil import embed, stain
 from selfvitmil.bags import read_bag
-from selfvitmil.embed import EmbedJob, embed_slide
+from selfvitmil.embed import EmbeddedSlide, EmbedJob, embed_slide, embed_slides
 from selfvitmil.encoder import build_encoder, load_encoder, save_encoder
 from selfvitmil.errors import EncoderError, SelfVitMilError
 from selfvitmil.settings import EmbedSettings, parse
@@ -249,3 +251,79 @@ def test_a_batch_is_filled_up_where_the_encoder_is_compiled_for_its_size(tiled: 
     assert seen == [8]
     torch.testing.assert_close(filled, replace(model, batch=None)(tiles), rtol=1e-3, atol=1e-3)
     assert seen == [8, 5]
+
+
+# ---------------------------------------------------------------------------------------------------- many slides
+
+
+def jobs_for(folder: Path, out: Path, names: str = "abcd") -> dict[str, EmbedJob]:
+    """The same slide several times, each with a folder of its own, since the file of its coordinates has its name."""
+    jobs = {name: job_for(folder, out / name) for name in names}
+    return {name: replace(job, slide=replace(job.slide, name=name)) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("fixed", [None, 16])
+def test_slides_together_give_the_files_of_each_alone(
+    tiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: int | None
+):
+    """With batches of a fixed size slides share them."""
+    jobs = jobs_for(tiled, tmp_path / "together")
+    model = replace(embed.load_for(str(tiled / "vit"), jobs["a"].settings), batch=fixed)
+    monkeypatch.setattr(embed, "load_for", lambda *_: model)
+    alone = job_for(tiled, tmp_path / "alone")
+    embed_slide(alone)
+    results = dict(embed_slides(jobs))
+    assert set(results) == set(jobs)
+    for name, job in jobs.items():
+        found = results[name]
+        assert isinstance(found, EmbeddedSlide)
+        assert found.outcome == BUILT
+        assert 0 <= found.wait_share <= 1
+        assert job.bag.read_bytes() == alone.bag.read_bytes()
+    assert all(found.outcome == UP_TO_DATE for _, found in embed_slides(jobs) if isinstance(found, EmbeddedSlide))
+
+
+def test_a_slide_that_cannot_be_read_or_written_fails_alone(tiled: Path, tmp_path: Path):
+    jobs = jobs_for(tiled, tmp_path)
+    jobs["b"] = replace(jobs["b"], slide=SlideRef("b", tiled / "gone.svs"))
+    (tmp_path / "full").write_text("a file where the folder should be")
+    jobs["c"] = replace(jobs["c"], bag=tmp_path / "full" / "features_vit" / "c.h5")
+    results = dict(embed_slides(jobs))
+    failed = {name: error for name, error in results.items() if isinstance(error, SelfVitMilError)}
+    assert {name: error.code for name, error in failed.items()} == {"b": "file-not-found", "c": "not-writable"}
+    assert jobs["a"].bag.exists()
+    assert jobs["d"].bag.exists()
+    assert not jobs["b"].bag.exists()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_the_encoder_does_not_wait_for_a_slow_disk(tiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first file is written only after the last slide was encoded."""
+    jobs = jobs_for(tiled, tmp_path)
+    last_encoded = threading.Event()
+    write, normalized = embed.write_bag, embed._Stream._normalized
+    in_time: list[bool] = []
+
+    def slow(*arguments: Any) -> None:
+        in_time.append(last_encoded.wait(timeout=20))
+        write(*arguments)
+
+    def noting(stream: Any, batch: Any) -> torch.Tensor:
+        if any(part.key == "d" for part in batch.parts):
+            last_encoded.set()
+        return normalized(stream, batch)
+
+    monkeypatch.setattr(embed, "write_bag", slow)
+    monkeypatch.setattr(embed._Stream, "_normalized", noting)
+    results = dict(embed_slides(jobs))
+    assert [error for error in results.values() if isinstance(error, Exception)] == []
+    assert in_time == [True] * 4
+
+
+def test_an_encoder_that_fails_fails_the_slides(tiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(embed.LoadedEncoder, "__call__", full)
+    results = dict(embed_slides(jobs_for(tiled, tmp_path, "ab")))
+    assert [error.code for error in results.values() if isinstance(error, EncoderError)] == ["out-of-gpu-memory"] * 2

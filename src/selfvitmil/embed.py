@@ -1,7 +1,8 @@
 """Embedding: a tile table, its slide and an encoder in, one feature file per slide out.
 
-Tiles are read from the slide in the order of the table (`readers`) while the encoder processes earlier ones; the
-slide's stain transform is applied on the encoder's device. A feature file is up to date if encoder, slide, tiles and
+Slides flow through: while the encoder works, the next slides are checked and their tiles read (`readers`), and
+finished feature files are written. A GPU gets full batches, which small slides share. The slide's stain transform is
+applied on the encoder's device. A feature file is up to date if encoder, slide, tiles and
 everything else that changes the numbers are those it was built from; then it is kept.
 """
 
@@ -9,15 +10,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from selfvitmil import stain
@@ -35,7 +39,7 @@ from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Fresh
 from selfvitmil.tiles import TileTable, check_tiled, read_tiles
 
 if TYPE_CHECKING:
-    from selfvitmil.data.readers import TileBatch, TileReaders
+    from selfvitmil.data.readers import ProcessReaders, Readers, SlideTiles, TileBatch, TileRequest
 
 SETTINGS = ("reader", "precision", "layout")
 """What feature files store of their provenance besides inputs."""
@@ -74,18 +78,32 @@ class EmbeddedSlide:
 
 def embed_slide(job: EmbedJob) -> EmbeddedSlide:
     """Embed one slide, unless its feature file is up to date. Raises SelfVitMilError on failure."""
-    table = read_tiles(job.table)
-    model = load_for(job.encoder, job.settings)
-    check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
-    now = _provenance(job, model.identity, table, layout=model.encoder.config.layout)
-    freshness = _freshness(job.bag, now)
-    if freshness.is_up_to_date:
-        return EmbeddedSlide(len(table), UP_TO_DATE, 0.0)
-    check_tiled(table, job.slide)
-    features_ND, wait_share, unfitted = _encode(model, batches(table, job, model.device), table, job)
-    write_bag(job.bag, features_ND, table, job.name, {**now.settings, **now.inputs, "precision": str(model.dtype)})
-    warnings = (f"{unfitted} tiles keep their colours: their stains could not be fitted",) if unfitted else ()
-    return EmbeddedSlide(len(table), outcome_of(freshness), wait_share, warnings)
+    ((_, result),) = embed_slides({job.slide.name: job})
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def embed_slides(jobs: Mapping[str, EmbedJob]) -> Iterator[tuple[str, EmbeddedSlide | Exception]]:
+    """Embed slides whose feature files are not up to date; yield each by its key as it is done, or why it failed.
+
+    All jobs have the same encoder and settings. While the encoder works, the next slides are checked and read, and
+    finished ones written, by other threads and processes.
+    """
+    if not jobs:
+        return
+    first = next(iter(jobs.values()))
+    try:
+        model = load_for(first.encoder, first.settings)
+    except Exception as error:
+        yield from ((key, error) for key in jobs)
+        return
+    with ThreadPoolExecutor(1, "check") as checking, ThreadPoolExecutor(WRITERS, "features") as writing:
+        stream = _Stream(model, jobs, checking, writing)
+        try:
+            yield from stream.results()
+        finally:
+            checking.shutdown(wait=False, cancel_futures=True)
 
 
 def features_freshness(job: EmbedJob, identity: str) -> Freshness:
@@ -147,7 +165,12 @@ class LoadedEncoder:
     device: torch.device
     dtype: torch.dtype
     batch: int | None = None
-    """Batch size of every call if the encoder is compiled for a fixed one; smaller batches are padded."""
+    """Batch size of every call if it is fixed; smaller batches are padded."""
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether slides may share batches: with a fixed size a tile's embedding does not depend on its neighbours."""
+        return self.batch is not None
 
     @torch.inference_mode()
     def __call__(self, tiles_B3HW: torch.Tensor) -> torch.Tensor:
@@ -181,7 +204,8 @@ def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> Loa
     if settings.compile:
         # Compile the encoder, not its backbone: tokens are not obtained by calling the backbone itself.
         encoder.compile(dynamic=False)
-    batch = settings.batch if settings.compile else None
+    # A fixed size lets small slides share batches. On a CPU small batches cost nothing, and padding would.
+    batch = settings.batch if settings.compile or device.type == "cuda" else None
     return LoadedEncoder(encoder, identity, device, choose_precision(settings.precision, device), batch)
 
 
@@ -208,74 +232,233 @@ def use_patch_product(encoder: Encoder) -> None:
 
 # ---------------------------------------------------------------------------------------------------- the work
 
+CHECKED_AHEAD = 16
+"""Slides whose tile tables and feature files are checked before the readers need them."""
+WRITERS = 4
+"""Threads that write feature files: they mostly wait for the disk to sync."""
+MOST_UNWRITTEN = 16
+"""Slides that may wait to be written; the encoder waits for the disk beyond that."""
 
-def batches(table: TileTable, job: EmbedJob, device: torch.device) -> Iterator[TileBatch]:
-    """Yield batches in the table's order, read by processes if the encoder is on a GPU, else by threads."""
-    from selfvitmil.data.readers import TileReaders, TileRequest, read_with_threads
 
-    request = TileRequest(job.slide.at_mpp(table.slide_mpp), table.mpp, job.stain_method == "tile")
+class _ToEmbed:
+    """A slide that is to be embedded, and its embeddings so far."""
+
+    def __init__(self, job: EmbedJob, table: TileTable, model: LoadedEncoder, freshness: Freshness, now: Provenance):
+        self.job, self.table, self._freshness = job, table, freshness
+        self._made_from = {**now.settings, **now.inputs, "precision": str(model.dtype)}
+        fit = table.stain if job.stain_method == "slide" else None
+        self.fit = fit if fit is not None and fit.fitted else None
+        self.features_ND = np.empty((len(table), model.encoder.dim), np.float16)
+        self.missing = len(table)
+        self.unfitted = 0
+        self.spent_s = self.waited_s = 0.0
+
+    @property
+    def request(self) -> TileRequest:
+        from selfvitmil.data.readers import TileRequest
+
+        job, table = self.job, self.table
+        return TileRequest(job.slide.at_mpp(table.slide_mpp), table.mpp, job.stain_method == "tile")
+
+    def write(self) -> EmbeddedSlide:
+        """Check the embeddings and write the feature file."""
+        if not np.isfinite(self.features_ND).all():
+            raise EncoderError(
+                f"{self.job.slide.name}: the encoder returned NaN or infinite embeddings",
+                "values beyond 65504 do not fit into float16, or the encoder is damaged",
+                "Try --embed.precision fp32; if that does not help, the encoder cannot be used",
+                code="non-finite-embeddings",
+            )
+        write_bag(self.job.bag, self.features_ND, self.table, self.job.name, self._made_from)
+        unfitted = f"{self.unfitted} tiles keep their colours: their stains could not be fitted"
+        warnings = (unfitted,) if self.unfitted else ()
+        wait_share = self.waited_s / max(self.spent_s, 1e-9)
+        return EmbeddedSlide(len(self.table), outcome_of(self._freshness), wait_share, warnings)
+
+
+def _check(job: EmbedJob, model: LoadedEncoder) -> _ToEmbed | EmbeddedSlide:
+    """Return the slide to embed, or its result if the feature file is up to date."""
+    table = read_tiles(job.table)
+    check_fits(model.encoder.config, table.mpp, table.size_px, job.stain_method)
+    now = _provenance(job, model.identity, table, layout=model.encoder.config.layout)
+    freshness = _freshness(job.bag, now)
+    if freshness.is_up_to_date:
+        return EmbeddedSlide(len(table), UP_TO_DATE, 0.0)
+    check_tiled(table, job.slide)
+    return _ToEmbed(job, table, model, freshness, now)
+
+
+class _Stream:
+    """Slides on their way from tile table to feature file."""
+
+    def __init__(self, model: LoadedEncoder, jobs: Mapping[str, EmbedJob], checking: Executor, writing: Executor):
+        self._model, self._jobs = model, jobs
+        self._checking, self._writing = checking, writing
+        self._open: dict[str, _ToEmbed] = {}
+        self._unwritten: dict[str, Future[EmbeddedSlide]] = {}
+        self._done: deque[tuple[str, EmbeddedSlide | Exception]] = deque()
+        self._pending: tuple[TileBatch, torch.Tensor] | None = None
+
+    def results(self) -> Iterator[tuple[str, EmbeddedSlide | Exception]]:
+        """Yield the result of every slide."""
+        for size_px, slides in groupby(self._to_read(), key=lambda slide: self._open[slide.key].table.size_px):
+            with readers_for(next(iter(self._jobs.values())).settings, self._model.device, size_px) as readers:
+                begin = time.perf_counter()
+                for batch in readers.read(slides, shared=self._model.shares_batches):
+                    self._encode(batch)
+                    begin = self._note_time(batch, begin)
+                    yield from self._written(most=MOST_UNWRITTEN)
+                self._fetch()
+        yield from self._written(most=0)
+
+    def _to_read(self) -> Iterator[SlideTiles]:
+        """Yield the slides to read, some of them checked ahead; the other results are done."""
+        from selfvitmil.data.readers import SlideTiles
+
+        left = iter(self._jobs.items())
+        checks: deque[tuple[str, Future[_ToEmbed | EmbeddedSlide]]] = deque()
+        while True:
+            for key, job in islice(left, CHECKED_AHEAD - len(checks)):
+                checks.append((key, self._checking.submit(_check, job, self._model)))
+            if not checks:
+                return
+            key, check = checks.popleft()
+            try:
+                found = check.result()
+            except Exception as error:
+                self._done.append((key, error))
+                continue
+            if isinstance(found, EmbeddedSlide):
+                self._done.append((key, found))
+                continue
+            self._open[key] = found
+            if len(found.table):
+                yield SlideTiles(key, found.request, found.table.coords_l0)
+            else:
+                self._finish(key)
+
+    def _encode(self, batch: TileBatch) -> None:
+        """Encode a batch, and fetch the previous one while the device works on this one."""
+        for part in batch.parts:
+            if part.error is not None:
+                self._fail(part.key, part.error)
+        embeddings = None
+        if any(part.key in self._open for part in batch.parts):
+            try:
+                embeddings = self._model(self._normalized(batch))
+            except Exception as error:
+                for part in batch.parts:
+                    self._fail(part.key, self._encoder_error(error, part.key, len(batch.tiles_BHW3)))
+        self._fetch()
+        self._pending = None if embeddings is None else (batch, embeddings)
+
+    def _normalized(self, batch: TileBatch) -> torch.Tensor:
+        """Return the tiles on the device, with the stains of their slides normalized."""
+        tiles_BHW3 = torch.from_numpy(batch.tiles_BHW3).to(self._model.device, non_blocking=True)
+        tiles_B3HW = tiles_BHW3.permute(0, 3, 1, 2)
+        fits = [self._open[part.key].fit if part.key in self._open else None for part in batch.parts]
+        if all(fit is None for fit in fits):
+            return tiles_B3HW
+        parts = [
+            tiles_B3HW[part.place] if fit is None else stain.apply(tiles_B3HW[part.place], fit)
+            for part, fit in zip(batch.parts, fits, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _encoder_error(self, error: Exception, key: str, num_tiles: int) -> Exception:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return error
+        return EncoderError(
+            f"{self._jobs[key].slide.name}: out of GPU memory",
+            f"a batch of {num_tiles} tiles is too large for this encoder",
+            f"Lower --embed.batch, for instance to {max(1, num_tiles // 4)}",
+            code="out-of-gpu-memory",
+        )
+
+    def _fetch(self) -> None:
+        """Put the embeddings of the previous batch into those of their slides; complete slides are written."""
+        if self._pending is None:
+            return
+        batch, embeddings = self._pending
+        self._pending = None
+        try:
+            features_BD = embeddings.cpu().numpy()
+        except Exception as error:  # a GPU reports errors of its computations here
+            for part in batch.parts:
+                self._fail(part.key, self._encoder_error(error, part.key, len(batch.tiles_BHW3)))
+            return
+        for part in batch.parts:
+            slide = self._open.get(part.key)
+            if slide is None:
+                continue
+            slide.features_ND[part.rows] = features_BD[part.place]
+            slide.unfitted += part.unfitted
+            slide.missing -= part.rows.stop - part.rows.start
+            if not slide.missing:
+                self._finish(part.key)
+
+    def _note_time(self, batch: TileBatch, begin: float) -> float:
+        """Divide the time of a batch among its slides by their tiles; return the time now."""
+        now = time.perf_counter()
+        for part in batch.parts:
+            share = (part.place.stop - part.place.start) / len(batch.tiles_BHW3)
+            if (slide := self._open.get(part.key)) is not None:
+                slide.spent_s += share * (now - begin)
+                slide.waited_s += share * batch.waited_s
+        return now
+
+    def _fail(self, key: str, error: Exception) -> None:
+        if self._open.pop(key, None) is not None:
+            self._done.append((key, error))
+
+    def _finish(self, key: str) -> None:
+        self._unwritten[key] = self._writing.submit(self._open.pop(key).write)
+
+    def _written(self, most: int) -> Iterator[tuple[str, EmbeddedSlide | Exception]]:
+        """Yield what is done; wait while more than `most` slides are not written."""
+        while len(self._unwritten) > most:
+            wait(self._unwritten.values(), return_when=FIRST_COMPLETED)
+            self._collect()
+        self._collect()
+        while self._done:
+            yield self._done.popleft()
+
+    def _collect(self) -> None:
+        for key in [key for key, future in self._unwritten.items() if future.done()]:
+            future = self._unwritten.pop(key)
+            error = future.exception()
+            self._done.append((key, error if isinstance(error, Exception) else future.result()))
+
+
+@contextmanager
+def readers_for(settings: EmbedSettings, device: torch.device, size_px: int) -> Iterator[Readers]:
+    """Give readers: processes, which are kept for the next call, if the encoder is on a GPU, else threads."""
+    from selfvitmil.data.readers import ProcessReaders, ThreadReaders
+
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    num_readers = job.settings.readers or max(1, num_cores() // gpus)
-    if device.type == "cuda" and TileReaders.available and num_readers > 1:
-        yield from _reader_processes(num_readers, job.settings.batch, table.size_px).read(request, table.coords_l0)
+    num_readers = settings.readers or max(1, num_cores() // gpus)
+    if device.type == "cuda" and ProcessReaders.available and num_readers > 1:
+        yield _reader_processes(num_readers, settings.batch, size_px)
     else:
-        yield from read_with_threads(request, table.coords_l0, table.size_px, job.settings.batch, num_readers)
+        with ThreadReaders(num_readers, settings.batch, size_px) as readers:
+            yield readers
 
 
-_processes: dict[tuple[int, int, int], TileReaders] = {}
+_processes: dict[tuple[int, int, int], ProcessReaders] = {}
 
 
-def _reader_processes(num_readers: int, batch: int, size_px: int) -> TileReaders:
-    """Return the reader processes of this process, kept between slides, with memory pinned for the GPU."""
-    from selfvitmil.data.readers import TileReaders
+def _reader_processes(num_readers: int, batch: int, size_px: int) -> ProcessReaders:
+    """Return the reader processes of this process, kept between calls, with memory pinned for the GPU."""
+    from selfvitmil.data.readers import ProcessReaders
 
     key = (num_readers, batch, size_px)
     if key not in _processes or not _processes[key].alive:
         for readers in _processes.values():
             readers.close()
         _processes.clear()
-        _processes[key] = TileReaders(*key)
+        _processes[key] = ProcessReaders(*key)
         memory = torch.from_numpy(_processes[key].tiles_KBHW3)
         # Without pinning it is only slower, so the result is ignored.
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     return _processes[key]
-
-
-def _encode(
-    model: LoadedEncoder, batches: Iterator[TileBatch], table: TileTable, job: EmbedJob
-) -> tuple[NDArray[np.float16], float, int]:
-    features_ND = np.empty((len(table), model.encoder.dim), np.float16)
-    fit = table.stain if job.stain_method == "slide" else None
-    begin, waited, unfitted, row = time.perf_counter(), 0.0, 0, 0
-    finite = torch.ones((), dtype=torch.bool, device=model.device)
-    pending: tuple[int, torch.Tensor] | None = None
-    for batch in batches:
-        waited, unfitted = waited + batch.waited_s, unfitted + batch.unfitted
-        tiles_BHW3 = torch.from_numpy(batch.tiles_BHW3).to(model.device, non_blocking=True)
-        tiles_B3HW = tiles_BHW3.permute(0, 3, 1, 2)
-        if fit is not None and fit.fitted:
-            tiles_B3HW = stain.apply(tiles_B3HW, fit)
-        try:
-            embeddings = model(tiles_B3HW)
-        except torch.OutOfMemoryError:
-            raise EncoderError(
-                f"{job.slide.name}: out of GPU memory",
-                f"a batch of {len(tiles_BHW3)} tiles is too large for this encoder",
-                f"Lower --embed.batch, for instance to {max(1, len(tiles_BHW3) // 4)}",
-                code="out-of-gpu-memory",
-            ) from None
-        finite &= embeddings.isfinite().all()
-        if pending is not None:  # fetch the previous batch while the GPU works on this one
-            features_ND[pending[0] : pending[0] + len(pending[1])] = pending[1].cpu().numpy()
-        pending, row = (row, embeddings), row + len(tiles_BHW3)
-    if pending is not None:
-        features_ND[pending[0] :] = pending[1].cpu().numpy()
-    if not finite:
-        raise EncoderError(
-            f"{job.slide.name}: the encoder returned NaN or infinite embeddings",
-            "values beyond 65504 do not fit into float16, or the encoder is damaged",
-            "Try --embed.precision fp32; if that does not help, the encoder cannot be used",
-            code="non-finite-embeddings",
-        )
-    return features_ND, waited / max(time.perf_counter() - begin, 1e-9), unfitted

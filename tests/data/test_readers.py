@@ -18,14 +18,23 @@ import pytest
 from numpy.typing import NDArray
 
 from selfvitmil import stain
-from selfvitmil.data.readers import TileBatch, TileReaders, TileRequest, read_with_threads, serve
+from selfvitmil.data.readers import (
+    ProcessReaders,
+    Readers,
+    SlideTiles,
+    ThreadReaders,
+    TileBatch,
+    TileRequest,
+    compact_runs,
+    serve,
+)
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import EngineError, SlideError
 from selfvitmil.slides import SlideRef, jpegtiff, open_slide, synthetic
 
 SIZE, MPP, BATCH = 32, 1.0, 24
 
-pytestmark = pytest.mark.skipif(not TileReaders.available, reason="no anonymous files in memory on this system")
+pytestmark = pytest.mark.skipif(not ProcessReaders.available, reason="no anonymous files in memory on this system")
 Read = Callable[[TileRequest, NDArray[np.int64]], Iterator[TileBatch]]
 
 
@@ -36,18 +45,24 @@ def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def readers() -> Iterator[TileReaders]:
-    made = TileReaders(2, BATCH, SIZE)
-    yield made
-    made.close()
+@pytest.fixture(scope="module", params=["threads", "processes"])
+def readers(request: pytest.FixtureRequest) -> Iterator[Readers]:
+    with (ThreadReaders if request.param == "threads" else ProcessReaders)(2, BATCH, SIZE) as made:
+        yield made
 
 
-@pytest.fixture(params=["threads", "processes"])
-def read(request: pytest.FixtureRequest, readers: TileReaders) -> Read:
-    if request.param == "processes":
-        return readers.read
-    return lambda what, corners: read_with_threads(what, corners, SIZE, BATCH, 2)
+@pytest.fixture
+def read(readers: Readers) -> Read:
+    return lambda request, coords_l0: read_one(readers, request, coords_l0)
+
+
+def read_one(readers: Readers, request: TileRequest, coords_l0: NDArray[np.int64]) -> Iterator[TileBatch]:
+    """The batches of one slide; its error is raised."""
+    for batch in readers.read([SlideTiles("s", request, coords_l0)], shared=False):
+        for part in batch.parts:
+            if part.error is not None:
+                raise part.error
+        yield batch
 
 
 def corners(number: int, seed: int = 0) -> NDArray[np.int64]:
@@ -75,11 +90,11 @@ def test_same_tiles_as_reading_one_by_one(read: Read, slide: Path, number: int):
     np.testing.assert_array_equal(np.concatenate(tiles), one_by_one(slide, corners(number)))
 
 
-def test_a_batch_stays_while_the_next_is_looked_at(readers: TileReaders, slide: Path):
+def test_a_batch_stays_while_the_next_is_looked_at(read: Read, slide: Path):
     """A GPU may still copy from a batch when the next one is asked for."""
     wanted = one_by_one(slide, corners(8 * BATCH))
     before: TileBatch | None = None
-    for number, batch in enumerate(readers.read(TileRequest(SlideRef("s", slide), MPP), corners(8 * BATCH))):
+    for number, batch in enumerate(read(TileRequest(SlideRef("s", slide), MPP), corners(8 * BATCH))):
         if before is not None:
             np.testing.assert_array_equal(before.tiles_BHW3, wanted[(number - 1) * BATCH : number * BATCH])
         before = batch
@@ -116,8 +131,8 @@ def test_whether_an_error_may_pass_survives_the_way_from_the_reader(
     reader = threading.Thread(target=serve, args=(memory, theirs.detach(), 1, 1, SIZE, SIZE, 3))
     reader.start()
     with Connection(ours.detach()) as connection:
-        connection.send((0, TileRequest(SlideRef("s", slide), MPP), corners(1), (0, 0)))
-        _, error = connection.recv()
+        connection.send((TileRequest(SlideRef("s", slide), MPP), corners(1), np.array([0]), 0))
+        error = connection.recv()
     reader.join()
     assert isinstance(error, SlideError)
     assert is_transient(error) is passing
@@ -134,29 +149,94 @@ def test_tiles_normalized_one_by_one_and_those_that_cannot_be_are_counted(read: 
             wanted.append(tile)
             unfitted += 1
     batches = [
-        (b.tiles_BHW3.copy(), b.unfitted)
+        (b.tiles_BHW3.copy(), sum(part.unfitted for part in b.parts))
         for b in read(TileRequest(SlideRef("s", slide), MPP, normalize_tiles=True), coords)
     ]
     np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in batches]), np.stack(wanted))
     assert sum(count for _, count in batches) == unfitted > 0
 
 
-def test_a_reader_that_dies_is_told_and_the_others_end(slide: Path):
-    readers = TileReaders(2, BATCH, SIZE)
-    batches = readers.read(TileRequest(SlideRef("s", slide), MPP), corners(20 * BATCH))
-    next(batches)
-    processes = [process for _, process in readers._readers]
-    os.kill(processes[0].pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"made\.svs.*died"):
-        joined(batches)
+def by_slide(batches: Iterator[TileBatch]) -> tuple[dict[str, NDArray[np.uint8]], dict[str, Exception], list[int]]:
+    """The tiles of every slide put together from its parts, the errors, and the sizes of the batches."""
+    tiles: dict[str, list[NDArray[np.uint8]]] = {}
+    errors: dict[str, Exception] = {}
+    sizes: list[int] = []
+    for batch in batches:
+        sizes.append(len(batch.tiles_BHW3))
+        for part in batch.parts:
+            if part.error is not None:
+                errors[part.key] = part.error
+            else:
+                found = tiles.setdefault(part.key, [])
+                assert sum(map(len, found)) == part.rows.start
+                found.append(batch.tiles_BHW3[part.place].copy())
+    return {key: np.concatenate(found) for key, found in tiles.items() if key not in errors}, errors, sizes
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_slides_one_after_the_other_and_one_that_fails_among_them(readers: Readers, slide: Path, shared: bool):
+    counts = {"a": 5, "b": 3 * BATCH + 1, "gone": 4 * BATCH, "c": 40, "d": 1}
+    slides = [
+        SlideTiles(
+            key,
+            TileRequest(SlideRef(key, slide.with_name("gone.svs") if key == "gone" else slide), MPP),
+            corners(count, seed=k),
+        )
+        for k, (key, count) in enumerate(counts.items())
+    ]
+    tiles, errors, sizes = by_slide(readers.read(iter(slides), shared=shared))
+    assert set(errors) == {"gone"}
+    assert isinstance(errors["gone"], SlideError)
+    assert set(tiles) == set(counts) - {"gone"}
+    for key, _, coords_l0 in slides:
+        if key != "gone":
+            np.testing.assert_array_equal(tiles[key], one_by_one(slide, coords_l0))
+    if shared:
+        assert set(sizes[:-1]) == {BATCH}
+    else:
+        assert sizes[:1] == [5]
+
+
+def test_slides_are_taken_only_as_there_is_room(slide: Path):
+    taken: list[int] = []
+
+    def endless() -> Iterator[SlideTiles]:
+        while True:
+            taken.append(len(taken))
+            yield SlideTiles(f"{len(taken)}", TileRequest(SlideRef("s", slide), MPP), corners(BATCH))
+
+    with ThreadReaders(1, BATCH, SIZE) as readers:
+        next(readers.read(endless(), shared=True))
+    assert len(taken) == 3
+
+
+def test_runs_are_squares_of_the_grid_and_contain_every_tile_once():
+    y, x = np.divmod(np.arange(8 * 12), 12)
+    coords_l0 = np.stack([x * 448, y * 448], axis=1)
+    runs = compact_runs(coords_l0)
+    assert sorted(np.concatenate(runs).tolist()) == list(range(8 * 12))
+    for run in runs:
+        assert np.ptp(coords_l0[run], axis=0).tolist() == [3 * 448, 3 * 448]
+
+
+def test_a_reader_that_dies_fails_its_slide_and_no_other(slide: Path):
+    with ProcessReaders(2, BATCH, SIZE) as readers:
+        batches = read_one(readers, TileRequest(SlideRef("s", slide), MPP), corners(20 * BATCH))
+        next(batches)
+        os.kill(readers._readers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"made\.svs.*died"):
+            joined(batches)
+        request = TileRequest(SlideRef("s", slide), MPP)
+        np.testing.assert_array_equal(joined(read_one(readers, request, corners(60))), one_by_one(slide, corners(60)))
+        processes = [reader.process for reader in readers._readers]
     assert not readers.alive
     assert all(process.poll() is not None for process in processes)
 
 
 def test_readers_end_with_their_caller(slide: Path):
     code = (
-        "import os, sys; from selfvitmil.data.readers import TileReaders; readers = TileReaders(2, 4, 16);"
-        "print(*[process.pid for _, process in readers._readers], flush=True); os.kill(os.getpid(), 9)"
+        "import os, sys; from selfvitmil.data.readers import ProcessReaders; readers = ProcessReaders(2, 4, 16);"
+        "print(*[reader.process.pid for reader in readers._readers], flush=True); os.kill(os.getpid(), 9)"
     )
     pids = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.split()
     assert len(pids) == 2

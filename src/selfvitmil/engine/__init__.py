@@ -38,9 +38,11 @@ from selfvitmil.engine.work import (
     LocalWorkers,
     Outcome,
     Result,
+    Stream,
     WorkerDied,
     Workers,
     attempt,
+    attempt_all,
     is_transient,
     num_cores,
 )
@@ -105,27 +107,37 @@ class Engine:
         items_are: str = "slides",
         unit: str = "slides",
         count: Callable[[T], int] | None = None,
+        stream: Stream[Item, T] | None = None,
     ) -> Iterator[Outcome[T]]:
         """Apply `function` to every item; yield each outcome as it completes, every name exactly once.
 
         `function` is defined at the top of a module (or is a `functools.partial` of such a one); it, the items and its
         results must be picklable. It may be called twice for a slide whose worker died, so its writes must be atomic.
         `stage` and `items_are` are shown in failures and progress. `count` returns how many of `unit` (tiles, say) a
-        value represents, for the rate shown in the progress.
+        value represents, for the rate shown in the progress. `stream` does the same as `function` for many slides that
+        may overlap, and is used if the work is done in this process.
         """
         if not items:
             return
         with show_progress(stage, unit, total=len(items), items_are=items_are) as progress:
-            for outcome in self._outcomes(function, items, stage, progress):
+            for outcome in self._outcomes(function, items, stage, progress, stream):
                 failed = outcome.failure is not None
                 amount = 1 if count is None else 0 if failed else count(cast(T, outcome.value))
                 progress.advance(failed, amount)
                 yield outcome
 
     def _outcomes(
-        self, function: Callable[[Item], T], items: Mapping[str, Item], stage: str, progress: Progress
+        self,
+        function: Callable[[Item], T],
+        items: Mapping[str, Item],
+        stage: str,
+        progress: Progress,
+        stream: Stream[Item, T] | None,
     ) -> Iterator[Outcome[T]]:
         settings = self._settings
+        if settings.workers == 0 and stream is not None:
+            yield from attempt_all(stream, function, items, stage, settings.retries)
+            return
         if settings.workers == 0:
             for name, item in items.items():
                 yield attempt(function, name, item, stage, settings.retries)

@@ -13,7 +13,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
@@ -64,10 +64,11 @@ def is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def attempt(function: Callable[[Item], T], name: str, item: Item, stage: str, retries: int) -> Outcome[T]:
-    """Process one slide, with retries where they can help."""
+def attempt(
+    function: Callable[[Item], T], name: str, item: Item, stage: str, retries: int, tries: int = 0
+) -> Outcome[T]:
+    """Process one slide, with retries where they can help; `tries` were made before."""
     began = time.perf_counter()
-    tries = 0
     while True:
         tries += 1
         try:
@@ -76,6 +77,28 @@ def attempt(function: Callable[[Item], T], name: str, item: Item, stage: str, re
             if tries > retries or not is_transient(error):
                 return Outcome(name, None, _failure(name, stage, error, tries), time.perf_counter() - began)
         time.sleep(_FIRST_PAUSE_S * 2 ** (tries - 1))
+
+
+Stream = Callable[[Mapping[str, Item]], Iterator[tuple[str, T | Exception]]]
+"""Processes many slides in one process: yields each by its name, with the result or the error."""
+
+
+def attempt_all(
+    stream: Stream[Item, T], function: Callable[[Item], T], items: Mapping[str, Item], stage: str, retries: int
+) -> Iterator[Outcome[T]]:
+    """Process slides by `stream`; where a retry can help, by `function` one by one after all others."""
+    again: list[str] = []
+    began = time.perf_counter()
+    for name, result in stream(items):
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        if not isinstance(result, Exception):
+            yield Outcome(name, result, None, seconds)
+        elif retries and is_transient(result):
+            again.append(name)
+        else:
+            yield Outcome(name, None, Failure.of(name, stage, result), seconds)
+    for name in again:
+        yield attempt(function, name, items[name], stage, retries, tries=1)
 
 
 def _failure(name: str, stage: str, error: BaseException, tries: int) -> Failure:

@@ -85,7 +85,7 @@ def embed(study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
     A name that the study has an encoder of for every split stands for all of these. Where `embed.layout` is set, its
     name follows the encoder's (`features_name`).
     """
-    from selfvitmil.embed import embed_slide
+    from selfvitmil.embed import embed_slide, embed_slides
     from selfvitmil.encoder import load_encoder
 
     settings = study.settings
@@ -107,7 +107,9 @@ def embed(study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
         for tiling, name in pairs:
             stage = embed_stage(name, tiling)
             jobs, missing = embed_jobs(study, tiling, name, sources[name], stage)
-            done, failed = map_slides(engine, study.root, stage, embed_slide, jobs, unit="tiles", count=num_tiles)
+            done, failed = map_slides(
+                engine, study.root, stage, embed_slide, jobs, unit="tiles", count=num_tiles, stream=embed_slides
+            )
             record_failures(study.root, stage, [failure.slide for failure in missing], missing)
             failures += [*missing, *failed]
             folder = study.layout.features(tiling, name)
