@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from helpers.studies import MICRO
-
 from faults.children import run_here
+from helpers.studies import MICRO
 from selfvitmil.slides import synthetic
 
 SETTINGS = MICRO.replace("width = 16", "width = 32", 1).replace('pictures = false\ngeojson = "none"\n', "")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+
 from faults.campaign import IoFault, count_calls, try_io_fault
 from faults.children import scratch
 from faults.miniature import NAMES, Miniature

@@ -262,7 +262,7 @@ def test_page_is_whole_and_needs_nothing_else(plain: str):
     assert not {"script", "link", "iframe", "object", "b", "i"} & {tag for tag, _ in made.tags}
     anchors = {told["id"] for _, told in made.tags if "id" in told}
     assert {str(told["href"]) for told in made.named("a")} <= {f"#{anchor}" for anchor in anchors}
-    assert all(str(told["src"]).startswith(("data:image/jpeg;", "data:image/svg+xml;")) for told in made.named("img"))
+    assert all(str(told["src"]).startswith(("data:image/webp;", "data:image/svg+xml;")) for told in made.named("img"))
     assert all(told["alt"] for told in made.named("img"))
     assert not any("://" in str(value) for _, told in made.tags for key, value in told.items() if key != "src")
     assert not [told for _, told in made.tags if "style" in told or any(key.startswith("on") for key in told)]
@@ -410,7 +410,7 @@ def test_tiles_are_those_of_the_map_in_their_order(study: Path, plain: str):
             x, y = heatmap.coords_l0[row]
             assert alt == f"tile at x {x}, y {y}, score {heatmap.score[row]:.3f}"
             pixels = np.asarray(Image.open(io.BytesIO(content)), dtype=float)
-            assert np.abs(pixels - slide.read_tile(int(x), int(y), 112, 0.5)).mean() < 8  # what JPEG loses
+            assert np.abs(pixels - slide.read_tile(int(x), int(y), 112, 0.5)).mean() < 8  # what WebP loses
 
 
 def test_missing_slide_file_is_said(plain: str):

@@ -49,6 +49,8 @@ BAND_PX = 256
 """Rows painted at a time, so that large pictures need little memory."""
 LINES_FROM_PX = 24
 """Tiles that are this wide in a picture are parted by thin lines."""
+LINE_SHADE = 0.75
+"""What such a line leaves of a pixel's brightness."""
 BoxL0 = tuple[float, float, float, float]
 """(x0, y0, x1, y1) in level-0 pixels."""
 
@@ -180,15 +182,20 @@ def paint_tiles(
     painted = np.empty_like(thumbnail)
     for top, bottom in raster.bands():
         painted[top:bottom] = tint(thumbnail[top:bottom], raster.rows(top, bottom), colors)
-    extent_px = heatmap.frame.extent_l0 * heatmap.frame.slide_mpp / thumbnail_mpp
-    if extent_px >= LINES_FROM_PX and heatmap.frame.stride_l0 > heatmap.frame.extent_l0 - 1:
+    if _has_lines(heatmap, thumbnail_mpp):
         _part_tiles(painted, raster)
     return painted
 
 
+def _has_lines(heatmap: Heatmap, mpp: float) -> bool:
+    """Return whether tiles are large enough at `mpp`, and do not overlap, so that thin lines part them."""
+    frame = heatmap.frame
+    return frame.extent_l0 * frame.slide_mpp / mpp >= LINES_FROM_PX and frame.stride_l0 > frame.extent_l0 - 1
+
+
 def _part_tiles(painted: Pixels, raster: Raster) -> None:
     """Darken the upper and left edge of every tile."""
-    darker = (np.arange(256) * 0.75).astype(np.uint8)
+    darker = (np.arange(256) * LINE_SHADE).astype(np.uint8)
     for x0, y0, x1, y1 in raster.boxes_px:
         for edge in (painted[y0, x0:x1], painted[y0 + 1 : y1, x0]):
             edge[...] = darker[edge]
@@ -375,19 +382,47 @@ def draw_overlay(
     return _page(shown, head, blocks, foot, page_width, size)
 
 
-def draw_panel(
+def draw_layer(
     heatmap: Heatmap,
-    thumbnail: Pixels,
-    thumbnail_mpp: float,
+    size_px: tuple[int, int],
+    mpp: float,
     *,
     colors: Colors = "red",
     annotations: Sequence[Annotation] = (),
     lesions: Sequence[Lesion] = (),
 ) -> Image.Image:
-    """The tinted slide and its lines without any word, for pictures that are too small to hold some."""
-    view = _View((0.0, 0.0), thumbnail_mpp, heatmap.frame.slide_mpp)
-    panel = paint_tiles(heatmap, thumbnail, thumbnail_mpp, colors, view.origin_l0)
-    return _marked(Image.fromarray(panel), _marks(annotations, lesions, None), view, 1)
+    """Tiles and lines alone, transparent (RGBA) and without words: laid over a thumbnail of `size_px` at `mpp`.
+
+    Heatmaps of many models then share one thumbnail. The result looks as `paint_tiles` does, to one grey level.
+    """
+    raster = Raster.over(heatmap, size_px, mpp / heatmap.frame.slide_mpp)
+    entry = np.concatenate([raster.rows(top, bottom) for top, bottom in raster.bands()])
+    if _has_lines(heatmap, mpp):
+        for x0, y0, x1, y1 in raster.boxes_px:
+            entry[y0, x0:x1] |= _DARKENED
+            entry[y0 + 1 : y1, x0] |= _DARKENED
+    layer = Image.fromarray(_layer_table(colors)[entry])
+    view = _View((0.0, 0.0), mpp, heatmap.frame.slide_mpp)
+    return _marked(layer, _marks(annotations, lesions, None), view, 1)
+
+
+_DARKENED = 512
+"""Added to the index of pixels on the edge of a tile."""
+
+
+@cache
+def _layer_table(colors: Colors) -> Pixels:
+    """(1024, 4) colour and opacity of an index, and from `_DARKENED` on of one on the edge of a tile."""
+    table = np.zeros((2 * _DARKENED, 4), np.uint8)
+    color, opacity = color_table(colors).astype(np.float64), opacity_table(colors).astype(np.float64)
+    for start, kept in ((0, 1.0), (_DARKENED, LINE_SHADE)):
+        # kept * (under + (color - under) * opacity), as a colour laid over what is under it
+        covered = 1 - kept * (1 - opacity)
+        rows = slice(start, start + len(color))
+        table[rows, :3] = np.rint(color * (kept * opacity / np.maximum(covered, 1e-9))[:, None])
+        table[rows, 3] = np.rint(255 * covered)
+    table.setflags(write=False)
+    return table
 
 
 def _head(heatmap: Heatmap, title: str, width: int, size: int) -> list[_Line]:

@@ -30,7 +30,7 @@ from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, high
 from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.render import Shown, Table, chart, is_finite, picture, picture_file
+from selfvitmil.report.render import Picture, Shown, Table, chart, is_finite, layer_picture, picture, picture_file
 from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, SlideRef
 
@@ -481,6 +481,8 @@ class SlideData:
     facts: tuple[tuple[str, str], ...]
     """Name and value; empty values are not shown."""
     heatmap: HeatmapPicture
+    backdrop: Picture | None
+    """Thumbnail of the slide, which lies under `other_heatmaps`."""
     other_heatmaps: tuple[HeatmapPicture, ...]
     negative_note: str
     """In place of regions, where the slide is predicted negative."""
@@ -532,7 +534,7 @@ def slide_data(
             _overlay(first, heatmap, row, opened, names),
             _agreement(agreements.get(first.model, {})),
         )
-        others = _other_heatmaps(folders[1:], slide, row, opened, agreements, names)
+        backdrop, others = _other_heatmaps(folders[1:], slide, row, opened, agreements, names)
         highest, lowest = (_tiles(heatmap, rows, opened) for rows in ends(heatmap, NUM_TILES)) if opened else ((), ())
     finally:
         if opened is not None:
@@ -547,6 +549,7 @@ def slide_data(
         decision=decision,
         facts=tuple(_slide_facts(heatmap, row, names).items()),
         heatmap=main,
+        backdrop=backdrop,
         other_heatmaps=others,
         negative_note=negative,
         regions=Table.of((REGION_COLUMNS[key] for key in columns), lines),
@@ -643,22 +646,24 @@ def _other_heatmaps(
     opened: Slide | None,
     agreements: Mapping[str, Record],
     names: Names,
-) -> tuple[HeatmapPicture, ...]:
-    """Return small pictures of the same slide's heatmaps by other models, without words, so that many fit."""
+) -> tuple[Picture | None, tuple[HeatmapPicture, ...]]:
+    """Return a thumbnail, and the heatmaps of other models to lay over it, small and without words: many fit."""
     if not folders or opened is None:
-        return ()
+        return None, ()
     mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OTHER_PX)
     try:
-        thumbnail = opened.thumbnail(mpp)
+        backdrop = picture(opened.thumbnail(mpp), f"thumbnail of {names.slide(slide)}", edge_px=OTHER_PX)
     except SelfVitMilError:
-        return ()
+        return None, ()
+    assert backdrop.width is not None and backdrop.height is not None
+    size_px = backdrop.width, backdrop.height
     annotations, found = _annotations(row), []
     for folder in folders:
         heatmap = read_heatmap(folder.files[slide])
-        drawn = overlay.draw_panel(heatmap, thumbnail, mpp, annotations=annotations, lesions=folder.lesions(heatmap))
-        shown = picture(drawn, f"heatmap of {names.slide(slide)} by {folder.model}", edge_px=OTHER_PX)
+        drawn = overlay.draw_layer(heatmap, size_px, mpp, annotations=annotations, lesions=folder.lesions(heatmap))
+        shown = layer_picture(drawn, f"heatmap of {names.slide(slide)} by {folder.model}")
         found.append(HeatmapPicture(folder.model, shown, _agreement(agreements.get(folder.model, {}))))
-    return tuple(found)
+    return backdrop, tuple(found)
 
 
 def _annotations(row: SlideRow | None) -> Sequence[Annotation]:
