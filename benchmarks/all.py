@@ -37,6 +37,7 @@ CPU: dict[str, list[str]] = {
     "aggregate": ["--rounds", "3"],
     "mil_epoch": [],
     "embed": ["--rounds", "2"],
+    "embed_flow": [],
     "localize": [],
     "predict": ["--size-px", "3072", "--rounds", "2", "--devices", "cpu"],
     "startup": [],

@@ -4,9 +4,9 @@
 
 The accelerator is simulated: a stand-in for the encoder sleeps as long as its tiles would take at `--tiles-per-s`,
 partial batches proportionally less, and returns numbers computed from the pixels. All else is real: tile tables, slide
-files, readers (threads), feature files synced to disk. Stains are not normalized, as the accelerator would do it. `idle_share` is the share of the time in which the stand-in does
-not sleep. `--against` names the `src` folder of another version, which takes turns with this one in processes of their
-own; its feature files must have the same bytes. The median round counts. Ends with one JSON line.
+files, readers (threads), feature files synced to disk. Stains are not normalized, as the accelerator would do it.
+`idle_share` is the share of the time in which the stand-in does not sleep. `--against` names the `src` folder of
+another version, which takes turns with this one in processes of their own; its feature files must have the same bytes. The median round counts. Ends with one JSON line.
 
 The stand-in says nothing about a real GPU's speed; it shows what reading, checking and writing add to it.
 """

@@ -15,6 +15,7 @@ BELOW = ["errors", "geometry", "settings", "store", "annotations", "metrics", "f
 BELOW += ["engine", "runtime"]
 STAGES = [
     "cohort",
+    "outcomes",
     "pseudonyms",
     "slides",
     "tissue",

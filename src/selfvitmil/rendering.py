@@ -195,7 +195,7 @@ def _evaluate(result: EvaluateResult) -> Rendered:
         (f"{name.replace('_', ' ')}, by {level}", *row)
         for level in ("slide", "patient")
         if "same_as" not in info[level]
-        for name in SHOWN_METRICS
+        for name in (SHOWN_METRICS if result.result.outcome is None else result.result.outcome.shown_metrics)
         if (row := _metric_cells(info[level], name)) is not None
     ]
     line = f"predictions.csv, metrics.json and figures in {_last_parts(result.folder, 2)}"
@@ -217,12 +217,17 @@ def _metric_cells(level: Mapping[str, Any], name: str) -> tuple[str, str, str, s
 
 
 def _compare(result: CompareResult) -> Rendered:
-    from selfvitmil.evaluate.comparison_table import table_cells, table_notes
+    from selfvitmil.evaluate.comparison_table import has_figure, table_cells, table_notes
 
     baselines = [line for each in result.baselines for line in render(each).lines]
     below = [*(f"note: {text}" for text in result.advice), *table_notes(result.table)]
     where = _last_parts(result.folder, 2)
-    below.append(f"table.csv, table.md, auc.svg, predictions.csv and metrics.json in {where}")
+    files = (
+        "table.csv, table.md, auc.svg, predictions.csv"
+        if has_figure(result.table)
+        else "table.csv, table.md, predictions.csv"
+    )
+    below.append(f"{files} and metrics.json in {where}")
     table = tuple(tuple(row) for row in table_cells(result.table))
     return Rendered((*baselines, *result.notes, *below), table)
 

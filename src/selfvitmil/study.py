@@ -21,6 +21,7 @@ from selfvitmil.settings import (
     StudySettings,
     TileSettings,
     TokenLayout,
+    TrainSettings,
     check_study_engine,
     read_toml,
     resolve_settings,
@@ -141,7 +142,7 @@ class Study:
         if "cohort" not in self._read:
             own = self.layout.cohort
             stored = read_cohort(own) if own.exists() else None
-            cohort, notes = _find_cohort(self.root, self.source, stored)
+            cohort, notes = _find_cohort(self.root, self.source, stored, self.settings.train.target)
             cohort, guess = with_guessed_patients(cohort)
             notes += [f"note: {guess}"] if guess is not None else []
             self._read |= {"stored": stored, "notes": tuple(notes), "cohort": cohort}
@@ -179,7 +180,7 @@ class Study:
             from selfvitmil.evaluate import make_splits
 
             features = find_features(self.root, choice, self.settings)
-            cases = labelled_cases(self.cohort, features, "learning", self.settings.train.positive)
+            cases = labelled_cases(self.cohort, features, "learning", self.settings.train)
             splits = make_splits(cases, self.settings.train, self.settings.evaluate)
             _check_split_encoders(features, splits)
             self._read[key] = LearningSet(cases, splits, features)
@@ -239,7 +240,9 @@ def num_tiles(result: Any) -> int:
 # ---------------------------------------------------------------------------------------------------- reading a cohort
 
 
-def _find_cohort(root: Path, source: CohortSource, stored: Cohort | None) -> tuple[Cohort, list[str]]:
+def _find_cohort(
+    root: Path, source: CohortSource, stored: Cohort | None, targets: Sequence[str] = ()
+) -> tuple[Cohort, list[str]]:
     """Return the cohort that `source` and the study's own table `stored` make together, and notes on it."""
     own = StudyLayout(root).cohort
     table = own if source.cohort is None else source.cohort
@@ -260,6 +263,7 @@ def _find_cohort(root: Path, source: CohortSource, stored: Cohort | None) -> tup
         label_column=source.label_column,
         slides_folder=source.slides_folder,
         features=_feature_files(source.features),
+        targets=targets,
     )
     notes: list[str] = []
     if stored is not None:
@@ -424,21 +428,26 @@ def coarse_mpp(tile: TileSettings) -> float:
     return tile.parent_mpp[0]
 
 
-def labelled_cases(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
+def labelled_cases(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:
+    """Return the slides with the outcome that the settings name, and with sound feature files."""
     from selfvitmil.evaluate import find_cases
+    from selfvitmil.outcomes import Classes, choose_outcome
 
     if features.by_split:
-        return _cases_by_split(cohort, features, stage, positive)
+        return _cases_by_split(cohort, features, stage, train)
+    outcome, line = choose_outcome(cohort, train)
     found = find_cases(
-        cohort, features.files, coarse=features.coarse, stage=stage, encoder=features.encoder, tiling=features.tiling,
-        positive=positive,
+        outcome.labels(cohort) if isinstance(outcome, Classes) else cohort,
+        features.files, coarse=features.coarse, stage=stage, encoder=features.encoder, tiling=features.tiling,
+        positive=train.positive, outcome=None if isinstance(outcome, Classes) else outcome,
     )  # fmt: skip
-    return replace(found, encoder_slides=features.encoder_slides)
+    notes = (*found.notes, line) if line else found.notes
+    return replace(found, encoder_slides=features.encoder_slides, notes=notes)
 
 
-def _cases_by_split(cohort: Cohort, features: Features, stage: str, positive: str | None) -> Cases:
+def _cases_by_split(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:
     """Cases with the features of every split's own encoder: the slides of which all of these are sound."""
-    found = {split: labelled_cases(cohort, own, stage, positive) for split, own in features.by_split.items()}
+    found = {split: labelled_cases(cohort, own, stage, train) for split, own in features.by_split.items()}
     failures = {failure.slide: failure for own in found.values() for failure in own.failures}
     common = set.intersection(*(set(own.by_slide) for own in found.values()))
     first = next(iter(found.values()))

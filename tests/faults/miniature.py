@@ -1,4 +1,4 @@
-"""A miniature study with six slides of 1024 px, one tumour and one normal slide each for training, validation and test."""
+"""A miniature study: six slides of 1024 px, a tumour and a normal one each for training, validation and test."""
 
 from __future__ import annotations
 

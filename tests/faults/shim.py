@@ -1,8 +1,8 @@
 """A layer under the file operations of a process in which the n-th call fails.
 
 Installed in a fork only. Counted are calls on files below the given folders: open, write, read, fsync, rename, mkdir,
-unlink, mmap, pread. HDF5 files are read through Python file objects here, so that the library's reads count too; its writes
-count as one, at the end. Not covered: OpenSlide and safetensors, which read files in native code.
+unlink, mmap, pread. HDF5 files are read through Python file objects here, so that the library's reads count too; its
+writes count as one, at the end. Not covered: OpenSlide and safetensors, which read files in native code.
 """
 
 from __future__ import annotations

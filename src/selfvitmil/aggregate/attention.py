@@ -161,6 +161,8 @@ class CLAM_SB(ABMIL):
     The output has `attention` (N, C), equal for all classes, and `instance_logits` (N, C).
     """
 
+    needs_classes = True  # its instance loss takes the most attended tiles as examples of the class
+
     def __init__(
         self,
         dim: int,

@@ -166,8 +166,8 @@ class LabelledBag:
 
     slide: str
     bag: Bag
-    label: int
-    """Class index; 0 or 1 for a binary label."""
+    label: Any
+    """Class index; 0 or 1 for a binary label. With another outcome than classes its target, a tuple of numbers."""
     of_patient: str = ""
     """Patient identifier; empty where every slide counts as its own patient."""
 

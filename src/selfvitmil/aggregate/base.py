@@ -5,6 +5,9 @@ of its tiles as (x, y) in any one unit. Output: an `AggregatorOutput`. A module 
 and reads the bag in chunks (`ChunkedBag`). `num_classes=1` means a binary label with one logit; with C >= 2 classes
 there is one logit per class, which `probabilities` turns into one sigmoid per class (DSMIL) or a softmax (all others).
 
+An outcome other than classes (`predict`) replaces label, loss and probabilities: `logits_C` are then its raw outputs,
+`probabilities` its scores.
+
 The trainer uses `loss(output, label)`, `probabilities(output)`, `is_order_dependent`, `config` (rebuilds the module:
 `build(**module.config)`), and with `standardize=True` the method `set_standardization`. Scoring and heatmaps use the
 per-tile evidence that each aggregator offers: `attention_evidence`, `tile_logits` and `critical_evidence`.
@@ -24,7 +27,7 @@ import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +40,7 @@ from torch.nn import functional as F
 from selfvitmil.aggregate.bag_tensors import BagStore, ChunkedBag, few_threads
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError, ConfigError
+from selfvitmil.outcomes import Outcome, outcome_from_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,10 @@ class Aggregator(nn.Module):
     """Whether `coords_N2` is required."""
     waits_for_device = False
     """Whether a step copies values to the host or reads random states, which CUDA graphs do not allow."""
+    needs_classes = False
+    """Whether the method is defined for classes only."""
+    outcome: Outcome | None = None
+    """What it predicts; None for classes."""
     config: dict[str, Any]
     """Arguments of `build` that recreate this module (without its weights); all settings, resolved."""
 
@@ -121,9 +129,38 @@ class Aggregator(nn.Module):
             return self.aggregate(ChunkedBag(bag_ND, dtype, self.input_mean_D, self.input_std_D), coords_N2)
         return self.aggregate(ChunkedBag(bag_ND, dtype), coords_N2)
 
+    def predict(self, outcome: Outcome) -> None:
+        """Predict another outcome than classes from now on; ConfigError if the method is defined for classes only."""
+        if self.needs_classes:
+            raise ConfigError(
+                f"{self.config['name']} with the outcome {outcome.kind}",
+                "its loss is defined for classes only",
+                "Choose another method (train.aggregator, compare.methods)",
+                code="method-needs-classes",
+            )
+        self.outcome = outcome
+        self.config = {**self.config, "outcome": outcome.to_json()}
+
     @abstractmethod
     def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:
         """Return the output for a bag that passed the checks."""
+
+    def trained_logits(self, output: AggregatorOutput) -> tuple[Tensor, ...]:
+        """Return the slide logits (C,) that the loss acts on: several for methods with several streams."""
+        return (output.logits_C,)
+
+    def penalty(self, output: AggregatorOutput) -> Tensor | None:
+        """Return what the method adds to the loss of the logits; None for most."""
+        return None
+
+    def outcome_loss(self, outputs: Sequence[AggregatorOutput], target_NT: Tensor) -> Tensor:
+        """Return the loss of bags with the encoded targets of `outcome`: the mean over streams, and mean penalties."""
+        assert self.outcome is not None
+        streams = zip(*(self.trained_logits(output) for output in outputs), strict=True)
+        losses = [self.outcome.loss(torch.stack(logits), target_NT) for logits in streams]
+        penalties = [term for output in outputs if (term := self.penalty(output)) is not None]
+        loss = torch.stack(losses).mean()
+        return loss + torch.stack(penalties).mean() if penalties else loss
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Return the method's loss on one bag. `label`: 0 or 1 for one class, a class index, or C targets."""
@@ -137,13 +174,20 @@ class Aggregator(nn.Module):
         return -(target_C * logits_C.log_softmax(0)).sum()
 
     def probabilities(self, output: AggregatorOutput) -> Tensor:
-        """Return the probability of each class (C,); for one class that of the positive class."""
+        """Return the probability of each class (C,); for one class that of the positive class; the outcome's score."""
+        if self.outcome is not None:
+            return self.outcome.score(output.logits_C)
         if self.num_classes == 1 or self.one_sigmoid_per_class:
             return output.logits_C.sigmoid()
         return output.logits_C.softmax(0)
 
     def instance_probabilities(self, logits_NC: Tensor) -> Tensor:
-        """Return the class probabilities (N, C) of each instance alone, from its logits."""
+        """Return the class probabilities (N, C) of each instance alone, from its logits.
+
+        With another outcome it is the sigmoid of its raw output: above 0.5 means more than the average slide.
+        """
+        if self.outcome is not None:
+            return self.outcome.evidence(logits_NC).sigmoid()
         if self.num_classes == 1 or self.one_sigmoid_per_class:
             return logits_NC.sigmoid()
         return logits_NC.softmax(1)
@@ -152,7 +196,9 @@ class Aggregator(nn.Module):
 
     def attention_evidence(self, output: AggregatorOutput) -> Tensor | None:
         """Return the attention (N, C) that may be drawn as a heatmap; None where the method offers none."""
-        return output.attention_NC if self.attention_is_evidence else None
+        if not self.attention_is_evidence or output.attention_NC is None or self.outcome is None:
+            return output.attention_NC if self.attention_is_evidence else None
+        return self.outcome.evidence(output.attention_NC)
 
     def tile_logits(self, output: AggregatorOutput) -> Tensor | None:
         """Return the tile scores (N, C), larger meaning more evidence for the class; None where there are none."""
@@ -278,12 +324,14 @@ def settings_of(name: str) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.name not in ("dim", "num_classes")}
 
 
-def build(name: str, dim: int, num_classes: int, **settings: Any) -> Aggregator:
+def build(
+    name: str, dim: int, num_classes: int, outcome: Mapping[str, Any] | None = None, **settings: Any
+) -> Aggregator:
     """Return a new aggregator for embeddings of `dim` dimensions; weights come from torch's random generator.
 
     `name` is one of `selfvitmil.aggregate.NAMES`; `settings` are keywords of the method's class (`settings_of(name)`
-    lists them). `selfvitmil.aggregators` offers the classes themselves. Raises ConfigError for an unknown name or
-    setting and for an invalid value.
+    lists them); `outcome` describes another outcome than classes (`Outcome.to_json`). `selfvitmil.aggregators` offers
+    the classes themselves. Raises ConfigError for an unknown name or setting and for an invalid value.
     """
     defaults = settings_of(name)
     for key in settings:
@@ -294,7 +342,10 @@ def build(name: str, dim: int, num_classes: int, **settings: Any) -> Aggregator:
                 how=how,
                 code="unknown-aggregator-setting",
             )
-    return _REGISTRY[name](dim, num_classes, **settings)
+    module = _REGISTRY[name](dim, num_classes, **settings)
+    if outcome is not None:
+        module.predict(outcome_from_json(outcome))
+    return module
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -450,6 +501,8 @@ def _is_on(module: Aggregator, device: torch.device) -> bool:
 def summarize_output(module: Aggregator, output: AggregatorOutput, of_class: int | None = None) -> OutputSummary:
     """Return probabilities, attention entropy and tile evidence for `of_class`, by default the most probable class."""
     probabilities_C = module.probabilities(output)
+    if module.outcome is not None:
+        return _summarize_outcome(module, module.outcome, output, probabilities_C)
     column = probabilities_C.argmax(keepdim=True) if of_class is None else slice(of_class, of_class + 1)
     entropy = probabilities_C.new_full((), math.nan)
     if output.attention_NC is not None and len(output.attention_NC) > 1:
@@ -461,6 +514,20 @@ def summarize_output(module: Aggregator, output: AggregatorOutput, of_class: int
         streams_2C = torch.stack([logits_C.sigmoid() for logits_C in output.stream_logits])
     evidence_NC = module.critical_evidence(output)
     return OutputSummary(probabilities_C, entropy, evidence_NC[:, column].squeeze(1), streams_2C)
+
+
+def _summarize_outcome(
+    module: Aggregator, outcome: Outcome, output: AggregatorOutput, scores_K: Tensor
+) -> OutputSummary:
+    """Return the same of another outcome: entropy of the mean attention, evidence in one column."""
+    entropy = scores_K.new_full((), math.nan)
+    if output.attention_NC is not None and len(output.attention_NC) > 1:
+        attention_N = output.attention_NC.mean(1)
+        tiny = torch.finfo(attention_N.dtype).tiny
+        entropy = -(attention_N * attention_N.clamp(min=tiny).log()).sum() / math.log(len(attention_N))
+    streams = output.stream_logits
+    streams_2K = None if streams is None else torch.stack([outcome.score(logits_C) for logits_C in streams])
+    return OutputSummary(scores_K, entropy, module.critical_evidence(output).mean(1), streams_2K)
 
 
 def _tile_probabilities(module: Aggregator, output: AggregatorOutput) -> Tensor | None:
@@ -486,7 +553,7 @@ def _effects(whole: _Pass, store: BagStore) -> Floats:
     """Return (N, C) slide probability minus that of the bag without the tile; 0 for a bag of one tile."""
     number = len(whole.features_ND)
     if number == 1:
-        return np.zeros((1, whole.module.num_classes), np.float32)
+        return np.zeros((1, len(whole.summary.probabilities_C)), np.float32)
     with torch.no_grad(), few_threads([whole.bag], store.device):
         rest_ND = whole.features_ND[1:].clone()
         rest_N2 = None if whole.coords_N2 is None else whole.coords_N2[1:].clone()

@@ -42,6 +42,7 @@ from selfvitmil.aggregate.bag_tensors import ChunkedBag, fold
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, check_choice, check_range, register
 from selfvitmil.aggregate.pooling import top_instances
 from selfvitmil.errors import ConfigError
+from selfvitmil.outcomes import Outcome
 from selfvitmil.store.files import load_torch
 
 QUERIES = ("linear", "mlp")
@@ -191,17 +192,32 @@ class DSMIL(Aggregator):
         logits_C = combine(bag_logits_C, max_logits_C, self.score)
         return DSMILOutput(logits_C, attention_NC, instance_logits_NC, bag_logits_C, max_logits_C, critical_KC)
 
+    def predict(self, outcome: Outcome) -> None:
+        """Predict another outcome; the mean of the two streams' raw outputs takes the place of mean probabilities."""
+        super().predict(outcome)
+        if self.score == "mean_prob":
+            self.score = "mean_logit"
+
+    def trained_logits(self, output: AggregatorOutput) -> tuple[Tensor, ...]:
+        assert isinstance(output, DSMILOutput)
+        return output.bag_logits_C, output.max_logits_C
+
+    def penalty(self, output: AggregatorOutput) -> Tensor | None:
+        """Return the attention guidance in training, where it is used."""
+        if self.evidence not in ("positive", "negative") or not self.training:
+            return None
+        assert output.attention_NC is not None
+        assert output.instance_logits_NC is not None
+        return attention_guidance(output.attention_NC, self.sign * output.instance_logits_NC)
+
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Return half the cross-entropy of each stream, plus in training the attention guidance where it is used."""
         assert isinstance(output, DSMILOutput)
         logits_2C = torch.stack([output.bag_logits_C, output.max_logits_C])
         target_C = self.target(label, logits_2C)
         streams = F.binary_cross_entropy_with_logits(logits_2C, target_C.expand_as(logits_2C))
-        if self.evidence not in ("positive", "negative") or not self.training:
-            return streams
-        assert output.attention_NC is not None
-        assert output.instance_logits_NC is not None
-        return streams + attention_guidance(output.attention_NC, self.sign * output.instance_logits_NC)
+        guidance = self.penalty(output)
+        return streams if guidance is None else streams + guidance
 
     def critical_evidence(self, output: AggregatorOutput) -> Tensor:
         """Return the instance logits (N, C), by which the critical instances are selected."""

@@ -196,13 +196,17 @@ class CHOWDER(Aggregator):
 
     def loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Return the cross-entropy plus the L2 penalty on the scorer."""
-        loss = self.bag_loss(output.logits_C, label)
+        loss, penalty = self.bag_loss(output.logits_C, label), self.penalty(output)
+        return loss if penalty is None else loss + penalty
+
+    def penalty(self, output: AggregatorOutput) -> Tensor | None:
+        """Return the L2 penalty on the scorer."""
         if self.scorer_l2 == 0:
-            return loss
+            return None
         penalty = self.scorer.weight.square().sum()
         if self.scorer_out is not None:
             penalty = penalty + self.scorer_out.weight.square().sum()
-        return loss + self.scorer_l2 * penalty
+        return self.scorer_l2 * penalty
 
     def tile_logits(self, output: AggregatorOutput) -> Tensor | None:
         """Return the instance scores (N, C), oriented so that larger means more evidence for the class.
@@ -298,6 +302,10 @@ class MILRNN(Aggregator):
         """Return the sum of both stages' losses."""
         return self.mining_loss(output, label) + self.sequence_loss(output, label)
 
+    def trained_logits(self, output: AggregatorOutput) -> tuple[Tensor, ...]:
+        assert isinstance(output, MILRNNOutput)
+        return output.top_logits_C, output.logits_C
+
     def mining_loss(self, output: AggregatorOutput, label: Tensor | float) -> Tensor:
         """Return the stage 1 loss: cross-entropy of the highest-scoring instance with the slide label."""
         assert isinstance(output, MILRNNOutput)
@@ -308,4 +316,6 @@ class MILRNN(Aggregator):
         return self.bag_loss(output.logits_C, label)
 
     def _ranking_score(self, logits_NC: Tensor) -> Tensor:
+        if self.outcome is not None:
+            return self.outcome.evidence(logits_NC).amax(1)
         return logits_NC[:, 0] if self.num_classes == 1 else logits_NC.log_softmax(1)[:, 1:].amax(1)

@@ -39,12 +39,13 @@ from torch import Tensor
 
 from selfvitmil.aggregate import selection
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw, few_threads
-from selfvitmil.aggregate.base import Aggregator, BagScore, build, score, summarize_output
+from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, BagScore, build, score, summarize_output
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
 from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
+from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import read_json, write_bytes, write_text
 
@@ -82,22 +83,28 @@ def train(
     settings: TrainSettings,
     seed: int,
     *,
+    outcome: Outcome | None = None,
     store: BagStore | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> Trained:
     """Train the method `name` on the training bags; the epoch is chosen on the validation bags.
 
-    `num_classes` is 1 for two classes, else their number. `store` keeps bags on its device between training runs;
-    without one, a store for `settings.device` lives as long as this call. `report` is called with each epoch's history
-    line. Raises ConfigError or BagError for bags that cannot be trained on, naming the slides.
+    `num_classes` is 1 for two classes, else their number; `outcome` is another one than classes. `store` keeps bags on
+    its device between training runs; without one, a store for `settings.device` lives as long as this call. `report`
+    is called with each epoch's history line. Raises ConfigError or BagError for bags that cannot be trained on, naming the slides.
     """
-    dim = _check_cohort(training, validation, num_classes)
+    dim = _check_cohort(training, validation, num_classes, outcome)
     recipe = recipe_of(name, settings).for_dim(dim)
+    if outcome is not None:
+        outcome = outcome.fitted([each.label for each in training])
+        recipe = _with_risk_sets(recipe, outcome, settings, len(training))
     store = store or BagStore.of(settings)
     store.check([each.bag for each in (*training, *validation)])
-    recipe, choice = _with_evidence(recipe, [*training, *validation], num_classes, store)
+    recipe, choice = _with_evidence(recipe, [*training, *validation], num_classes, store, outcome)
     with _training_context(seed, [*training, *validation], store.device):
         module = build(name, dim, num_classes, **recipe.module_options)
+        if outcome is not None:
+            module.predict(outcome)
         if recipe.standardize:
             module.set_standardization(*store.standardization([each.bag for each in training]))
         module.to(store.device)
@@ -114,16 +121,57 @@ def train(
     return Trained(module, recipe, run.best_epoch, tuple(run.history), tuple(warnings), choice)
 
 
+RISK_SET = 32
+"""Usual number of bags in an optimizer step whose loss compares slides with each other."""
+
+
+def _with_risk_sets(recipe: Recipe, outcome: Outcome, settings: TrainSettings, num_bags: int) -> Recipe:
+    """Return the recipe with as many bags in each step as the loss needs, in steps of about equal size.
+
+    Such a loss is a mean over many comparisons, and an epoch has few steps, so the learning rate grows with the square
+    root of the number of bags, unless it is set.
+    """
+    if not outcome.needs_batch:
+        return recipe
+    accumulate = settings.accumulate or math.ceil(num_bags / max(1, round(num_bags / RISK_SET)))
+    if accumulate < 2:
+        raise ConfigError(
+            f"train.accumulate {accumulate} with the outcome {outcome.kind}",
+            "its loss compares the slides of one step with each other",
+            "Leave it out, or set 16 or more",
+            code="too-few-bags-per-step",
+        )
+    factor = math.sqrt(accumulate) if settings.lr is None else 1.0
+    min_lr = recipe.min_lr * (factor if settings.min_lr is None else 1.0)
+    return replace(recipe, accumulate=accumulate, lr=recipe.lr * factor, min_lr=min_lr)
+
+
 _NOT_OF_CHOICE = ("options", "source", "departs")
 """Fields of a recipe that the choice of the kind of evidence does not depend on."""
 
 
 def _with_evidence(
-    recipe: Recipe, bags: Sequence[LabelledBag], num_classes: int, store: BagStore
+    recipe: Recipe,
+    bags: Sequence[LabelledBag],
+    num_classes: int,
+    store: BagStore,
+    outcome: Outcome | None = None,
 ) -> tuple[Recipe, EvidenceChoice | None]:
-    """Return the recipe with `evidence` resolved where it is `auto`; the store caches the choice."""
+    """Return the recipe with `evidence` resolved where it is `auto`; the store caches the choice.
+
+    With another outcome than classes, slides with the higher half of the targets stand for the positive class.
+    """
     if recipe.options.get("evidence") != AUTO:
         return recipe, None
+    if outcome is not None:
+        halves = zip(bags, outcome.is_high([each.label for each in bags]), strict=True)
+        bags = [replace(each, label=high) for each, high in halves]
+        plain = replace(recipe, accumulate=1)
+        found, choice = _with_evidence(plain, bags, 1, store)
+        kind = str(found.options["evidence"])
+        if num_classes > 1 and kind in ("positive", "negative"):
+            kind = "free"
+        return replace(recipe, options={**recipe.options, "evidence": kind}), choice
     numbers = tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
     key = (num_classes, numbers, tuple((each.patient, each.label, each.bag) for each in bags))
     if key not in store.evidence_choices:
@@ -136,7 +184,12 @@ def _with_evidence(
 # ---------------------------------------------------------------------------------------------------- input checks
 
 
-def _check_cohort(training: Sequence[LabelledBag], validation: Sequence[LabelledBag], num_classes: int) -> int:
+def _check_cohort(
+    training: Sequence[LabelledBag],
+    validation: Sequence[LabelledBag],
+    num_classes: int,
+    outcome: Outcome | None = None,
+) -> int:
     """Return the feature dimension of all bags; raise ConfigError or BagError where they cannot be used together."""
     if not validation:
         why = "the epoch is chosen on them"
@@ -154,6 +207,9 @@ def _check_cohort(training: Sequence[LabelledBag], validation: Sequence[Labelled
             "Split again, by patient",
             code="slide-in-several-splits",
         )
+    if outcome is not None:
+        outcome.check_training("training", [each.label for each in training])
+        return _common_dim([*training, *validation])
     for each in (*training, *validation):
         if not 0 <= each.label < max(num_classes, 2) or each.label != int(each.label):
             why = f"classes are numbered from 0 to {max(num_classes, 2) - 1}"
@@ -164,15 +220,20 @@ def _check_cohort(training: Sequence[LabelledBag], validation: Sequence[Labelled
         raise ConfigError(
             "one class only in training", why, "Add training slides of another class, or split again", code="one-class"
         )
+    return _common_dim([*training, *validation])
+
+
+def _common_dim(bags: Sequence[LabelledBag]) -> int:
+    """Return the feature dimension of all bags; BagError where there are several."""
     slides_of: dict[int, list[str]] = defaultdict(list)
-    for each in (*training, *validation):
+    for each in bags:
         slides_of[each.bag.dim].append(each.slide)
     if len(slides_of) > 1:
         why = "; ".join(f"{dim} in {_listed(slides)}" for dim, slides in sorted(slides_of.items()))
         raise BagError(
             "embeddings of several dimensions", why, "Embed all slides with one encoder", code="mixed-embeddings"
         )
-    return training[0].bag.dim
+    return bags[0].bag.dim
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
@@ -240,11 +301,13 @@ class _Run:
         self._optimizer = TrainingOptimizer(module, recipe, store.device, keep_gradients=recipe.accumulate > 1)
         self._steps_per_epoch = math.ceil(len(training) / recipe.accumulate)
         self._schedule = learning_rates(recipe, self._steps_per_epoch)
-        wanted, labels = recipe.monitor, self._steps.validation.labels
-        self._monitor, warning = selection.choose_monitor(wanted, labels, module.num_classes)
-        self.warnings += [warning] if warning else []
+        self._monitor = recipe.monitor
+        if module.outcome is None:
+            wanted, labels = recipe.monitor, self._steps.validation.labels
+            self._monitor, warning = selection.choose_monitor(wanted, labels, module.num_classes)
+            self.warnings += [warning] if warning else []
         absent = sorted(set(range(module.num_classes)) - {each.label for each in training})
-        if module.num_classes > 1 and absent:
+        if module.outcome is None and module.num_classes > 1 and absent:
             listed = ", ".join(map(str, absent))
             self.warnings.append(f"no training slide of class {listed}: it cannot be learned. Add some, or split again")
         self._best_criterion = -math.inf
@@ -285,7 +348,7 @@ class _Run:
         """Whether the steps can be captured as CUDA graphs and will be repeated often enough."""
         bags = [each.bag for each in (*self._steps.training.bags, *self._steps.validation.bags)]
         few = len(bags) <= MAX_GRAPHS and self._recipe.epochs >= MIN_EPOCHS
-        on_gpu = self._store.device.type == "cuda"
+        on_gpu = self._store.device.type == "cuda" and not self._steps.together
         return on_gpu and few and not self._module.waits_for_device and self._store.holds(bags)
 
     def _capture(self) -> None:
@@ -315,7 +378,9 @@ class _Run:
             self._optimizer.set_lr(lr)
             if accumulate > 1:
                 self._steps.share.fill_(1 / len(together))
-            for offset, index in enumerate(together, start + 1):
+            if self._steps.together:
+                self._steps.train_together(together)
+            for offset, index in enumerate(() if self._steps.together else together, start + 1):
                 if offset < len(order):
                     self._store.prefetch(bags[order[offset]].bag)
                 self._train_steps[index]()
@@ -340,8 +405,17 @@ class _Run:
         losses, results, labels = training.fetch_losses(), validation.fetch(), validation.labels
         _check_losses(epoch, training, losses, self._order(epoch))
         _check_losses(epoch, validation, results.losses, range(len(validation.bags)))
-        val_loss = float(np.average(results.losses, weights=validation.weights_of_bags))
-        criterion = selection.criterion(self._monitor, labels, results.probabilities, val_loss)
+        outcome = self._module.outcome
+        if outcome is None:
+            val_loss = float(np.average(results.losses, weights=validation.weights_of_bags))
+            criterion = selection.criterion(self._monitor, labels, results.probabilities, val_loss)
+            metric = selection.auc(labels, results.probabilities)
+        else:
+            targets = [each.label for each in validation.bags]
+            val_loss = self._steps.validation_loss(results)
+            metric = outcome.validation_metric(targets, results.probabilities)
+            sign = 1.0 if outcome.higher_is_better else -1.0
+            criterion = -val_loss if self._monitor == "loss" or metric is None else sign * metric
         if criterion > self._best_criterion:  # the earliest epoch among ties
             self._best_criterion, self.best_epoch = criterion, epoch
             for name, weight in self._module.state_dict().items():
@@ -352,7 +426,8 @@ class _Run:
             "lr": lr,
             "train_loss": float((losses * training.weights_of_bags).mean()),
             "val_loss": val_loss,
-            "val_auc": selection.auc(labels, results.probabilities),
+            "val_auc": metric if outcome is None else None,
+            **({} if outcome is None else {f"val_{outcome.primary}": metric}),
             "attention_entropy": selection.mean_entropy(labels, results.entropies, num_classes),
             "critical_churn": selection.churn(labels, results.overtaken, sizes, num_classes) if epoch > 1 else None,
         }
@@ -456,14 +531,25 @@ class ValidationResults:
 class TrainingBuffers:
     """Labels, weights and losses of a list of bags, on the device."""
 
-    def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
+    def __init__(
+        self,
+        bags: Sequence[LabelledBag],
+        num_classes: int,
+        weights: Sequence[float],
+        device: torch.device,
+        outcome: Outcome | None = None,
+    ):
         self.bags = bags
-        self.labels = np.array([each.label for each in bags], dtype=np.int64)
+        self.labels = np.array([each.label if outcome is None else 1 for each in bags], dtype=np.int64)
         self.weights_of_bags = np.array(weights, dtype=np.float64)
-        one_hot = torch.eye(max(num_classes, 2))[torch.from_numpy(self.labels)]
+        one_hot = torch.eye(max(num_classes, 2))[torch.from_numpy(self.labels % max(num_classes, 2))]
         self._losses = torch.zeros(len(bags), device=device)
         # One view per bag, created once: creating views in every step costs as much as using them.
-        self.targets = (one_hot[:, 1:] if num_classes == 1 else one_hot).to(device).unbind()
+        targets = one_hot[:, 1:] if num_classes == 1 else one_hot
+        if outcome is not None:
+            targets = torch.tensor([outcome.encoded(each.label) for each in bags], dtype=torch.float32)
+        self.all_targets = targets.to(device)
+        self.targets = self.all_targets.unbind()
         self.weights = torch.tensor(weights, device=device, dtype=torch.float32).unbind()
         self.losses = self._losses.unbind()
 
@@ -475,15 +561,23 @@ class TrainingBuffers:
 class ValidationBuffers(TrainingBuffers):
     """The same for validation bags, with probabilities, attention entropies and critical instances."""
 
-    def __init__(self, bags: Sequence[LabelledBag], num_classes: int, weights: Sequence[float], device: torch.device):
-        super().__init__(bags, num_classes, weights, device)
-        self._probabilities = torch.zeros(len(bags), num_classes, device=device)
+    def __init__(
+        self,
+        bags: Sequence[LabelledBag],
+        num_classes: int,
+        weights: Sequence[float],
+        device: torch.device,
+        outcome: Outcome | None = None,
+    ):
+        super().__init__(bags, num_classes, weights, device, outcome)
+        width = num_classes if outcome is None else len(outcome.score_names)
+        self._probabilities = torch.zeros(len(bags), width, device=device)
         self._entropies = torch.zeros(len(bags), device=device)
         self._overtaken, critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
         self.probabilities, self.entropies = self._probabilities.unbind(), self._entropies.unbind()
         self.overtaken, self.critical = self._overtaken.unbind(), critical.unbind()
         # Column of the evidence: the bag's own class; a binary label has a single column.
-        self.columns = [0 if num_classes == 1 else each.label for each in bags]
+        self.columns = [0 if num_classes == 1 or outcome is not None else each.label for each in bags]
 
     def fetch(self) -> ValidationResults:
         """Return the results on the host; synchronizes with the device."""
@@ -505,29 +599,63 @@ class Steps:
         self.module = module
         self.recipe = recipe
         self.store = store
-        weight_of = class_weights(training, module.num_classes, recipe.class_weights)
-        weights = [[weight_of[each.label] for each in bags] for bags in (training, validation)]
-        self.training = TrainingBuffers(training, module.num_classes, weights[0], store.device)
-        self.validation = ValidationBuffers(validation, module.num_classes, weights[1], store.device)
+        outcome = module.outcome
+        weights = [[1.0] * len(bags) for bags in (training, validation)]
+        if outcome is None:
+            weight_of = class_weights(training, module.num_classes, recipe.class_weights)
+            weights = [[weight_of[each.label] for each in bags] for bags in (training, validation)]
+        self.training = TrainingBuffers(training, module.num_classes, weights[0], store.device, outcome)
+        self.validation = ValidationBuffers(validation, module.num_classes, weights[1], store.device, outcome)
+        self.together = outcome is not None and outcome.needs_batch
+        """Whether the bags of an optimizer step have one loss (`train_together`)."""
         self.share = torch.ones((), device=store.device)
         """Weight of a bag's loss in its optimizer step: 1 / number of bags in the step."""
 
     def train_step(self, index: int) -> None:
         """Accumulate the gradient of one training bag and store its loss."""
         buffers = self.training
-        features_ND, coords_N2 = self._inputs(buffers.bags[index].bag)
-        num_seen = self._num_seen(len(features_ND))
-        if num_seen < len(features_ND):
-            seen = draw(len(features_ND), num_seen, features_ND.device)
-            features_ND = features_ND.index_select(0, seen)
-            coords_N2 = None if coords_N2 is None else coords_N2.index_select(0, seen)
-        output = self.module(features_ND, coords_N2)
-        loss = self.module.loss(output, buffers.targets[index])
+        output = self.module(*self._seen(index))
+        loss = self._loss(output, buffers.targets[index])
         factor = self.share if self.recipe.accumulate > 1 else None
         if self.recipe.class_weights != "none":
             factor = buffers.weights[index] if factor is None else factor * buffers.weights[index]
         (loss if factor is None else loss * factor).backward()
         buffers.losses[index].copy_(loss.detach())
+
+    def train_together(self, indices: Sequence[int]) -> None:
+        """Accumulate the gradient of the common loss of several training bags, and store it as the loss of each.
+
+        The graphs of all bags are kept until then, so that the gradient is exact, dropout included.
+        """
+        buffers = self.training
+        outputs = [self.module(*self._seen(index)) for index in indices]
+        loss = self.module.outcome_loss(outputs, buffers.all_targets[list(indices)])
+        loss.backward()
+        for index in indices:
+            buffers.losses[index].copy_(loss.detach())
+
+    def validation_loss(self, results: ValidationResults) -> float:
+        """Return the loss of all validation bags: their mean, or that of their scores if bags have one loss."""
+        outcome = self.module.outcome
+        if outcome is None or not outcome.needs_batch:
+            return float(results.losses.mean())
+        scores_VK = torch.from_numpy(results.probabilities)
+        return float(outcome.loss(scores_VK, self.validation.all_targets.cpu().double()))
+
+    def _loss(self, output: AggregatorOutput, target: Tensor) -> Tensor:
+        if self.module.outcome is None:
+            return self.module.loss(output, target)
+        return self.module.outcome_loss([output], target[None])
+
+    def _seen(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Return the instances of a training bag that a step sees."""
+        features_ND, coords_N2 = self._inputs(self.training.bags[index].bag)
+        num_seen = self._num_seen(len(features_ND))
+        if num_seen < len(features_ND):
+            seen = draw(len(features_ND), num_seen, features_ND.device)
+            features_ND = features_ND.index_select(0, seen)
+            coords_N2 = None if coords_N2 is None else coords_N2.index_select(0, seen)
+        return features_ND, coords_N2
 
     @torch.no_grad()
     def validation_step(self, index: int) -> None:
@@ -535,7 +663,7 @@ class Steps:
         buffers = self.validation
         output = self.module(*self._inputs(buffers.bags[index].bag))
         summary = summarize_output(self.module, output, buffers.columns[index])
-        buffers.losses[index].copy_(self.module.loss(output, buffers.targets[index]))
+        buffers.losses[index].copy_(self._loss(output, buffers.targets[index]))
         buffers.probabilities[index].copy_(summary.probabilities_C)
         buffers.entropies[index].copy_(summary.entropy)
         evidence_N, critical = summary.evidence_N, buffers.critical[index]

@@ -56,6 +56,7 @@ def package(
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.evaluate.protocol import validation_predictions
+    from selfvitmil.outcomes import need_classes
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
     study, settings = of.root, of.settings
@@ -64,6 +65,7 @@ def package(
     with of.lock("package"):
         lines, learning = prepare(of, choice, "package")
         cases, splits, features = learning.cases, learning.splits, learning.features
+        need_classes(cases.outcome, "package")
         chosen = _choose_split(splits, split)
         if features.by_split:
             choice = replace(choice, encoder=None)  # the split's own, which its features name

@@ -688,9 +688,15 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     from selfvitmil.cohort.table import order_classes
     from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
     from selfvitmil.evaluate.dataset import Case, check_two_classes
+    from selfvitmil.outcomes import Classes, choose_outcome, need_classes
 
-    labelled = cohort.select(labelled=True)
     try:
+        outcome, _ = choose_outcome(cohort, settings.train)
+        if isinstance(outcome, Classes):
+            cohort = outcome.labels(cohort)
+        else:
+            need_classes(outcome, "run")
+        labelled = cohort.select(labelled=True)
         if not labelled.rows:
             how = "Give --labels with a table of slides and their labels"
             raise ConfigError(

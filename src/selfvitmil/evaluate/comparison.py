@@ -412,7 +412,7 @@ def better_simple_rows(fitted: Sequence[Fitted], trial: Trial, main: str) -> lis
     where `main` is not among the rows, and under the optimistic protocol, which has no validation set.
     """
     rows = {each.method: each for each in fitted}
-    if main not in rows or trial.num_classes != 1 or trial.optimistic:
+    if main not in rows or trial.num_classes != 1 or trial.optimistic or trial.outcome is not None:
         return []
     cases = [(split.name, case) for split in trial.splits for case in split.val]
     labels = np.array([case.label for _, case in cases])
@@ -459,7 +459,7 @@ def write_results(
 ) -> None:
     """Write `predictions.csv` and `metrics.json` of one or more methods on the same classes, with any `advice`."""
     rows = [row for result in results for row in result.predictions]
-    write_predictions(folder / "predictions.csv", rows, results[0].class_names)
+    write_predictions(folder / "predictions.csv", rows, results[0].class_names, results[0].outcome)
     info = {
         "format_version": FORMAT_VERSION,
         "settings": evaluate.model_dump(mode="json"),

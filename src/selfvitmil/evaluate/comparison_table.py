@@ -17,6 +17,7 @@ from selfvitmil.evaluate.comparison import ComparisonRow, EvaluatedOn, PairedRow
 from selfvitmil.evaluate.method_metrics import (
     Estimator,
 )
+from selfvitmil.evaluate.outcome_results import OutcomeRow, outcome_cells, outcome_notes, read_outcome_csv
 from selfvitmil.formatting import (
     duration,
     markdown_list,
@@ -43,13 +44,22 @@ def table_cells(rows: Sequence[ComparisonRow], *, intervals: bool = False) -> li
 
     Without `intervals` only the AUC has its interval, and names are shortened, to fit a terminal of 160 columns.
     """
+    if rows and isinstance(rows[0], OutcomeRow):
+        return outcome_cells(rows)  # pyright: ignore[reportArgumentType]
     check_rows(rows)
     _, marks = _notes(rows)
     return [_header(rows, intervals=intervals), *_lines(rows, marks, intervals=intervals)]
 
 
+def has_figure(rows: Sequence[ComparisonRow]) -> bool:
+    """Whether a comparison has a figure of AUCs: only that of classes."""
+    return not (rows and isinstance(rows[0], OutcomeRow))
+
+
 def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the notes below the table: first those of all rows, then the numbered ones."""
+    if rows and isinstance(rows[0], OutcomeRow):
+        return outcome_notes(rows)  # pyright: ignore[reportArgumentType]
     check_rows(rows)
     return _notes(rows)[0]
 
@@ -267,8 +277,10 @@ def read_table(text: str) -> list[ComparisonRow]:
     """Return the rows of a `table_csv`, with six significant digits.
 
     The CSV joins warnings with a semicolon, so a warning that has one comes back as two. Raises KeyError or ValueError
-    for a table of another kind.
+    for a table of another kind. Rows of another outcome than classes are `OutcomeRow`.
     """
+    if text.startswith("outcome,"):
+        return read_outcome_csv(text)  # pyright: ignore[reportReturnType]
     records = list(csv.DictReader(io.StringIO(text)))
     camelyon16_test = any(record["published_on_these_slides"] == "yes" for record in records)
     num_comparisons = sum(bool(record["baseline"]) for record in records)

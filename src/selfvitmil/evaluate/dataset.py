@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from selfvitmil.cohort.splits import check_split
 from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Where, check_choices
+from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import file_fingerprint, hash_of
@@ -56,7 +57,7 @@ class BagFile:
     def read(self) -> Bag:
         return replace(read_bag(self.path), slide=self.slide)
 
-    def with_label(self, label: int) -> Case:
+    def with_label(self, label: Any) -> Case:
         return Case(self.slide, self.patient, self.path, self.identity, label)
 
 
@@ -64,8 +65,8 @@ class BagFile:
 class Case(BagFile):
     """A slide with label and feature file."""
 
-    label: int
-    """Index of its label in `Cases.class_names`."""
+    label: Any
+    """Index of its label in `Cases.class_names`; with another outcome than classes its target, a tuple of numbers."""
 
     def without_label(self) -> BagFile:
         return BagFile(self.slide, self.patient, self.path, self.identity)
@@ -91,6 +92,8 @@ class Cases:
     """Slides that the encoder was trained on, as far as is known."""
     by_split: Mapping[str, Cases] = field(default_factory=dict[str, "Cases"])
     """Where every split has its own encoder: the same slides with the features of that encoder."""
+    outcome: Outcome | None = None
+    """What is predicted; None for classes. `cohort` then has strata as labels, for splits."""
 
     def of_split(self, name: str) -> Cases:
         """Return the slides with the features of this split's encoder."""
@@ -98,7 +101,9 @@ class Cases:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes as aggregators take it: 1 for two classes."""
+        """Number of classes as aggregators take it: 1 for two classes. With another outcome its number of outputs."""
+        if self.outcome is not None:
+            return self.outcome.num_outputs
         return 1 if len(self.class_names) == 2 else len(self.class_names)
 
     @cached_property
@@ -113,6 +118,9 @@ class Cases:
     def only(self, slides: Collection[str]) -> Cases:
         """Return the subset of the given slides, to compare features that not all slides have."""
         kept = tuple(case for case in self.cases if case.slide in slides)
+        if self.outcome is not None:
+            by_split = {name: own.only(slides) for name, own in self.by_split.items()}
+            return replace(self, cases=kept, by_split=by_split)
         check_two_classes({self.class_names[case.label] for case in kept}, "the slides that all features have")
         return replace(self, cases=kept, by_split={name: own.only(slides) for name, own in self.by_split.items()})
 
@@ -132,6 +140,9 @@ class Cases:
 
     def lines(self) -> list[str]:
         """Return lines to print before training: classes with counts, the positive class, excluded slides."""
+        if self.outcome is not None:
+            described = self.outcome.describe([case.label for case in self.cases])
+            return [f"outcome: {self.outcome.words}: {described}", *(f"note: {note}" for note in self.notes)]
         counts = Counter(case.label for case in self.cases)
         classes = ", ".join(f"{k} = {name} ({counts[k]} slides)" for k, name in enumerate(self.class_names))
         lines = [f"classes: {classes}"]
@@ -166,12 +177,18 @@ def find_cases(
     encoder: str = "",
     tiling: str = "",
     positive: str | None = None,
+    outcome: Outcome | None = None,
 ) -> Cases:
     """Check labels and feature files (`bags.find_bags`) and match them; `stage` is recorded in failures.
 
-    `encoder` is its name where the files do not state it; `positive` the positive class of two. Raises ConfigError for
+    `encoder` is its name where the files do not state it; `positive` the positive class of two; `outcome` another one
+    than classes, whose targets take the place of labels. Raises ConfigError for
     missing labels, a single class or mixed features, BagError where no slide has a valid feature file.
     """
+    targets: Mapping[str, Any] = {}
+    if outcome is not None:
+        targets = outcome.read(cohort)
+        cohort = outcome.in_strata(cohort, targets)
     labelled = cohort.select(labelled=True)
     if not labelled.rows:
         raise ConfigError(
@@ -180,9 +197,12 @@ def find_cases(
             "Fill the column label of cohort.csv, or pass --labels",
             code="no-labels",
         )
-    check_two_classes(set(cohort.classes), "the cohort")
-    order = order_classes(cohort.classes, positive)
-    classes = order.names
+    order = None
+    classes: tuple[str, ...] = ()
+    if outcome is None:
+        check_two_classes(set(cohort.classes), "the cohort")
+        order = order_classes(cohort.classes, positive)
+        classes = order.names
     cases: list[Case] = []
     failures: list[Failure] = []
     facts: dict[str, _Facts] = {}
@@ -194,7 +214,7 @@ def find_cases(
         except (SelfVitMilError, OSError) as error:
             failures.append(Failure.of(row.slide, stage, error))
             continue
-        label = classes.index(row.label or "")
+        label = classes.index(row.label or "") if outcome is None else targets[row.slide]
         cases.append(Case(row.slide, row.patient, path, file_fingerprint(path), label))
         facts[row.slide] = _Facts.of(bag, path)
     _refuse_mixed(facts)
@@ -205,11 +225,14 @@ def find_cases(
             "Pass the folder of the feature files, or embed the slides first",
             code="no-feature-files",
         )
-    check_two_classes({classes[case.label] for case in cases}, "the remaining cohort")
+    if outcome is None:
+        check_two_classes({classes[case.label] for case in cases}, "the remaining cohort")
     first = facts[cases[0].slide]
     notes = _notes(cohort, bag_files, facts)
     named = first.encoder or encoder
-    return Cases(tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes, order)
+    return Cases(
+        tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes, order, outcome=outcome
+    )
 
 
 @dataclass(frozen=True)
@@ -369,12 +392,12 @@ OPTIMISTIC = "optimistic protocol: epoch and threshold are chosen on the test se
 
 
 class HeldOutLabels:
-    """Labels of the test slides of every split: split name -> slide -> class index."""
+    """Labels, or targets, of the test slides of every split: split name -> slide -> class index or target."""
 
-    def __init__(self, labels: Mapping[str, Mapping[str, int]]):
+    def __init__(self, labels: Mapping[str, Mapping[str, Any]]):
         kept = {split: dict(of_split) for split, of_split in labels.items()}
 
-        def read(split: str, slide: str) -> int:  # a closure: printing or copying does not expose labels
+        def read(split: str, slide: str) -> Any:  # a closure: printing or copying does not expose labels
             return kept[split][slide]
 
         self._read = read
@@ -387,8 +410,8 @@ class HeldOutLabels:
         """Reason for opening the labels; empty while they are held out."""
         return self._reason
 
-    def label(self, split: str, slide: str) -> int:
-        """Return the class index of a test slide; raise HeldOutLabelError before `open`."""
+    def label(self, split: str, slide: str) -> Any:
+        """Return the class index or target of a test slide; raise HeldOutLabelError before `open`."""
         if not self._reason:
             raise HeldOutLabelError(
                 f"{slide}: its label is held out",
@@ -551,6 +574,8 @@ class Trial:
     """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
     positive_from: str = ""
     """How the positive class of two was found, in words."""
+    outcome: Outcome | None = None
+    """What is predicted; None for classes."""
     _bags: dict[Path, Bag] = field(default_factory=dict[Path, Bag])
 
     @property
@@ -583,7 +608,15 @@ def hold_out_test_labels(cases: Cases, splits: Sequence[Split], evaluate: Evalua
     Raises CohortError where a patient is on two sides of a split, a class is missing from training, or the validation
     set cannot be used for selection.
     """
-    check_choices(evaluate, cases.num_classes)
+    if cases.outcome is None:
+        check_choices(evaluate, cases.num_classes)
+    elif evaluate.calibration != "none":
+        raise ConfigError(
+            f"evaluate.calibration {evaluate.calibration!r} with the outcome {cases.outcome.kind}",
+            "probabilities of classes are calibrated only",
+            "Leave it out",
+            code="calibration-needs-classes",
+        )
     optimistic = evaluate.protocol == "optimistic"
     warnings = [cases.usable.patient_warning] if cases.usable.patient_warning else []
     for split in splits:
@@ -612,6 +645,7 @@ def hold_out_test_labels(cases: Cases, splits: Sequence[Split], evaluate: Evalua
         tuple(warnings),
         transductive,
         cases.positive_from,
+        cases.outcome,
     )
 
 
@@ -621,6 +655,8 @@ def _parted(split: Split, cases: Cases) -> TrialSplit:
 
 
 def _check_split(split: Split, cases: Cases) -> None:
+    if cases.outcome is not None:
+        cases.outcome.check_training(split.name, [cases.by_slide[slide].label for slide in split.train])
     missing = _missing(split.train, cases)
     if missing:
         raise CohortError(
@@ -645,7 +681,7 @@ def _check_validation(split: Split, cases: Cases) -> list[str]:
             code="no-validation-slides",
         )
     missing = _missing(split.val, cases)
-    if missing and cases.num_classes == 1:
+    if missing and cases.num_classes == 1 and cases.outcome is None:
         raise CohortError(
             f"{split.name}: no validation slide of {listing(missing)}",
             "a threshold cannot be chosen on slides of one class",
@@ -656,6 +692,8 @@ def _check_validation(split: Split, cases: Cases) -> list[str]:
 
 
 def _missing(slides: Iterable[str], cases: Cases) -> list[str]:
-    """Return the classes without any of these slides."""
+    """Return the classes without any of these slides; none with another outcome than classes."""
+    if cases.outcome is not None:
+        return []
     present = {cases.by_slide[slide].label for slide in slides}
     return [name for k, name in enumerate(cases.class_names) if k not in present]

@@ -771,7 +771,7 @@ def write_figures(
     """Write all figures of a method; return the reasons why some were skipped. `histories` by (split, seed)."""
     reasons: list[str] = []
     splits = (None,) if are_disjoint(result.predictions) else result.splits
-    for split in splits:
+    for split in splits if result.outcome is None else ():  # curves of classes
         prefix = "" if split is None else f"{split}_"
         for name, draw in _figures(result, split, evaluate):
             reasons += _write(folder / f"{prefix}{name}.svg", draw)

@@ -454,6 +454,10 @@ def _curve(curve: metrics.Reliability) -> Json:
 
 def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
     """Return all metrics of a method, by slide and by patient."""
+    if result.outcome is not None:
+        from selfvitmil.evaluate.outcome_results import score_outcome
+
+        return Scores(*score_outcome(result, evaluate))
     test = [row for row in result.predictions if row.part == "test"]
     slides_of = Counter(row.patient for row in {row.slide: row for row in test}.values())
     several = max(slides_of.values(), default=0) > 1

@@ -8,8 +8,9 @@ changes probabilities but not the ranking of slides.
 `test`), label, seed (a number or `ensemble`), score, max, bag, calibrated, threshold, threshold_from, decision,
 protocol, and with two classes negative and positive (their names). `score` is the probability of the positive class;
 `max` and `bag` are the two streams of DSMIL and its relatives, empty for methods that have one. With more classes these
-four are a column per class (`score_<class>`), in class order. Numbers are written so that reading gives back the same
-ones, bit for bit.
+four are a column per class (`score_<class>`), in class order. Another outcome than classes has columns of its own for
+target and score (`time`, `event`, `risk`; `value`, `predicted`), `group` in place of decision, and `outcome`. Numbers
+are written so that reading gives back the same ones, bit for bit.
 
 N slides, K columns of scores: one where there are two classes, else one per class.
 """
@@ -17,16 +18,18 @@ N slides, K columns of scores: one where there are two classes, else one per cla
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
 from selfvitmil.metrics import Platt, Temperature, fit_platt, fit_temperature, to_logits, youden_threshold
+from selfvitmil.outcomes import Outcome, outcome_from_json
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import write_csv
 
@@ -46,9 +49,13 @@ class Choice:
     calibration: Platt | Temperature | None
     calibration_from: str
     """For example `Platt scaling on validation`, or the reason why there is none."""
+    outcome: Outcome | None = None
+    """What is predicted; None for classes."""
 
-    def decide(self, scores_NK: Floats) -> NDArray[np.int64]:
-        """Return the class index of each slide."""
+    def decide(self, scores_NK: Floats) -> Any:
+        """Return the class index of each slide; of another outcome the group, or None."""
+        if self.outcome is not None:
+            return self.outcome.decide(scores_NK, self.threshold)
         if self.threshold is None:
             return scores_NK.argmax(axis=1)
         return (scores_NK[:, 0] >= self.threshold).astype(np.int64)
@@ -133,8 +140,8 @@ class Prediction:
     split: str
     """Name of the split, for example `fold0`."""
     part: Literal["val", "test"]
-    label: int
-    """Class index of the slide's label."""
+    label: Any
+    """Class index of the slide's label; with another outcome than classes its target, a tuple of numbers."""
     seed: int | None
     """None for the ensemble: the mean over all seeds."""
     score: Values
@@ -145,13 +152,18 @@ class Prediction:
     threshold: float | None
     """Threshold of `score`; None with more than two classes."""
     threshold_from: str
-    decision: int
-    """Class index."""
+    decision: Any
+    """Class index; with another outcome the index of its group, None where nothing is decided."""
     protocol: str
 
 
-def write_predictions(path: Path, predictions: Iterable[Prediction], class_names: Sequence[str]) -> None:
+def write_predictions(
+    path: Path, predictions: Iterable[Prediction], class_names: Sequence[str], outcome: Outcome | None = None
+) -> None:
     """Write the table atomically; equal predictions give equal bytes."""
+    if outcome is not None:
+        write_csv(path, [_outcome_header(outcome), *(_outcome_cells(row, outcome) for row in predictions)])
+        return
     rows = (_cells(prediction, class_names) for prediction in predictions)
     write_csv(path, [_header(class_names), *rows])
 
@@ -161,6 +173,11 @@ def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             header, *rows = csv.reader(file)
+        if "outcome" in header:
+            outcome = outcome_from_json(json.loads(rows[0][header.index("outcome")]))
+            if header != _outcome_header(outcome):
+                raise ValueError(f"its columns are {', '.join(header)}")
+            return [_outcome_prediction(dict(zip(header, row, strict=True)), outcome) for row in rows], outcome.groups
         class_names = _class_names(header, rows)
         if header != _header(class_names):
             raise ValueError(f"its columns are {', '.join(header)}")
@@ -172,6 +189,46 @@ def read_predictions(path: Path) -> tuple[list[Prediction], tuple[str, ...]]:
             "Remove it and evaluate again",
             code="unreadable-predictions",
         ) from None
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """Return the outcome of a `predictions.csv`; None for classes. Raises ArtefactError as `read_predictions`."""
+    read_predictions(path)
+    with path.open(newline="", encoding="utf-8") as file:
+        header, first, *_ = csv.reader(file)
+    return outcome_from_json(json.loads(first[header.index("outcome")])) if "outcome" in header else None
+
+
+_HEAD = ["method", "slide", "patient", "split", "part"]
+_TAIL = ["threshold", "threshold_from", "group", "protocol", "outcome"]
+
+
+def _outcome_header(outcome: Outcome) -> list[str]:
+    return [*_HEAD, *outcome.target_names, "seed", *outcome.score_names, *_TAIL]
+
+
+def _outcome_cells(row: Prediction, outcome: Outcome) -> list[str]:
+    head = [row.method, row.slide, row.patient, row.split, row.part, *(repr(float(value)) for value in row.label)]
+    seed = "ensemble" if row.seed is None else str(row.seed)
+    threshold = "" if row.threshold is None else repr(float(row.threshold))
+    group = "" if row.decision is None else outcome.groups[row.decision]
+    tail = [threshold, row.threshold_from, group, row.protocol, json.dumps(outcome.to_json())]
+    return [*head, seed, *(repr(float(value)) for value in row.score), *tail]
+
+
+def _outcome_prediction(cells: dict[str, str], outcome: Outcome) -> Prediction:
+    return Prediction(
+        **{name: cells[name] for name in ("method", "slide", "patient", "split", "threshold_from", "protocol")},
+        part="val" if cells["part"] == "val" else "test",
+        label=tuple(float(cells[name]) for name in outcome.target_names),
+        seed=None if cells["seed"] == "ensemble" else int(cells["seed"]),
+        score=tuple(float(cells[name]) for name in outcome.score_names),
+        max=None,
+        bag=None,
+        calibrated=None,
+        threshold=float(cells["threshold"]) if cells["threshold"] else None,
+        decision=outcome.groups.index(cells["group"]) if cells["group"] else None,
+    )
 
 
 def _columns(stream: str, class_names: Sequence[str]) -> list[str]:
@@ -193,9 +250,9 @@ def _cells(row: Prediction, class_names: Sequence[str]) -> list[str]:
         streams += [""] * width if values is None else [repr(float(value)) for value in values]
     seed = "ensemble" if row.seed is None else str(row.seed)
     threshold = "" if row.threshold is None else repr(float(row.threshold))
-    head = [row.method, row.slide, row.patient, row.split, row.part, class_names[row.label], seed]
+    head = [row.method, row.slide, row.patient, row.split, row.part, class_names[int(row.label)], seed]
     tail = list(class_names) if len(class_names) == 2 else []
-    return [*head, *streams, threshold, row.threshold_from, class_names[row.decision], row.protocol, *tail]
+    return [*head, *streams, threshold, row.threshold_from, class_names[int(row.decision)], row.protocol, *tail]
 
 
 def _class_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ from selfvitmil.cohort import Split
 from selfvitmil.errors import ArtefactError, SelfVitMilError
 from selfvitmil.evaluate.dataset import FINAL_SCORING, BagFile, Case, Cases, Trial, TrialSplit, hold_out_test_labels
 from selfvitmil.evaluate.predictions import Choice, Prediction, Values, choose
+from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
 from selfvitmil.store.layout import CONFIG_FILE, model_folder
@@ -98,6 +99,8 @@ class Training:
     """The model's folder; None where it is not stored."""
     about: Mapping[str, Any]
     """Metadata stored with the model."""
+    outcome: Outcome | None = None
+    """What is predicted; None for classes."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.split}, seed {self.seed}"
@@ -161,7 +164,7 @@ class Training:
         )
         return train_aggregator(
             self.name, training, validation, self.num_classes, self.settings, self.seed,
-            store=store, report=None if report is None else partial(_tell, report, where),
+            outcome=self.outcome, store=store, report=None if report is None else partial(_tell, report, where),
         )  # fmt: skip
 
 
@@ -198,7 +201,7 @@ def _training(
 ) -> Training:
     chosen_on = trial.chosen_on(split)
     about = {
-        "made_from": _made_from(name, train, seed, trial.class_names, (split.train, chosen_on)),
+        "made_from": _made_from(name, train, seed, trial, (split.train, chosen_on)),
         "split": split.name,
         "seed": seed,
         "classes": list(trial.class_names),
@@ -210,19 +213,20 @@ def _training(
         "chosen_on": [case.slide for case in chosen_on],
     }
     place = None if folder is None else model_folder(folder, model_name(split.name, trial.optimistic), seed)
-    return Training(name, split.name, seed, trial.num_classes, train, split.train, chosen_on, place, about)
+    return Training(
+        name, split.name, seed, trial.num_classes, train, split.train, chosen_on, place, about, trial.outcome
+    )
 
 
-def _made_from(
-    name: str, train: TrainSettings, seed: int, class_names: Sequence[str], parts: Sequence[Sequence[Case]]
-) -> str:
+def _made_from(name: str, train: TrainSettings, seed: int, trial: Trial, parts: Sequence[Sequence[Case]]) -> str:
     """Hash of all that a training depends on: recipe, seed, classes, every slide's patient, label and feature file."""
     resolved = recipe_of(name, train)
     # A field that is seldom set takes no part where it is not, so that models from before it was there stay up to date.
     without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
     recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
-    return hash_of(VERSION, name, recipe, seed, class_names, slides)
+    predicted = trial.class_names if trial.outcome is None else trial.outcome.to_json()
+    return hash_of(VERSION, name, recipe, seed, predicted, slides)
 
 
 def model_name(split: str, optimistic: bool) -> str:
@@ -444,6 +448,10 @@ def choose_thresholds(
         own = [run for run in runs if run.split == split.name]
         for seed, scored in _with_ensemble(own, "chosen_on", chosen_on).items():
             labels = [case.label for case in chosen_on]
+            if trial.outcome is not None:
+                cut, origin = trial.outcome.choose(labels, scored.score, trial.where)
+                choices[split.name, seed] = Choice(cut, origin, None, "none", trial.outcome)
+                continue
             choices[split.name, seed] = choose(labels, scored.score, trial.evaluate, trial.where)
     return Fitted(method, aggregator, tuple(runs), choices, recipe)
 
@@ -506,6 +514,10 @@ class MethodResult:
     """How it was trained compared with the published recipe; None for what is no aggregator."""
     positive_from: str = ""
     """How the positive class of two was found, in words."""
+    outcome: Outcome | None = None
+    """What is predicted; None for classes."""
+    known: tuple[Any, ...] = ()
+    """Targets of all training and validation slides of an outcome other than classes."""
 
     @property
     def evidence(self) -> dict[str, EvidenceChoice]:
@@ -551,6 +563,8 @@ def evaluate_method(fitted: Fitted, trial: Trial) -> MethodResult:
         transductive=trial.transductive,
         recipe=fitted.recipe,
         positive_from=trial.positive_from,
+        outcome=trial.outcome,
+        known=_known_targets(trial) if trial.outcome is not None else (),
     )
 
 
@@ -564,6 +578,11 @@ def validation_predictions(fitted: Fitted, trial: Trial) -> list[Prediction]:
             name, "val", cases, _with_ensemble(runs, "chosen_on", cases)[None], fitted.choices[split.name, None]
         )
     return rows
+
+
+def _known_targets(trial: Trial) -> tuple[Any, ...]:
+    cases = {case.slide: case.label for split in trial.splits for case in (*split.train, *split.val)}
+    return tuple(cases.values())
 
 
 @dataclass(frozen=True)
@@ -596,7 +615,7 @@ def _rows(
             calibrated=None if calibrated is None else tuple(calibrated[row].tolist()),
             threshold=choice.threshold,
             threshold_from=choice.threshold_from,
-            decision=int(decisions[row]),
+            decision=None if decisions[row] is None else int(decisions[row]),
             protocol=name.protocol,
         )
 

@@ -362,9 +362,9 @@ class StudyFiles:
 
 def decision_of(row: Prediction, class_names: Sequence[str]) -> Decision:
     """Return the decision of a prediction; with more than two classes its probability is that of the predicted one."""
-    binary, predicted = len(class_names) == 2, class_names[row.decision]
+    binary, predicted = len(class_names) == 2, class_names[int(row.decision)]
     probability, shown = (row.score[0], class_names[1]) if binary else (row.score[row.decision], predicted)
-    return Decision(probability, shown, predicted, row.part, class_names[row.label])
+    return Decision(probability, shown, predicted, row.part, class_names[int(row.label)])
 
 
 def _read_tiling(reader: Reader, folder: Path) -> Tiling:

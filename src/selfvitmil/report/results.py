@@ -655,7 +655,8 @@ def _other_heatmaps(
         backdrop = picture(opened.thumbnail(mpp), f"thumbnail of {names.slide(slide)}", edge_px=OTHER_PX)
     except SelfVitMilError:
         return None, ()
-    assert backdrop.width is not None and backdrop.height is not None
+    assert backdrop.width is not None
+    assert backdrop.height is not None
     size_px = backdrop.width, backdrop.height
     annotations, found = _annotations(row), []
     for folder in folders:

@@ -235,7 +235,7 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
     settings, compare = study.settings, study.settings.compare
     cases, splits, features = learning.cases, learning.splits, learning.features
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
-    asked = compared_methods(settings, two_scales=two_scales)
+    asked = compared_methods(settings, two_scales=two_scales, outcome=cases.outcome)
     if compare.supervised != "none":
         check_supervised(cases.class_names, cases.cohort)
 
@@ -248,7 +248,7 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
         return Row(title, trial, fit, trainings_of(method, trial, train, folder))
 
     def on(own: Features) -> Cases:
-        found = labelled_cases(cases.cohort, own, "compare", settings.train.positive)
+        found = labelled_cases(study.cohort, own, "compare", settings.train)
         missing = sorted(set(cases.by_slide) - set(found.by_slide))
         if missing:
             what = f"{len(missing)} slides have no features of {own.encoder} at {own.tiling}: {', '.join(missing[:5])}"
@@ -396,6 +396,8 @@ def _write_table(
     advice: Sequence[str],
 ) -> CompareResult:
     """Write table.csv, table.md and auc.svg."""
+    if results[0].outcome is not None:
+        return _write_outcome_table(study, folder, results, scores)
     from selfvitmil.evaluate import compare_results, comparison_row, evaluated_on
     from selfvitmil.evaluate.comparison import PUBLISHED
     from selfvitmil.evaluate.comparison_table import table_csv, table_markdown
@@ -421,6 +423,20 @@ def _write_table(
     except MetricError as error:
         notes = (f"note: auc.svg is not drawn: {error}",)
     return CompareResult(folder, _records(text), rows, tuple(advice), notes=notes)
+
+
+def _write_outcome_table(
+    study: Study, folder: Path, results: Sequence[MethodResult], scores: Sequence[Scores]
+) -> CompareResult:
+    """Write table.csv and table.md of an outcome other than classes."""
+    from selfvitmil.evaluate.outcome_results import outcome_csv, outcome_markdown, outcome_rows
+
+    settings = study.settings
+    rows = outcome_rows(results, scores, settings.compare.baseline, study.root.resolve().name, settings.evaluate)
+    text = outcome_csv(rows)
+    write_text(folder / "table.csv", text)
+    write_text(folder / "table.md", outcome_markdown(rows))
+    return CompareResult(folder, _records(text), rows)  # pyright: ignore[reportArgumentType]
 
 
 class Compare(Stage):

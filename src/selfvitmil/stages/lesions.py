@@ -131,10 +131,12 @@ def _lesion_cases(study: Study, choice: FeatureChoice, methods: Sequence[str], s
     """Write the heatmaps of all methods that are missing or stale, then read them beside the annotations."""
     from selfvitmil.evaluate import FINAL_SCORING, hold_out_test_labels
     from selfvitmil.localize.lesion_metrics import read_outlines
+    from selfvitmil.outcomes import need_classes
 
     settings = study.settings
     prepared, learning = prepare(study, choice, stage)
     cases, features = learning.cases, learning.features
+    need_classes(cases.outcome, stage)
     trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]

@@ -105,11 +105,13 @@ def localize(
     from selfvitmil.evaluate import hold_out_test_labels
     from selfvitmil.localize.export import export_heatmap
     from selfvitmil.localize.scores import shown_class
+    from selfvitmil.outcomes import need_classes
 
     root = study.root
     with study.lock("localize"):
         notes, learning = prepare(study, choice, "localize")
         cases, features = learning.cases, learning.features
+        need_classes(cases.outcome, "localize")
         settings, staged = with_staging(study.settings, cases.cohort)
         notes += staged
         trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)

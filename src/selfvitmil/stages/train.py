@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
     from selfvitmil.evaluate.protocol import Report, Training
+    from selfvitmil.outcomes import Outcome
     from selfvitmil.stages.measure import Measures
 
 
@@ -60,7 +61,7 @@ class TrainedModel:
     epoch: int
     """The epoch whose weights were kept, chosen on validation slides."""
     validation_auc: float | None
-    """None where the validation slides are of one class."""
+    """None where the validation slides are of one class; of another outcome than classes its primary metric."""
     seconds: float
     outcome: BuildOutcome
 
@@ -191,19 +192,29 @@ def epoch_reporter(title: str = "", seconds: float = 10.0) -> Callable[[dict[str
             return
         last = time.monotonic()
         auc = "" if line["val_auc"] is None else f", validation AUC {line['val_auc']:.3f}"
+        auc += "".join(f", validation {key[4:]} {line[key]:.3f}" for key in line if _is_metric(key) and line[key])
         where = f"{title or line['method']}, {line['split']}, seed {line['seed']}"
         announce(f"{where}: epoch {line['epoch']}, loss {line['train_loss']:.3f}{auc}")
 
     return show
 
 
+def _is_metric(key: str) -> bool:
+    """Whether a key of a history line is the validation metric of an outcome other than classes."""
+    return key.startswith("val_") and key not in ("val_loss", "val_auc")
+
+
 def _validation_auc(run: Run, trial: Trial) -> float | None:
+    import numpy as np
+
     from selfvitmil import metrics
 
     split = next(split for split in trial.splits if split.name == run.split)
     chosen_on = trial.chosen_on(split)
     labels = [case.label for case in chosen_on]
     scores = [run.chosen_on[case.slide].probabilities for case in chosen_on]
+    if trial.outcome is not None:
+        return trial.outcome.validation_metric(labels, np.array(scores))
     try:
         if trial.num_classes == 1:
             return metrics.auc(labels, [score[0] for score in scores])
@@ -265,19 +276,25 @@ class Compared:
         return self.title == self.method
 
 
-def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Compared, ...]:
+def compared_methods(
+    settings: StudySettings, *, two_scales: bool, outcome: Outcome | None = None
+) -> tuple[Compared, ...]:
     """The aggregators of a comparison, `two_scales` where there are features of two.
+
+    By default those that can predict the `outcome`; published recipes are for classes only.
 
     `compare.methods` names them, `METHOD:published` with that recipe. A published row is trained as its source says,
     whatever else `train` sets. ConfigError where one is not known, the baseline is none of them, or an option belongs
     to none.
     """
     from selfvitmil.aggregate import NAMES
-    from selfvitmil.aggregate.base import nearest
+    from selfvitmil.aggregate.base import _REGISTRY, nearest
 
     compare, train = settings.compare, settings.train
     asked = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
-    if not compare.methods and train.recipe == "default":
+    if outcome is not None and not compare.methods:
+        asked = tuple(method for method in asked if not _REGISTRY[method].needs_classes)
+    elif not compare.methods and train.recipe == "default":
         asked = (*asked, *(f"{method}:published" for method in BOTH_RECIPES))
     rows: dict[str, Compared] = {}
     for text in asked:
@@ -299,10 +316,16 @@ def compared_methods(settings: StudySettings, *, two_scales: bool) -> tuple[Comp
     return tuple(rows.values())
 
 
+SHARED = {
+    "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target",
+}  # fmt: skip
+"""Settings that a published row shares with the others."""
+
+
 def _compared(method: str, recipe: str, train: TrainSettings) -> Compared:
     if not recipe or train.recipe != "default":
         return Compared(method, method, options_for(method, train))
-    shared = train.model_dump(include={"split", "split_folder", "folds", "validation", "seeds", "seed", "positive"})
+    shared = train.model_dump(include=SHARED)
     device = train.model_dump(include={"device", "cache_gb"})
     exact = TrainSettings.model_validate({**shared, **device, "aggregator": method, "recipe": "published"})
     return Compared(method, f"{method} (published)", exact)
@@ -376,7 +399,13 @@ def lesion_baseline(settings: StudySettings) -> str:
     return settings.compare.baseline.removesuffix(" (published)")
 
 
-def try_method(method: str, train: TrainSettings, num_classes: int, localize: LocalizeSettings | None = None) -> None:
+def try_method(
+    method: str,
+    train: TrainSettings,
+    num_classes: int,
+    localize: LocalizeSettings | None = None,
+    outcome: Outcome | None = None,
+) -> None:
     """Build a method as its training will and score two tiles as `localize` does: it refuses now what it would then.
 
     ConfigError for an option or value that it does not know, and for a heatmap that it cannot give.
@@ -394,6 +423,8 @@ def try_method(method: str, train: TrainSettings, num_classes: int, localize: Lo
         module = build(method, 1, num_classes, **recipe.module_options)
     except ConfigError as error:
         raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how, code=error.code) from None
+    if outcome is not None:
+        module.predict(outcome)
     if localize is None:
         return
     bag = Bag("made", np.zeros((2, 1), np.float32), np.array([[0, 0], [1, 0]]), tile_extent=1.0)
@@ -525,6 +556,11 @@ def _best_auc(folder: Path) -> str:
     """The AUC of each method, best first; empty where it cannot be read."""
     try:
         methods = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["methods"]
+        outcome = methods[0].get("outcome")
+        if outcome is not None:
+            name, sign = outcome["primary"], 1 if outcome["higher_is_better"] else -1
+            ranked = sorted((-sign * each["slide"]["ensemble"][name]["value"], each["method"]) for each in methods)
+            return f"{name} " + ", ".join(f"{abs(value):.3f} {method}" for value, method in ranked[:3])
         scores = [(each["slide"]["ensemble"]["auc"]["value"], each["method"]) for each in methods]
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -1,0 +1,343 @@
+"""Results of outcomes other than classes: metrics by slide and patient, paired tests, and the rows of a table.
+
+The structure of `metrics.json` is that of classes (`method_metrics`): ensemble, single seeds, mean and standard
+deviation over seeds, single splits. What is measured is the outcome's own (`Outcome.compute`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.predictions import Prediction
+from selfvitmil.evaluate.protocol import MethodResult
+from selfvitmil.formatting import duration, markdown_list, markdown_table, number, p_value, percent, with_limits
+from selfvitmil.metrics import Interval
+from selfvitmil.outcomes import Outcome, Scored, as_array
+from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import csv_text
+
+Json = dict[str, Any]
+Level = Literal["slide", "patient"]
+
+SEVERAL_SPLITS = "mean over splits, since every split has models of its own; limits are the means of the splits' limits"
+
+
+def score_outcome(result: MethodResult, evaluate: EvaluateSettings) -> tuple[Json, Json, Json | None]:
+    """Return provenance, metrics by slide, and metrics by patient (None where every patient has one slide)."""
+    outcome = result.outcome
+    assert outcome is not None
+    test = {row.slide: row for row in result.predictions if row.part == "test"}
+    several = max(Counter(row.patient for row in test.values()).values(), default=0) > 1
+    about: Json = {
+        "method": result.method,
+        "aggregator": result.aggregator,
+        "encoder": result.encoder,
+        "transductive": {split: len(slides) for split, slides in result.transductive.items()} or None,
+        "tiling": result.tiling,
+        "protocol": result.protocol,
+        "test_labels_opened_for": result.labels_opened,
+        "outcome": {**outcome.to_json(), "primary": outcome.primary, "higher_is_better": outcome.higher_is_better},
+        "score": outcome.score_words,
+        "recipe": None if result.recipe is None else asdict(result.recipe),
+        "evidence": {split: {**asdict(own), "reason": own.reason} for split, own in result.evidence.items()},
+        "seeds": list(result.seeds),
+        "slides": {split: _counts(result, split) for split in result.splits},
+        "choices": [
+            {"split": split, "seed": "ensemble" if seed is None else seed, **choice.to_json()}
+            for (split, seed), choice in result.choices.items()
+        ],
+        "trainings": [{"split": run.split, "seed": run.seed, "epoch": run.epoch} for run in result.runs],
+        "warnings": list(result.warnings),
+    }
+    slide = _level(result, outcome, "slide", evaluate)
+    return about, slide, _level(result, outcome, "patient", evaluate) if several else None
+
+
+def _counts(result: MethodResult, split: str) -> Json:
+    info: Json = {}
+    for part in ("val", "test"):
+        rows = [row for row in result.predictions if (row.split, row.part, row.seed) == (split, part, None)]
+        info[part] = {"slides": len(rows), "patients": len({row.patient for row in rows})}
+    return info
+
+
+def _level(result: MethodResult, outcome: Outcome, level: Level, evaluate: EvaluateSettings) -> Json:
+    seeds = (*result.seeds, None)
+    by_split = {
+        split: {seed: _measure(outcome, scored_rows(result, seed, split, level, evaluate)) for seed in seeds}
+        for split in result.splits
+    }
+    words = "each slide by itself; intervals keep a patient's slides together"
+    info: Json = {"words": words if level == "slide" else outcome.patient_words}
+    if len(by_split) == 1:
+        return {**info, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
+    info["estimator_words"] = SEVERAL_SPLITS
+    together = {seed: _mean([own[seed] for own in by_split.values()]) for seed in seeds}
+    return {
+        **info,
+        **_with_seeds(together),
+        "splits": {split: _with_seeds(own) for split, own in by_split.items()},
+        "over_splits": _spread([own[None] for own in by_split.values()], "splits"),
+    }
+
+
+def scored_rows(result: MethodResult, seed: int | None, split: str, level: Level, evaluate: EvaluateSettings) -> Scored:
+    """Return the test slides, or patients, of one split as arrays."""
+    assert result.outcome is not None
+    rows = [row for row in result.predictions if (row.part, row.seed, row.split) == ("test", seed, split)]
+    choice = result.choices[split, seed]
+    return _scored(result.outcome, rows, level, as_array(result.known), choice.decide, evaluate)
+
+
+def _scored(
+    outcome: Outcome, rows: Sequence[Prediction], level: Level, known: Any, decide: Any, evaluate: EvaluateSettings
+) -> Scored:
+    targets, scores = as_array([row.label for row in rows]), as_array([row.score for row in rows])
+    patients = tuple(row.patient for row in rows)
+    if level == "patient":
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, patient in enumerate(patients):
+            places[patient].append(place)
+        pairs = [outcome.by_patient(targets[own], scores[own]) for own in places.values()]
+        targets, scores = (np.array(part) for part in zip(*pairs, strict=True))
+        patients = tuple(places)
+    return Scored(targets, scores, tuple(decide(scores)), patients, None, known, evaluate)
+
+
+def _measure(outcome: Outcome, scored: Scored) -> Json:
+    """Return all metrics of one set; undefined ones are None with a reason."""
+    info: Json = {"num": len(scored.targets), "described": outcome.describe([tuple(row) for row in scored.targets])}
+    reasons: dict[str, str] = {}
+    for name, compute in outcome.compute(scored).items():
+        try:
+            found = compute()
+        except MetricError as error:
+            info[name], reasons[name] = None, error.reason
+            continue
+        if isinstance(found, Interval):
+            found = {key: getattr(found, key) for key in ("value", "low", "high", "level", "method")}
+        if not math.isfinite(found["value"]):
+            info[name], reasons[name] = None, "it is undefined for these slides"
+            continue
+        # JSON has no infinity: an open limit is null.
+        info[name] = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in found.items()}
+    return {**info, "reasons": reasons}
+
+
+def _metric_names(info: Json) -> list[str]:
+    return [name for name, value in info.items() if name not in ("num", "described", "reasons")]
+
+
+def _mean(parts: Sequence[Json]) -> Json:
+    """Return the mean over splits of every metric, with mean limits."""
+    info: Json = {"num": sum(part["num"] for part in parts), "described": f"{len(parts)} splits", "reasons": {}}
+    for name in _metric_names(parts[0]):
+        found = [part[name] for part in parts if part[name] is not None]
+        if not found:
+            info[name], info["reasons"][name] = None, "no split has it"
+            continue
+        keys = [key for key in ("value", "low", "high") if all(one.get(key) is not None for one in found)]
+        info[name] = {key: float(np.mean([one[key] for one in found])) for key in keys}
+        if name.endswith("_p"):
+            info[name], info["reasons"][name] = None, "p-values of splits have no mean: see the single splits"
+        elif "low" in keys:
+            info[name] |= {
+                "level": found[0]["level"],
+                "method": f"mean over {len(found)} splits of: {found[0]['method']}",
+            }
+    return info
+
+
+def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
+    seeds = {str(seed): own for seed, own in scored.items() if seed is not None}
+    return {"ensemble": scored[None], "seeds": seeds, "over_seeds": _spread(list(seeds.values()), "seeds")}
+
+
+def _spread(sets: Sequence[Json], what: str) -> Json:
+    info: Json = {}
+    for name in _metric_names(sets[0]):
+        values = [one[name]["value"] for one in sets if one.get(name) is not None]
+        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        info[name] = {"mean": float(np.mean(values)) if values else None, "sd": sd, what: len(values)}
+    return info
+
+
+# ---------------------------------------------------------------------------------------------------- table
+
+
+@dataclass(frozen=True)
+class OutcomeRow:
+    """A method in the table of an outcome other than classes."""
+
+    method: str
+    display_name: str
+    features: str
+    recipe: str
+    kind: str
+    on: str
+    """Test set and protocol, in words."""
+    metrics: Mapping[str, Interval]
+    """By the heads of the table, the primary one first."""
+    seed_mean: float
+    seed_sd: float
+    num_seeds: int
+    baseline: str = ""
+    difference: Interval | None = None
+    p_value: float = math.nan
+    test: str = ""
+    training_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def outcome_rows(
+    results: Sequence[MethodResult], scores: Sequence[Any], baseline: str, cohort: str, evaluate: EvaluateSettings
+) -> tuple[OutcomeRow, ...]:
+    """Return the rows of a comparison; `scores` are the `Scores` of each result."""
+    base = next(result for result in results if result.method == baseline)
+    rows: list[OutcomeRow] = []
+    for result, scored in zip(results, scores, strict=True):
+        row = _outcome_row(result, scored, cohort)
+        rows.append(row if result is base else _with_test(row, result, base, evaluate))
+    return tuple(rows)
+
+
+def _outcome_row(result: MethodResult, scores: Any, cohort: str) -> OutcomeRow:
+    outcome = result.outcome
+    assert outcome is not None
+    whole, spread = scores.slide["ensemble"], scores.slide["over_seeds"][outcome.primary]
+    optimistic = "OPTIMISTIC: choices were made on the test set. " if result.protocol == "optimistic" else ""
+    return OutcomeRow(
+        result.aggregator,
+        result.method,
+        result.encoder,
+        "-" if result.recipe is None else result.recipe.kind,
+        outcome.kind,
+        f"{optimistic}{outcome.words}; test slides of {cohort}: {whole['described']}",
+        {head: _interval(whole.get(name)) for name, head in outcome.shown_metrics.items()},
+        math.nan if spread["mean"] is None else spread["mean"],
+        math.nan if spread["sd"] is None else spread["sd"],
+        len(result.seeds),
+        training_seconds=sum(run.seconds for run in result.runs),
+        notes=result.warnings,
+    )
+
+
+def _with_test(row: OutcomeRow, result: MethodResult, base: MethodResult, evaluate: EvaluateSettings) -> OutcomeRow:
+    """Return the row with the paired test against the baseline, where the test set is of one split."""
+    assert result.outcome is not None
+    if len(result.splits) > 1:
+        return row
+    (split,) = result.splits
+    own, other = (scored_rows(each, None, split, "slide", evaluate) for each in (result, base))
+    try:
+        difference, test, p = result.outcome.paired(own, other.scores)
+    except MetricError:
+        return row
+    return replace(row, baseline=base.method, difference=difference, test=test, p_value=p)
+
+
+def _interval(info: Mapping[str, Any] | None) -> Interval:
+    if info is None:
+        return Interval(math.nan, math.nan, math.nan, "not computed")
+    low, high = (math.nan if info.get(key) is None else info[key] for key in ("low", "high"))
+    return Interval(info["value"], low, high, info.get("method", ""), info.get("level", 0.95))
+
+
+def outcome_cells(rows: Sequence[OutcomeRow]) -> list[list[str]]:
+    """Return header and rows of the table."""
+    heads = list(rows[0].metrics)
+    level = percent(next(iter(rows[0].metrics.values())).level)
+    header = [
+        "method",
+        "recipe",
+        *(f"{head} [{level}]" for head in heads),
+        f"{heads[0]}\nof seeds",
+        "seeds",
+        "p",
+        "training",
+    ]
+    return [header, *(_cells(row) for row in rows)]
+
+
+def _cells(row: OutcomeRow) -> list[str]:
+    spread = number(row.seed_mean) if math.isnan(row.seed_sd) else f"{row.seed_mean:.3f} ± {row.seed_sd:.3f}"
+    values = ["-" if math.isnan(each.value) else with_limits(each) for each in row.metrics.values()]
+    p = "-" if math.isnan(row.p_value) else p_value(row.p_value)
+    return [row.display_name, row.recipe, *values, spread, str(row.num_seeds), p, duration(row.training_seconds)]
+
+
+def outcome_notes(rows: Sequence[OutcomeRow]) -> list[str]:
+    """Return the notes below the table."""
+    tests = sorted({f"p: {row.test} against {row.baseline}, two-sided." for row in rows if row.baseline})
+    warnings = dict.fromkeys(note for row in rows for note in row.notes)
+    return [f"Measured on {rows[0].on}.", *tests, *(f"Warning: {note}" for note in warnings)]
+
+
+def outcome_markdown(rows: Sequence[OutcomeRow]) -> str:
+    return f"{markdown_table(outcome_cells(rows))}\n\n{markdown_list(outcome_notes(rows))}\n"
+
+
+_FIELDS = ("method", "display_name", "features", "recipe", "kind", "on")
+
+
+def outcome_csv(rows: Sequence[OutcomeRow]) -> str:
+    """Return the table as CSV with six significant digits."""
+    records = []
+    for row in rows:
+        record = {"outcome": row.kind, **{name: getattr(row, name) for name in _FIELDS}}
+        for head, each in row.metrics.items():
+            for end in ("value", "low", "high"):
+                record[f"{head} {end}"] = _full(getattr(each, end))
+        record |= {"seed_mean": _full(row.seed_mean), "seed_sd": _full(row.seed_sd), "num_seeds": str(row.num_seeds)}
+        record |= {"baseline": row.baseline, "test_against_baseline": row.test, "p_value": _full(row.p_value)}
+        for end in ("value", "low", "high"):
+            record[f"difference_{end}"] = "" if row.difference is None else _full(getattr(row.difference, end))
+        record["level"] = _full(next(iter(row.metrics.values())).level)
+        record["training_seconds"] = "" if row.training_seconds is None else f"{row.training_seconds:.1f}"
+        records.append(record | {"warnings": "; ".join(row.notes)})
+    return csv_text([list(records[0]), *(record.values() for record in records)])
+
+
+def read_outcome_csv(text: str) -> list[OutcomeRow]:
+    """Return the rows of an `outcome_csv`, with six significant digits."""
+    rows: list[OutcomeRow] = []
+    for record in csv.DictReader(io.StringIO(text)):
+        level = float(record["level"])
+        heads = [key.removesuffix(" value") for key in record if key.endswith(" value")]
+
+        def interval(name: str, record: Mapping[str, str] = record, level: float = level) -> Interval:
+            return Interval(*(_number(record[f"{name}{end}"]) for end in ("value", "low", "high")), "", level)
+
+        rows.append(
+            OutcomeRow(
+                *(record[name] for name in _FIELDS),
+                {head: interval(f"{head} ") for head in heads},
+                _number(record["seed_mean"]),
+                _number(record["seed_sd"]),
+                int(record["num_seeds"]),
+                record["baseline"],
+                interval("difference_") if record["difference_value"] else None,
+                _number(record["p_value"]),
+                record["test_against_baseline"],
+                float(record["training_seconds"]) if record["training_seconds"] else None,
+                tuple(filter(None, record["warnings"].split("; "))),
+            )
+        )
+    return rows
+
+
+def _full(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.6g}"
+
+
+def _number(text: str) -> float:
+    return float(text) if text else math.nan

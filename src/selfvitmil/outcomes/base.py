@@ -1,0 +1,280 @@
+"""What a model predicts of a slide: the type `Outcome`, which holds all that depends on the kind of outcome.
+
+Classes (`label`) are the usual outcome, and the modules of training and evaluation are written for them. Any other
+outcome is a subclass of `Outcome` in the file of its name, which parses the cells of the cohort's columns, says how
+many outputs a network has, has their loss, turns outputs into the stored score, chooses a cut on validation slides, has the
+metrics, and the words of all this. No other module asks for the kind.
+
+A target is a tuple of numbers: `(value,)`, `(time, event)`, one 0 or 1 per label. A raw output is what the network
+computes, a score what is stored: a value in the target's unit, a log hazard, probabilities.
+
+N slides, T numbers of a target, C outputs of a network, K numbers of a score.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfvitmil.cohort.table import Cohort, SlideRow, column_key, listing
+from selfvitmil.errors import CohortError, ConfigError, MetricError
+from selfvitmil.metrics import Interval
+from selfvitmil.settings import EvaluateSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = NDArray[np.float64]
+Target = tuple[float, ...]
+Json = dict[str, Any]
+
+MAX_STRATA = 4
+"""Largest number of quantiles by which splits are stratified."""
+PATIENTS_PER_STRATUM = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Targets and scores of slides or patients that are evaluated together."""
+
+    targets: Floats
+    """(N, T)"""
+    scores: Floats
+    """(N, K)"""
+    decisions: tuple[int | None, ...]
+    patients: tuple[str, ...]
+    folds: tuple[str, ...] | None
+    """Splits, whose models differ, so that samples are compared within them; None for one."""
+    known: Floats
+    """(M, T) targets of training and validation slides."""
+    evaluate: EvaluateSettings
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A kind of outcome with its columns; see the module's docstring."""
+
+    columns: tuple[str, ...]
+    """Columns of the cohort that hold the target."""
+
+    kind: ClassVar[str]
+    score_words: ClassVar[str]
+    """What the score is, for tables and reports."""
+    evidence_words: ClassVar[str]
+    """What a heatmap shows evidence for."""
+    primary: ClassVar[str]
+    """Metric that methods are compared by."""
+    primary_words: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+    shown_metrics: ClassVar[Mapping[str, str]]
+    """Metrics of a table with their heads, the primary one first."""
+    needs_batch: ClassVar[bool] = False
+    """Whether the loss compares the slides of an optimizer step with each other."""
+    groups: ClassVar[tuple[str, ...]] = ()
+    """Names of what a decision may be; empty where nothing is decided."""
+
+    # ------------------------------------------------------------------------------------------ targets
+
+    @property
+    @abstractmethod
+    def target_names(self) -> tuple[str, ...]:
+        """Names of the numbers of a target, as predictions.csv calls them."""
+
+    @property
+    @abstractmethod
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the numbers of a score, as predictions.csv calls them."""
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int:
+        """Outputs of the network."""
+
+    @abstractmethod
+    def parse(self, row: SlideRow) -> Target | None:
+        """Return the target of a slide, None if a cell is empty; raise CohortError for an invalid cell."""
+
+    @abstractmethod
+    def strata(self, targets: Mapping[str, Target], patient_of: Mapping[str, str]) -> dict[str, str]:
+        """Return slide -> name of the stratum of its patient; splits have patients of every stratum on each side."""
+
+    @abstractmethod
+    def check_training(self, split: str, targets: Sequence[Target]) -> None:
+        """Raise CohortError if nothing can be learned from these targets."""
+
+    def fitted(self, targets: Sequence[Target]) -> Self:
+        """Return the outcome with what it takes from the targets of training slides, such as their mean."""
+        return self
+
+    def encoded(self, target: Target) -> Target:
+        """Return the target as the loss takes it."""
+        return target
+
+    @abstractmethod
+    def is_high(self, targets: Sequence[Target]) -> list[int]:
+        """Return 1 for slides with the higher targets, 0 for the others; chooses the kind of evidence (DSMIL)."""
+
+    # ------------------------------------------------------------------------------------------ networks
+
+    @abstractmethod
+    def loss(self, raw_NC: Tensor, target_NT: Tensor) -> Tensor:
+        """Return the mean loss of raw outputs and encoded targets."""
+
+    @abstractmethod
+    def score(self, raw_C: Tensor) -> Tensor:
+        """Return the stored score (..., K) of raw outputs (..., C)."""
+
+    def evidence(self, values_NC: Tensor) -> Tensor:
+        """Return what a heatmap shows of values per tile and output: one column, their mean."""
+        return values_NC.mean(1, keepdim=True)
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def rank(self, scores_NK: Floats) -> Floats:
+        """Return one number (N,) per score that orders slides, the highest target or risk last."""
+        return scores_NK[:, 0]
+
+    def validation_metric(self, targets: Sequence[Target], scores_NK: Floats) -> float | None:
+        """Return the primary metric on validation slides; None if it is undefined there."""
+        patients = tuple(map(str, range(len(targets))))
+        scored = Scored(as_array(targets), scores_NK, (), patients, None, as_array(targets), EvaluateSettings())
+        try:
+            return self.primary_metric(scored).value
+        except MetricError:
+            return None
+
+    @abstractmethod
+    def primary_metric(self, scored: Scored) -> Interval:
+        """Return the metric that methods are compared by; MetricError if it is undefined."""
+
+    @abstractmethod
+    def compute(self, scored: Scored) -> dict[str, Callable[[], Any]]:
+        """Return metric -> function that gives an interval or plain data, or raises MetricError."""
+
+    @abstractmethod
+    def paired(self, scored: Scored, baseline: Floats) -> tuple[Interval, str, float]:
+        """Return the difference in the primary metric to the scores of a baseline, the test's name and its p-value."""
+
+    def choose(self, targets: Sequence[Target], scores_NK: Floats, where: str) -> tuple[float | None, str]:
+        """Return the cut between groups that validation slides give, and where it comes from."""
+        return None, "none"
+
+    def decide(self, scores_NK: Floats, cut: float | None) -> list[int | None]:
+        """Return the index in `groups` of each slide; None where nothing is decided."""
+        ranked = self.rank(scores_NK)
+        return [None if cut is None else int(value >= cut) for value in ranked]
+
+    def by_patient(self, targets_NT: Floats, scores_NK: Floats) -> tuple[Floats, Floats]:
+        """Return target (T,) and score (K,) of a patient from those of the slides."""
+        return targets_NT.mean(axis=0), scores_NK.mean(axis=0)
+
+    patient_words: ClassVar[str] = "mean score of the patient's slides"
+
+    # ------------------------------------------------------------------------------------------ files
+
+    @property
+    def words(self) -> str:
+        """The outcome in a few words, for a line before training."""
+        return f"{self.kind} ({', '.join(self.columns)})"
+
+    @abstractmethod
+    def describe(self, targets: Sequence[Target]) -> str:
+        """Return what a set of targets is like: `40 slides, 25 events, median time 31`."""
+
+    def to_json(self) -> Json:
+        return {"kind": self.kind, **asdict(self)}
+
+    # ------------------------------------------------------------------------------------------ shared
+
+    def read(self, cohort: Cohort) -> dict[str, Target]:
+        """Return the targets of all slides that have one; one CohortError lists the invalid cells.
+
+        Raises ConfigError for a column that the cohort does not have.
+        """
+        self._check_columns(cohort)
+        targets: dict[str, Target] = {}
+        problems: list[CohortError] = []
+        for row in cohort.rows:
+            try:
+                target = self.parse(row)
+            except CohortError as error:
+                problems.append(error)
+                continue
+            if target is not None:
+                targets[row.slide] = target
+        if problems:
+            first = problems[0]
+            what = f"cohort.csv: {listing([each.what for each in problems], 5)}"
+            raise CohortError(what, first.why, first.how, code=first.code)
+        if not targets:
+            raise ConfigError(
+                f"no slide has a value in {' and '.join(self.columns)}",
+                "there is nothing to learn from",
+                "Fill the columns of cohort.csv, or give a table with --labels",
+                code="no-labels",
+            )
+        return targets
+
+    def _check_columns(self, cohort: Cohort) -> None:
+        known = ("label", *cohort.extra_columns)
+        for column in self.columns:
+            if column_key(column) not in {column_key(name) for name in known}:
+                near = difflib.get_close_matches(column, known, n=1)
+                raise ConfigError(
+                    f"train.target {column!r}: the cohort has no such column",
+                    f"its columns are {listing(known)}",
+                    f"Did you mean {near[0]!r}?" if near else "Name one of them, or give a table with --labels",
+                    code="unknown-target",
+                )
+
+    def in_strata(self, cohort: Cohort, targets: Mapping[str, Target]) -> Cohort:
+        """Return the cohort with strata as labels, so that splits are stratified by them; others have no label.
+
+        Slides of a given test set have strata of their own: their targets must not move the limits of the others', by
+        which validation slides are drawn.
+        """
+        patient_of = {row.slide: row.patient for row in cohort.rows}
+        strata: dict[str, str] = {}
+        for is_test in (False, True):
+            own = {row.slide for row in cohort.rows if (row.split == "test") == is_test}
+            part = {slide: target for slide, target in targets.items() if slide in own}
+            strata |= self.strata(part, patient_of) if part else {}
+        rows = tuple(replace(row, label=strata.get(row.slide)) for row in cohort.rows)
+        return Cohort(rows, cohort.warnings)
+
+
+def as_array(targets: Sequence[Target]) -> Floats:
+    return np.array(targets, dtype=np.float64).reshape(len(targets), -1)
+
+
+def parse_number(row: SlideRow, column: str) -> float | None:
+    """Return the number in a cell, None if it is empty; a decimal comma is accepted. CohortError for other text."""
+    cell = row.value(column)
+    if cell is None:
+        return None
+    try:
+        value = float(cell.replace(",", "."))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise CohortError(
+            f"{row.slide}: {column} is {cell!r}", "it must be a number", "Correct it, or leave it empty",
+            code="target-not-a-number",
+        )  # fmt: skip
+    return value
+
+
+def quantile_names(values: Mapping[str, float], name: str, least: int = 1) -> dict[str, str]:
+    """Return patient -> `name`, with the number of its quantile where there are enough patients for several."""
+    count = max(least, min(MAX_STRATA, len(values) // PATIENTS_PER_STRATUM))
+    order = sorted(values, key=lambda patient: (values[patient], patient))
+    if count < 2:
+        return dict.fromkeys(order, name)
+    return {patient: f"{name} {place * count // len(order) + 1} of {count}" for place, patient in enumerate(order)}

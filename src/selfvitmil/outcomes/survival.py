@@ -1,0 +1,257 @@
+"""Time to event: Cox proportional hazards, and hazards of discrete intervals.
+
+Columns `time` (any unit, positive) and `event` (1 if it happened then, 0 if follow-up ended before: right censoring).
+
+`survival` trains one output, the log hazard ratio, by the negative log partial likelihood (Cox 1972) with Breslow's
+rule for ties. The risk set of an event is the slides of one optimizer step with at least that time, so steps have many
+bags. On validation slides it is the whole set. `survival-discrete` has one output per interval of time, the logit of
+the hazard in it (Singer & Willett 1993; Zadeh & Schmid 2020); its loss needs one bag. Intervals are quantiles of the
+training slides' event times.
+
+The cut between low and high risk is the median risk of validation slides. By patient, risk is the mean over the slides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from selfvitmil.cohort.table import SlideRow
+from selfvitmil.errors import CohortError
+from selfvitmil.metrics import Interval
+from selfvitmil.metrics import survival as metrics
+from selfvitmil.outcomes.base import Floats, Outcome, Scored, Target, as_array, parse_number, quantile_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INTERVALS = 4
+"""Intervals of `survival-discrete`; fewer where there are few different event times."""
+EVENT_WORDS = {"1": 1, "0": 0, "true": 1, "false": 0, "yes": 1, "no": 0}
+
+
+def cox_loss(risk_N: Tensor, time_N: Tensor, event_N: Tensor) -> Tensor:
+    """Return the negative log partial likelihood per event, with Breslow's rule for ties; 0 without events."""
+    import torch
+
+    at_risk_NN = time_N[None, :] >= time_N[:, None]
+    total_N = torch.where(at_risk_NN, risk_N[None, :], -torch.inf).logsumexp(1)
+    return ((total_N - risk_N) * event_N).sum() / event_N.sum().clamp(min=1)
+
+
+def hazard_loss(raw_NC: Tensor, interval_N: Tensor, event_N: Tensor) -> Tensor:
+    """Return the negative log likelihood of discrete hazards: survived all intervals before, and the own one or not.
+
+    A slide that is censored within an interval counts as at risk in the intervals before it.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    place_C = torch.arange(raw_NC.shape[1], device=raw_NC.device)
+    before_NC = (place_C[None, :] < interval_N[:, None]).to(raw_NC.dtype)
+    own_NC = (place_C[None, :] == interval_N[:, None]).to(raw_NC.dtype)
+    survived = (F.softplus(raw_NC) * before_NC).sum(1)
+    happened = (F.softplus(-raw_NC) * own_NC).sum(1) * event_N
+    return (survived + happened).mean()
+
+
+@dataclass(frozen=True)
+class Survival(Outcome):
+    """Time to event by Cox's partial likelihood; the score is the log hazard ratio."""
+
+    columns: tuple[str, ...] = ("time", "event")
+
+    kind: ClassVar[str] = "survival"
+    score_words: ClassVar[str] = "risk: log hazard ratio, higher means earlier events"
+    evidence_words: ClassVar[str] = "a higher risk"
+    primary: ClassVar[str] = "c_index"
+    primary_words: ClassVar[str] = "C-index"
+    shown_metrics: ClassVar[Mapping[str, str]] = {
+        "c_index": "C-index",
+        "uno_c": "Uno's C",
+        "auc_t": "AUC(t)",
+        "hazard_ratio": "HR",
+    }
+    needs_batch: ClassVar[bool] = True
+    groups: ClassVar[tuple[str, ...]] = ("low", "high")
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        return ("time", "event")
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        return ("risk",)
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    # ------------------------------------------------------------------------------------------ targets
+
+    def parse(self, row: SlideRow) -> Target | None:
+        time, event = parse_number(row, self.columns[0]), _event(row, self.columns[1])
+        if time is None or event is None:
+            return None
+        if time <= 0:
+            raise CohortError(
+                f"{row.slide}: {self.columns[0]} is {time:g}",
+                "a time to event must be positive",
+                "Correct it, or leave it empty to exclude the slide",
+                code="invalid-time",
+            )
+        return time, float(event)
+
+    def read(self, cohort: Any) -> dict[str, Target]:
+        """Return the targets; CohortError also where slides of a patient have different ones."""
+        targets = super().read(cohort)
+        of_patient: dict[str, Target] = {}
+        for row in cohort.rows:
+            if row.slide not in targets:
+                continue
+            if of_patient.setdefault(row.patient, targets[row.slide]) != targets[row.slide]:
+                raise CohortError(
+                    f"patient {row.patient}: slides with different times or events",
+                    "follow-up belongs to the patient",
+                    f"Give all slides of a patient the same {' and '.join(self.columns)}",
+                    code="conflicting-follow-up",
+                )
+        return targets
+
+    def strata(self, targets: Mapping[str, Target], patient_of: Mapping[str, str]) -> dict[str, str]:
+        times: dict[bool, dict[str, float]] = {True: {}, False: {}}
+        for slide, (time, event) in targets.items():
+            times[bool(event)][patient_of[slide]] = time
+        least = 1 if all(times.values()) else 2
+        names = quantile_names(times[True], "event", least) | quantile_names(times[False], "censored", least)
+        return {slide: names[patient_of[slide]] for slide in targets}
+
+    def check_training(self, split: str, targets: Sequence[Target]) -> None:
+        if sum(event > 0 for _, event in targets) < 2:
+            raise CohortError(
+                f"{split}: fewer than two training slides have an event",
+                "risks cannot be ordered without events",
+                "Use another split, or add slides of patients with events",
+                code="too-few-events",
+            )
+
+    def is_high(self, targets: Sequence[Target]) -> list[int]:
+        """Return 1 where the Nelson-Aalen martingale residual is above its median: events earlier than expected."""
+        time, event = as_array(targets).T
+        step = event / np.array([(time >= own).sum() for own in time])
+        residual = event - np.array([step[time <= own].sum() for own in time])
+        return [int(value > np.median(residual)) for value in residual]
+
+    def describe(self, targets: Sequence[Target]) -> str:
+        time, event = as_array(targets).T
+        return f"{len(time)} slides, {int(event.sum())} with event, median time {np.median(time):g}"
+
+    # ------------------------------------------------------------------------------------------ networks
+
+    def loss(self, raw_NC: Tensor, target_NT: Tensor) -> Tensor:
+        return cox_loss(raw_NC[:, 0], target_NT[:, 0], target_NT[:, 1])
+
+    def score(self, raw_C: Tensor) -> Tensor:
+        return raw_C
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def primary_metric(self, scored: Scored) -> Interval:
+        time, event = scored.targets.T
+        return metrics.harrell_c(time, event, self.rank(scored.scores), **_within(scored))
+
+    def compute(self, scored: Scored) -> dict[str, Callable[[], Any]]:
+        (time, event), risk = scored.targets.T, self.rank(scored.scores)
+        known_time, known_event = scored.known.T
+        level = scored.evaluate.confidence
+        high = np.array([bool(each) for each in scored.decisions])
+        fold = scored.folds
+
+        def log_rank() -> dict[str, float]:
+            return {"value": metrics.log_rank(time, event, high, strata=fold).p_value}
+
+        def auc_t() -> Interval:
+            times = metrics.evaluation_times(known_time, known_event, time, event)
+            return metrics.time_dependent_auc(known_time, known_event, time, event, risk, times, **_within(scored)).mean
+
+        return {
+            "c_index": lambda: self.primary_metric(scored),
+            "uno_c": lambda: metrics.uno_c(
+                known_time, known_event, time, event, risk, _horizon(scored.known.T), **_within(scored)
+            ),
+            "auc_t": auc_t,
+            "hazard_ratio": lambda: metrics.hazard_ratio(time, event, high, strata=fold, level=level),
+            "log_rank_p": log_rank,
+        }
+
+    def paired(self, scored: Scored, baseline: Floats) -> tuple[Interval, str, float]:
+        time, event = scored.targets.T
+        done = metrics.paired_c_test(time, event, self.rank(scored.scores), self.rank(baseline), **_within(scored))
+        return done.difference, "paired test of Harrell's C (infinitesimal jackknife)", done.p_value
+
+    def choose(self, targets: Sequence[Target], scores_NK: Floats, where: str) -> tuple[float | None, str]:
+        return float(np.median(self.rank(scores_NK))), f"median risk of {where}"
+
+
+@dataclass(frozen=True)
+class DiscreteSurvival(Survival):
+    """Time to event by hazards of intervals of time; the score is the hazard in each."""
+
+    cuts: tuple[float, ...] = ()
+    """Inner limits of the intervals, from training slides."""
+    intervals: int = INTERVALS
+
+    kind: ClassVar[str] = "survival-discrete"
+    score_words: ClassVar[str] = "hazard in each interval of time; risk is minus the expected number survived"
+    needs_batch: ClassVar[bool] = False
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        return tuple(f"hazard_{k + 1}" for k in range(self.intervals))
+
+    @property
+    def num_outputs(self) -> int:
+        return self.intervals
+
+    def fitted(self, targets: Sequence[Target]) -> Self:
+        time, event = as_array(targets).T
+        inner = np.quantile(time[event > 0], np.linspace(0, 1, self.intervals + 1)[1:-1])
+        return replace(self, cuts=tuple(inner.tolist()))
+
+    def encoded(self, target: Target) -> Target:
+        return float(np.searchsorted(self.cuts, target[0], side="left")), target[1]
+
+    def loss(self, raw_NC: Tensor, target_NT: Tensor) -> Tensor:
+        return hazard_loss(raw_NC, target_NT[:, 0], target_NT[:, 1])
+
+    def score(self, raw_C: Tensor) -> Tensor:
+        return raw_C.sigmoid()
+
+    def rank(self, scores_NK: Floats) -> Floats:
+        return -np.cumprod(1 - scores_NK, axis=1).sum(axis=1)
+
+
+def _event(row: SlideRow, column: str) -> int | None:
+    cell = row.value(column)
+    if cell is None:
+        return None
+    if cell.casefold() not in EVENT_WORDS:
+        raise CohortError(
+            f"{row.slide}: {column} is {cell!r}",
+            "an event is 1 (it happened) or 0 (censored)",
+            "Correct it, or leave it empty to exclude the slide",
+            code="invalid-event",
+        )
+    return EVENT_WORDS[cell.casefold()]
+
+
+def _within(scored: Scored) -> dict[str, Any]:
+    return {"groups": scored.patients, "folds": scored.folds, "level": scored.evaluate.confidence}
+
+
+def _horizon(known: Floats) -> float:
+    """Return the time up to which censoring weights of the known slides are defined."""
+    return float(known[0].max())

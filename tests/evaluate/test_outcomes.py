@@ -1,0 +1,212 @@
+"""Outcomes other than classes: losses against slow loops, and planted risks and values through the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.cli import Done, rows_of, selfvitmil
+from helpers.planted_outcomes import planted_outcomes
+from selfvitmil.aggregate import NAMES, build
+from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.evaluate.comparison_table import read_table
+from selfvitmil.evaluate.predictions import read_outcome, read_predictions, write_predictions
+from selfvitmil.outcomes import outcome_from_json
+from selfvitmil.outcomes.continuous import Continuous
+from selfvitmil.outcomes.survival import DiscreteSurvival, Survival, cox_loss, hazard_loss
+
+QUICK = ("--train.seeds", 2, "--train.epochs", 20, "--evaluate.bootstrap", 100)
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+
+def test_cox_loss_is_the_partial_likelihood():
+    generator = np.random.default_rng(0)
+    risk, time = generator.normal(size=12), generator.integers(1, 6, 12).astype(float)
+    event = generator.integers(0, 2, 12).astype(float)
+    slow = 0.0
+    for i in range(12):
+        if event[i]:
+            slow -= risk[i] - math.log(sum(math.exp(risk[j]) for j in range(12) if time[j] >= time[i]))
+    fast = cox_loss(*(torch.from_numpy(each) for each in (risk, time, event)))
+    assert float(fast) == pytest.approx(slow / event.sum(), abs=1e-12)
+
+
+def test_cox_loss_without_events_has_no_gradient():
+    risk = torch.randn(5, requires_grad=True)
+    cox_loss(risk, torch.arange(5.0), torch.zeros(5)).backward()
+    assert risk.grad is not None
+    assert torch.equal(risk.grad, torch.zeros(5))
+
+
+def test_hazard_loss_is_the_likelihood_of_every_interval():
+    generator = np.random.default_rng(1)
+    raw, interval = generator.normal(size=(10, 4)), generator.integers(0, 4, 10)
+    event = generator.integers(0, 2, 10)
+    hazard, slow = 1 / (1 + np.exp(-raw)), 0.0
+    for i in range(10):
+        for k in range(interval[i]):
+            slow -= math.log(1 - hazard[i, k])
+        if event[i]:
+            slow -= math.log(hazard[i, interval[i]])
+    fast = hazard_loss(*(torch.from_numpy(each) for each in (raw, interval, event)))
+    assert float(fast) == pytest.approx(slow / 10, abs=1e-12)
+
+
+def test_values_are_standardized_with_training_slides_and_come_back():
+    outcome = Continuous(("value",)).fitted([(10.0,), (20.0,), (30.0,)])
+    (encoded,) = outcome.encoded((20.0 + math.sqrt(200 / 3),))
+    assert encoded == pytest.approx(1.0)
+    assert float(outcome.score(torch.tensor([encoded], dtype=torch.float64))) == pytest.approx(20 + math.sqrt(200 / 3))
+
+
+@pytest.mark.parametrize(
+    "outcome", [Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",), 2.0, 3.0)]
+)
+def test_an_outcome_comes_back_from_its_description(outcome: Survival | Continuous):
+    assert outcome_from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "self-vit-mil-multiscale"])
+@pytest.mark.parametrize("outcome", [Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",))])
+def test_every_aggregator_learns_every_outcome_or_refuses(name: str, outcome: Survival | Continuous):
+    torch.manual_seed(0)
+    options = {"evidence": "free"} if name == "self-vit-mil" else {}
+    if name.startswith("clam"):
+        with pytest.raises(ConfigError) as refused:
+            build(name, 6, outcome.num_outputs, **options).predict(outcome)
+        assert refused.value.code == "method-needs-classes"
+        return
+    module = build(name, 6, outcome.num_outputs, **options)
+    module.predict(outcome)
+    bags, places = [torch.randn(7, 6) for _ in range(4)], torch.arange(14.0).reshape(7, 2)
+    outputs = [module(bag, places) for bag in bags]
+    target = torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 1.0], [0.0, 1.0]])
+    loss = module.outcome_loss(outputs, target if isinstance(outcome, Survival) else target[:, :1])
+    loss.backward()
+    assert math.isfinite(float(loss))
+    assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in module.parameters())
+    assert module.probabilities(outputs[0]).shape == (len(outcome.score_names),)
+
+
+# ---------------------------------------------------------------------------------------------------- planted truth
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    planted_outcomes(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def permuted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("permuted")
+    planted_outcomes(folder, permuted=True)
+    return folder
+
+
+def learn(command: str, study: Path, made: Path, *arguments: object) -> Done:
+    given = ("--features", made / "features_vit", "--labels", made / "table.csv")
+    return selfvitmil(command, study, *given, *QUICK, *arguments)
+
+
+def metrics_of(study: Path) -> dict[str, float]:
+    (file,) = study.glob("results/*/metrics.json")
+    found = json.loads(file.read_text())["methods"][0]["slide"]["ensemble"]
+    return {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
+
+
+@pytest.mark.parametrize("kind", ["survival", "survival-discrete"])
+def test_planted_risk_is_found_and_permuted_risk_is_not(kind: str, made: Path, permuted: Path, tmp_path: Path):
+    asked = ("--train.outcome", kind, "--train.aggregator", "mean")
+    done = learn("evaluate", tmp_path / "study", made, *asked)
+    assert done.returncode == 0, done.stderr
+    assert "c index, by slide" in done.stdout
+    assert metrics_of(tmp_path / "study")["c_index"] > 0.75
+    assert learn("evaluate", tmp_path / "control", permuted, *asked).returncode == 0
+    assert metrics_of(tmp_path / "control")["c_index"] < 0.7
+
+
+def test_planted_value_is_found_and_permuted_value_is_not(made: Path, permuted: Path, tmp_path: Path):
+    asked = ("--train.target", "value", "--train.aggregator", "mean")
+    done = learn("evaluate", tmp_path / "study", made, *asked)
+    assert done.returncode == 0, done.stderr
+    assert "outcome: continuous" in done.stdout
+    assert metrics_of(tmp_path / "study")["r2"] > 0.5
+    assert learn("evaluate", tmp_path / "control", permuted, *asked).returncode == 0
+    assert metrics_of(tmp_path / "control")["r2"] < 0.3
+
+
+def test_compare_writes_table_and_predictions_that_read_back(made: Path, tmp_path: Path):
+    methods = [part for name in ("mean", "max", "dsmil") for part in ("--compare.methods", name)]
+    done = learn("compare", tmp_path / "study", made, "--train.outcome", "survival", *methods)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "study" / "results" / "compare"
+    rows = read_table((folder / "table.csv").read_text())
+    assert [row.method for row in rows] == ["mean", "max", "dsmil"]
+    assert "auc.svg" not in done.stdout
+    assert "C-index [95 %]" in (folder / "table.md").read_text()
+    predictions, groups = read_predictions(folder / "predictions.csv")
+    assert groups == ("low", "high")
+    truth = {row["slide"]: row for row in rows_of(made / "table.csv")}
+    for row in predictions:
+        assert row.label == (float(truth[row.slide]["time"]), float(truth[row.slide]["event"]))
+        assert row.decision == int(row.score[0] >= (row.threshold or 0.0))
+    copy = tmp_path / "copy.csv"
+    write_predictions(copy, predictions, (), read_outcome(folder / "predictions.csv"))
+    assert copy.read_bytes() == (folder / "predictions.csv").read_bytes()
+
+
+def test_test_slides_have_no_say_in_the_risk_groups(made: Path, tmp_path: Path):
+    """Other outcomes of the test slides leave models, scores and cut as they are."""
+    asked = ("--train.outcome", "survival", "--train.aggregator", "mean")
+    other = tmp_path / "other.csv"
+    lines = (made / "table.csv").read_text().splitlines()
+    changed = [
+        ",".join([*cells[:3], "1.5", *cells[4:]]) if cells[2] == "test" else ",".join(cells)
+        for cells in (line.split(",") for line in lines)
+    ]
+    assert changed != lines
+    other.write_text("\n".join(changed) + "\n")
+    given = ("--features", made / "features_vit")
+    for name, table in (("own", made / "table.csv"), ("other", other)):
+        done = selfvitmil("evaluate", tmp_path / name, *given, "--labels", table, *QUICK, *asked)
+        assert done.returncode == 0, done.stderr
+    own, others = (rows_of(next((tmp_path / name).glob("results/*/predictions.csv"))) for name in ("own", "other"))
+    chosen = [(row["slide"], row["part"], row["seed"], row["risk"], row["threshold"], row["group"]) for row in own]
+    assert [
+        (row["slide"], row["part"], row["seed"], row["risk"], row["threshold"], row["group"]) for row in others
+    ] == chosen
+    assert [row["time"] for row in own] != [row["time"] for row in others]
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def test_invalid_cells_are_named(made: Path, tmp_path: Path):
+    text = (made / "table.csv").read_text()
+    (tmp_path / "table.csv").write_text(text.replace(",1,", ",maybe,", 1))
+    given = ("--features", made / "features_vit", "--labels", tmp_path / "table.csv")
+    done = selfvitmil("evaluate", tmp_path / "study", *given, *QUICK, "--train.outcome", "survival")
+    assert done.returncode != 0
+    assert "maybe" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["localize"])
+def test_commands_for_classes_say_so(command: str, made: Path, tmp_path: Path):
+    done = learn(command, tmp_path / "study", made, "--train.outcome", "survival")
+    assert done.returncode != 0
+    assert "written for classes" in done.stderr
+
+
+def test_no_event_is_refused():
+    with pytest.raises(CohortError) as error:
+        Survival().check_training("fold0", [(1.0, 0.0), (2.0, 1.0)])
+    assert error.value.code == "too-few-events"
