@@ -6,7 +6,8 @@ The accelerator is simulated: a stand-in for the encoder sleeps as long as its t
 partial batches proportionally less, and returns numbers computed from the pixels. All else is real: tile tables, slide
 files, readers (threads), feature files synced to disk. Stains are not normalized, as the accelerator would do it.
 `idle_share` is the share of the time in which the stand-in does not sleep. `--against` names the `src` folder of
-another version, which takes turns with this one in processes of their own; its feature files must have the same bytes. The median round counts. Ends with one JSON line.
+another version, which takes turns with this one in processes of their own; its feature files must have the same bytes.
+The median round counts. Ends with one JSON line.
 
 The stand-in says nothing about a real GPU's speed; it shows what reading, checking and writing add to it.
 """
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(*options.measure, options.tiles_per_s)))
+        print(json.dumps(measure(options.measure[0], options.measure[1], options.tiles_per_s)))
         return
     versions = {"ours": Path(embed.__file__).parents[1]}
     if options.against:

@@ -155,14 +155,16 @@ def kills(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[i
 # ---------------------------------------------------------------------------------------------------- all
 
 PARTS = {"io": io_faults, "kill": kills}
+USUAL_MINUTES = 28.0
 
 
 def main() -> int:
     """Run the parts that were asked for; return 1 where something did not recover."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=list(PARTS), action="append")
+    parser.add_argument("--sample", action="store_true", help="a disk that is full halfway through each stage, no more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=28.0)
+    parser.add_argument("--minutes", type=float, default=USUAL_MINUTES)
     parser.add_argument("--stage", choices=NAMES, action="append")
     parser.add_argument("--only", help="one I/O fault, as a failure prints it")
     given = parser.parse_args()
@@ -177,6 +179,11 @@ def main() -> int:
             fault = IoFault(NAMES.index(stage), int(at), int(kind), lasting == "1")
             fired, problems = try_io_fault(mini, fault)
             tally.add("io" if fired else "io, did not fire", f"--part io --only {fault}", problems)
+        elif given.sample:
+            for k, name in enumerate(NAMES):
+                fault = IoFault(k, count_calls(mini, k) // 2, errno.ENOSPC, lasting=True)
+                fired, problems = try_io_fault(mini, fault)
+                tally.add(f"io {name}", f"--only {fault}", problems if fired else ["the fault did not fire"])
         else:
             stages = [k for k, name in enumerate(NAMES) if not given.stage or name in given.stage]
             for name in given.part or PARTS:

@@ -90,8 +90,9 @@ def train(
     """Train the method `name` on the training bags; the epoch is chosen on the validation bags.
 
     `num_classes` is 1 for two classes, else their number; `outcome` is another one than classes. `store` keeps bags on
-    its device between training runs; without one, a store for `settings.device` lives as long as this call. `report`
-    is called with each epoch's history line. Raises ConfigError or BagError for bags that cannot be trained on, naming the slides.
+    its device between training runs; without one, a store for `settings.device` lives as long as this call. `report` is
+    called with each epoch's history line. Raises ConfigError or BagError for bags that cannot be trained on, naming the
+    slides.
     """
     dim = _check_cohort(training, validation, num_classes, outcome)
     recipe = recipe_of(name, settings).for_dim(dim)

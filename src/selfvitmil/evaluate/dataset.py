@@ -226,7 +226,7 @@ def find_cases(
             code="no-feature-files",
         )
     if outcome is None:
-        check_two_classes({classes[case.label] for case in cases}, "the remaining cohort")
+        check_two_classes({classes[int(case.label)] for case in cases}, "the remaining cohort")
     first = facts[cases[0].slide]
     notes = _notes(cohort, bag_files, facts)
     named = first.encoder or encoder

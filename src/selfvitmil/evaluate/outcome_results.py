@@ -236,7 +236,7 @@ def _with_test(row: OutcomeRow, result: MethodResult, base: MethodResult, evalua
     assert result.outcome is not None
     if len(result.splits) > 1:
         return row
-    (split,) = result.splits
+    split = next(iter(result.splits))
     own, other = (scored_rows(each, None, split, "slide", evaluate) for each in (result, base))
     try:
         difference, test, p = result.outcome.paired(own, other.scores)
@@ -315,21 +315,27 @@ def read_outcome_csv(text: str) -> list[OutcomeRow]:
         heads = [key.removesuffix(" value") for key in record if key.endswith(" value")]
 
         def interval(name: str, record: Mapping[str, str] = record, level: float = level) -> Interval:
-            return Interval(*(_number(record[f"{name}{end}"]) for end in ("value", "low", "high")), "", level)
+            value, low, high = (_number(record[f"{name}{end}"]) for end in ("value", "low", "high"))
+            return Interval(value, low, high, "", level)
 
         rows.append(
             OutcomeRow(
-                *(record[name] for name in _FIELDS),
-                {head: interval(f"{head} ") for head in heads},
-                _number(record["seed_mean"]),
-                _number(record["seed_sd"]),
-                int(record["num_seeds"]),
-                record["baseline"],
-                interval("difference_") if record["difference_value"] else None,
-                _number(record["p_value"]),
-                record["test_against_baseline"],
-                float(record["training_seconds"]) if record["training_seconds"] else None,
-                tuple(filter(None, record["warnings"].split("; "))),
+                method=record["method"],
+                display_name=record["display_name"],
+                features=record["features"],
+                recipe=record["recipe"],
+                kind=record["kind"],
+                on=record["on"],
+                metrics={head: interval(f"{head} ") for head in heads},
+                seed_mean=_number(record["seed_mean"]),
+                seed_sd=_number(record["seed_sd"]),
+                num_seeds=int(record["num_seeds"]),
+                baseline=record["baseline"],
+                difference=interval("difference_") if record["difference_value"] else None,
+                p_value=_number(record["p_value"]),
+                test=record["test_against_baseline"],
+                training_seconds=float(record["training_seconds"]) if record["training_seconds"] else None,
+                notes=tuple(filter(None, record["warnings"].split("; "))),
             )
         )
     return rows

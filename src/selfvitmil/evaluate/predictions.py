@@ -211,7 +211,7 @@ def _outcome_cells(row: Prediction, outcome: Outcome) -> list[str]:
     head = [row.method, row.slide, row.patient, row.split, row.part, *(repr(float(value)) for value in row.label)]
     seed = "ensemble" if row.seed is None else str(row.seed)
     threshold = "" if row.threshold is None else repr(float(row.threshold))
-    group = "" if row.decision is None else outcome.groups[row.decision]
+    group = "" if row.decision is None else outcome.groups[int(row.decision)]
     tail = [threshold, row.threshold_from, group, row.protocol, json.dumps(outcome.to_json())]
     return [*head, seed, *(repr(float(value)) for value in row.score), *tail]
 

@@ -133,7 +133,7 @@ def _guess(cohort: Cohort, train: TrainSettings) -> tuple[str, tuple[str, ...], 
             "Set train.outcome",
             code="ambiguous-outcome",
         )
-    column = columns[0]
+    column = next(iter(columns))
     cells = {cell for row in _with_column(cohort, column).rows if (cell := row.value(column)) is not None}
     try:
         numbers = Continuous(columns).read(cohort)

@@ -2,8 +2,8 @@
 
 Classes (`label`) are the usual outcome, and the modules of training and evaluation are written for them. Any other
 outcome is a subclass of `Outcome` in the file of its name, which parses the cells of the cohort's columns, says how
-many outputs a network has, has their loss, turns outputs into the stored score, chooses a cut on validation slides, has the
-metrics, and the words of all this. No other module asks for the kind.
+many outputs a network has, has their loss, turns outputs into the stored score, chooses a cut on validation slides, has
+the metrics, and the words of all this. No other module asks for the kind.
 
 A target is a tuple of numbers: `(value,)`, `(time, event)`, one 0 or 1 per label. A raw output is what the network
 computes, a score what is stored: a value in the target's unit, a log hazard, probabilities.
