@@ -2,10 +2,15 @@
 
     python benchmarks/end_to_end.py [--slides 140] [--size-px 2048] [--workers 2] [--steps 20] [--epochs 10] [--seeds 3]
     python benchmarks/end_to_end.py --scaling 10 100 1000 --size-px 1024 --steps 2 --epochs 2 --seeds 1
+    python benchmarks/end_to_end.py --preset quick --size-px 5376 --steps 60 --out results
 
-Settings are those of `selfvitmil demo`, with a short pretraining: what is measured is everything else. Writing the
-slides is timed as `synth` and belongs to no sum. Memory is what processes allocate (resident pages that belong to no
-file), of the command and its workers together, looked at ten times a second; mapped feature files do not count.
+Settings are those of `selfvitmil demo`, or of a preset for a GPU, with a short pretraining: what is measured is
+everything else. Writing the slides is timed as `synth` and belongs to no sum. Memory is what processes allocate
+(resident pages that belong to no file), of the command and its workers together, looked at ten times a second; mapped
+feature files do not count.
+
+`--out` writes `end_to_end.json` into a folder after every stage, with the memory on the GPU and with where the main
+thread was: the functions in which most looks found it (the innermost of this package, and the innermost of all).
 
 With `--scaling` every cohort is a process of its own. The exponent of a stage is the slope of log seconds (or bytes)
 over log slides between the smallest and the largest cohort, of what it takes beyond the smallest: 1 is linear.
@@ -19,19 +24,26 @@ import argparse
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from selfvitmil.commands.demo import start_demo
-from selfvitmil.commands.run import Request, RunResult, run
+from selfvitmil.commands.run import Request, RunStart, run
 from selfvitmil.commands.synth import synth
-from selfvitmil.engine import Engine
-from selfvitmil.settings import SynthSettings
+from selfvitmil.engine import Engine, num_cores
+from selfvitmil.settings import StudySettings, SynthSettings
+from selfvitmil.stages.base import StageResult
+from selfvitmil.stages.compare import CompareResult
+from selfvitmil.stages.embed import EmbedResult
+from selfvitmil.stages.pretrain import SplitResult
 from selfvitmil.stages.report import ReportResult
 from selfvitmil.study import CohortSource, Study, study_settings
 
@@ -40,26 +52,45 @@ LEAST_S = 1.0
 """Stages that take less for the largest cohort have no exponent of time: most of it is a constant."""
 
 
-class Memory(threading.Thread):
-    """Looks at the memory of this process and its children until it is stopped."""
+MOST_PLACES = 12
+"""Functions that are told of a stage."""
+
+
+class Watch(threading.Thread):
+    """Looks at the memory of this process and its children, and at its main thread, until it is stopped."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak_mb = 0.0
+        self.places: Counter[str] = Counter()
         self._stopped = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.wait(LOOK_EVERY_S):
             self.peak_mb = max(self.peak_mb, tree_mb(os.getpid()))
+            self.places[place_of(sys._current_frames().get(threading.main_thread().ident or 0))] += 1
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
 
-    def take(self) -> float:
-        """The peak since the last call."""
+    def take(self) -> tuple[float, dict[str, float]]:
+        """The peak since the last call, and the share of the looks that found each place."""
         peak, self.peak_mb = max(self.peak_mb, tree_mb(os.getpid())), 0.0
-        return peak
+        places, self.places = self.places, Counter()
+        number = max(places.total(), 1)
+        return peak, {place: round(count / number, 3) for place, count in places.most_common(MOST_PLACES)}
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost function of this package, and the innermost of all."""
+    inner = "" if frame is None else frame.f_code.co_qualname
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("selfvitmil."):
+        frame = frame.f_back
+    if frame is None:
+        return inner
+    own = f"{frame.f_globals['__name__'].removeprefix('selfvitmil.')}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+    return own if own.split(":")[0].endswith(inner) else f"{own} > {inner}"
 
 
 def tree_mb(pid: int) -> float:
@@ -79,45 +110,99 @@ def tree_mb(pid: int) -> float:
 
 def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all stages of a new study; seconds and peak memory of each."""
-    start_demo(root)
-    flags = {
-        "pretrain": {"steps": arguments.steps, "warmup_steps": 1},
-        "train": {"epochs": arguments.epochs, "seeds": arguments.seeds},
-        "compare": {"random_encoder": False, "mean_color": False, "supervised": "none"},
-        "engine": {"workers": arguments.workers},
-    }
-    settings = study_settings(root, flags)
-    seconds: dict[str, float] = {}
-    peak_mb: dict[str, float] = {}
+    settings = settings_of(root, arguments)
+    told: dict[str, Any] = {"slides": arguments.slides, "seconds": {}, "peak_mb": {}, "gpu_mb": {}, "places": {}}
     page: ReportResult | None = None
-    memory = Memory()
-    memory.start()
+    watch = Watch()
+
+    def note(name: str, seconds: float) -> None:
+        told["seconds"][name] = round(seconds, 2)
+        peak_mb, told["places"][name] = watch.take()
+        told["peak_mb"][name] = round(peak_mb)
+        if on_gpu := gpu_mb():
+            told["gpu_mb"][name] = round(on_gpu)
+        print(f"{name}: {seconds:.1f} s, {peak_mb:,.0f} MB", flush=True)
+        save(told, arguments.out)
+
+    watch.start()
     with Engine(settings.engine) as engine:
         begin = time.perf_counter()
         synth(root / "slides", SynthSettings(slides=arguments.slides, size_px=arguments.size_px), engine)
-        seconds["synth"], peak_mb["synth"] = time.perf_counter() - begin, memory.take()
+        note("synth", time.perf_counter() - begin)
         study = Study(root, settings, CohortSource(cohort=root / "slides" / "cohort.csv"))
+        begin = time.perf_counter()
         for result in run(study, Request(name="demo"), engine):
             if result.failures:
                 sys.exit(f"failed: {result.failures[0]}")
-            page = result if isinstance(result, ReportResult) else page
             name = type(result).__name__.removesuffix("Result").lower()
-            if isinstance(result, RunResult):
-                seconds |= {stage: report.seconds or 0.0 for stage, report in result.stages.items()}
-            peak_mb[name] = memory.take()
-    memory.stop()
+            if isinstance(result, RunStart):
+                note("start", time.perf_counter() - begin)
+            if type(result).__module__.startswith("selfvitmil.stages.") and not isinstance(result, SplitResult):
+                note(name, time.perf_counter() - begin)
+            begin = time.perf_counter()
+            told |= details_of(result)
+            page = result if isinstance(result, ReportResult) else page
+    watch.stop()
     if page is None or page.num_sections != min(page.most_slides, page.num_with_heatmap):
         sys.exit("the report lacks slides")
-    return {
-        "slides": arguments.slides,
-        "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
-        "peak_mb": {stage: round(peak_mb[stage]) for stage in seconds if stage in peak_mb},
-        "seconds_without_pretraining": round(
-            sum(value for stage, value in seconds.items() if stage not in ("synth", "pretrain")), 2
-        ),
-        "report_mb": round(page.size_bytes / 1e6, 2),
-        "report_sections": page.num_sections,
+    rest = (value for stage, value in told["seconds"].items() if stage not in ("synth", "pretrain"))
+    told |= {"seconds_without_pretraining": round(sum(rest), 2)}
+    save(told, arguments.out)
+    return told
+
+
+def settings_of(root: Path, arguments: argparse.Namespace) -> StudySettings:
+    """The settings of the demo, or of the preset, with what the flags say."""
+    flags: dict[str, Any] = {
+        "pretrain": {"steps": arguments.steps, "warmup_steps": 1},
+        "train": {"seeds": arguments.seeds} | ({} if arguments.epochs is None else {"epochs": arguments.epochs}),
+        "compare": {"random_encoder": False, "mean_color": False, "supervised": "none"},
+        "engine": {} if arguments.workers is None else {"workers": arguments.workers},
     }
+    if arguments.preset == "demo":
+        start_demo(root)
+    else:
+        flags["preset"] = arguments.preset
+    return study_settings(root, flags)
+
+
+def details_of(result: StageResult) -> dict[str, Any]:
+    """What a stage tells of itself beyond its time."""
+    if isinstance(result, EmbedResult):
+        slides = [slide for each in result.features for slide in each.slides.values()]
+        shares = [slide.wait_share for slide in slides]
+        return {"tiles": sum(slide.num_tiles for slide in slides), "wait_share": round(sum(shares) / len(shares), 3)}
+    if isinstance(result, CompareResult):
+        return {"training_s": {row.display_name: row.training_seconds for row in result.table}}
+    if isinstance(result, ReportResult):
+        return {"report_mb": round(result.size_bytes / 1e6, 2), "report_sections": result.num_sections}
+    return {}
+
+
+def gpu_mb() -> float:
+    """Most memory that this process has had on the GPU since the last call; 0 without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 1e6
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def save(told: dict[str, Any], folder: Path | None) -> None:
+    """Write what was measured so far."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"benchmark": "end_to_end", "machine": machine(), **told}, indent=1)
+        (folder / "end_to_end.json").write_text(text + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on; nothing that names the machine."""
+    torch: Any = sys.modules.get("torch")
+    gpus = [] if torch is None else [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    version = "" if torch is None else torch.__version__
+    return {"cores": num_cores(), "gpus": gpus, "python": platform.python_version(), "torch": version}
 
 
 def exponents(cohorts: list[dict[str, Any]], key: str) -> dict[str, float]:
@@ -136,8 +221,9 @@ def scaling(arguments: argparse.Namespace) -> dict[str, Any]:
     cohorts: list[dict[str, Any]] = []
     for slides in sorted(arguments.scaling):
         command = [sys.executable, __file__, "--slides", str(slides)]
-        for name in ("size_px", "workers", "steps", "epochs", "seeds"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        for name in ("preset", "size_px", "workers", "steps", "epochs", "seeds"):
+            if getattr(arguments, name) is not None:
+                command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         cohorts.append(json.loads(done.stdout.splitlines()[-1]))
         print(json.dumps(cohorts[-1]), flush=True)
@@ -153,22 +239,23 @@ def scaling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", choices=("demo", "quick", "default"), default="demo")
     parser.add_argument("--slides", type=int, default=140)
     parser.add_argument("--size-px", type=int, default=2048, help="edge of a slide in level-0 pixels")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; 0 works in this one")
+    parser.add_argument("--workers", type=int, help="processes; 0 works in this one; by default one per core")
     parser.add_argument("--steps", type=int, default=20, help="of pretraining")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, help="of every training, at most; by default as recipes say")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scaling", type=int, nargs="+", metavar="SLIDES", help="cohorts of these sizes")
     parser.add_argument("--folder", type=Path, help="where to keep the study; by default it is thrown away")
+    parser.add_argument("--out", type=Path, help="folder for end_to_end.json")
     arguments = parser.parse_args(given)
     if arguments.scaling:
         print(json.dumps(scaling(arguments)))
         return
     with tempfile.TemporaryDirectory() as temporary:
         told = measure(arguments.folder or Path(temporary) / "study", arguments)
-    for stage, value in told["seconds"].items():
-        print(f"{stage}: {value:.1f} s, {told['peak_mb'].get(stage, 0):,} MB")
+    del told["places"]
     print(json.dumps({"benchmark": "end_to_end", **told}))
 
 
