@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil import aggregate, metrics
-from selfvitmil.aggregate import bag_tensors, recipes, selection, train
+from selfvitmil.aggregate import bag_tensors, graphs, recipes, selection, train
 from selfvitmil.aggregate.dsmil import DSMILOutput
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, score
@@ -687,6 +688,82 @@ def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
     assert "(operation not permitted when stream is capturing)" in trained.warnings[0]
 
 
+def trained_in_turns(names: list[str], seeds: list[int], **how: Any) -> dict[tuple[str, int], Trained]:
+    """Trainings of several methods at the same time; by method and seed."""
+    device = how.pop("device", "cpu")
+
+    def training_of(name: str) -> Iterator[tuple[str, int, Trained] | None]:
+        settings = asked(device=device, options={**SMALL.get(name, {}), **how.get(name, {})}, **how["all"])
+        left = iter(seeds)
+        for found in train.train_seeds(name, cohort(0, 8), cohort(8, 14), 1, settings, seeds):
+            yield None if found is None else (name, next(left), found)
+
+    return {(name, seed): found for name, seed, found in graphs.in_turns(map(training_of, names), most=3)}
+
+
+@pytest.mark.parametrize("name", aggregate.NAMES)
+def test_gradients_of_several_bags_add_up(name):
+    """Autograd may give several weights one tensor as their first gradient, to which each then adds the next one."""
+    module = aggregate.build(name, DIM, 1, **SMALL.get(name, {})).eval()
+    bags = [torch.from_numpy(each.bag.features_ND).float() for each in cohort(0, 2)]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        return {key: each.grad for key, each in module.named_parameters() if each.grad is not None}
+
+    single: list[dict[str, torch.Tensor]] = []
+    for bag in bags:
+        module.zero_grad()
+        module.loss(module(bag), 1.0).backward()
+        single.append(gradients())
+    module.zero_grad()
+    for bag in bags:
+        module.loss(module(bag), 1.0).backward()
+    for key, value in gradients().items():
+        torch.testing.assert_close(value, single[0][key] + single[1][key])
+
+
+@pytest.mark.parametrize(
+    ("names", "how"),
+    [
+        (["abmil", "self-vit-mil", "transmil", "clam-sb", "mil-rnn"], {"instance_dropout": 0.4, "patience": 1}),
+        (["dsmil", "transmil"], {"optimizer": "lookahead-radam", "accumulate": 3}),
+        (["chowder", "mean"], {"optimizer": "sgd", "clip_grad": 0.1}),
+    ],
+)
+def test_trainings_in_turns_equal_trainings_alone(names, how):
+    """Random numbers, optimizer states and criteria of one do not reach another, nor the next seed."""
+    seeds = [4, 0, 7]
+    before = torch.get_rng_state()
+    found = trained_in_turns(names, seeds, all={"epochs": 4, **how})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(found) != [(name, seed) for name in names for seed in seeds]  # they did take turns
+    for (name, seed), trained in found.items():
+        alone = quick(name, seed, epochs=4, **how)
+        assert_same_weights(trained, alone)
+        assert trained.epoch == alone.epoch
+        assert trained.warnings == alone.warnings
+        for lines in (trained.history, alone.history):
+            for line in lines:
+                line.pop("seconds")
+        assert trained.history == alone.history
+
+
+def test_no_more_trainings_at_once_than_asked():
+    running: list[int] = []
+    most = 0
+
+    def steps(number: int) -> Iterator[int | None]:
+        nonlocal most
+        running.append(number)
+        most = max(most, len(running))
+        yield from [None] * number
+        yield number
+        running.remove(number)
+
+    assert sorted(graphs.in_turns(map(steps, range(6)), most=2)) == list(range(6))
+    assert most == 2
+
+
 def test_methods_say_when_they_wait_for_the_device():
     waits = {name: aggregate.build(name, 8, 1).waits_for_device for name in aggregate.NAMES}
     assert not any(waits.values())
@@ -715,6 +792,16 @@ class TestOnGpu:
         plain = quick(name, **how)
         losses = [[line["train_loss"] for line in each.history] for each in (recorded, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lookahead-radam"])
+    def test_trainings_in_turns_equal_trainings_alone(self, optimizer):
+        names, seeds = ["abmil", "dsmil", "mil-rnn", "mean"], [4, 0]
+        how = {"epochs": 6, "optimizer": optimizer, "instance_dropout": 0.4}
+        for (name, seed), trained in trained_in_turns(names, seeds, device="cuda", all=how).items():
+            assert not [each for each in trained.warnings if "graphs" in each]
+            losses = [line["train_loss"] for line in trained.history]
+            alone = quick(name, seed, device="cuda", **how)
+            assert losses == pytest.approx([line["train_loss"] for line in alone.history], rel=1e-3)
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lookahead-radam"])
     def test_optimizers_are_recorded(self, optimizer):

@@ -17,7 +17,7 @@ from selfvitmil.evaluate.protocol import Training, fit_method, make_model, train
 from selfvitmil.settings import EngineSettings, EvaluateSettings, TrainSettings
 from selfvitmil.stages import train as pipeline_training
 from selfvitmil.stages.train import make_models
-from selfvitmil.store.provenance import BUILT, UP_TO_DATE
+from selfvitmil.store.provenance import BUILT, MISSING, UP_TO_DATE
 
 TRAIN = TrainSettings(aggregator="dsmil", epochs=4, seeds=2, split="k-fold", folds=2, device="cpu")
 
@@ -80,6 +80,22 @@ def test_a_worker_reads_bags_and_chooses_the_evidence_once(
         make_model(training)
     assert len(choices) == len(trial.splits) + len(alone)
     assert weights_of(shared) == weights_of(alone)
+
+
+def test_models_made_in_turns_are_those_made_alone(trial: Trial, tmp_path: Path):
+    """As on a GPU: splits take turns, each with one seed after the other."""
+    told: list[dict[str, object]] = []
+    together = trainings_of("dsmil", trial, TRAIN, tmp_path / "together")
+    todo = [(trial, each, MISSING) for each in together]
+    outcomes = pipeline_training._make_in_turns(todo, BagStore("cpu"), told.append)
+    assert outcomes == dict.fromkeys([each.place for each in together], BUILT)
+    assert {(line["split"], line["seed"], line["epoch"]) for line in told} == {
+        (each.split, each.seed, epoch) for each in together for epoch in range(1, 5)
+    }
+    alone = trainings_of("dsmil", trial, TRAIN, tmp_path / "alone")
+    fit_method("dsmil", trial, TRAIN, folder=tmp_path / "alone")
+    assert weights_of(together) == weights_of(alone)
+    assert len(set(weights_of(alone))) == 4
 
 
 def test_short_trainings_start_no_process(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

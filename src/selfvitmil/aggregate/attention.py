@@ -477,8 +477,8 @@ class _Position(nn.Module):
         grid = (grid / count.clamp(min=1)[:, None]).T.reshape(1, -1, positions.rows, positions.columns)
         kernels = [kernel for kernel in self.kernels if isinstance(kernel, nn.Conv2d)]
         weights = [F.pad(kernel.weight, [(widest - kernel.kernel_size[0]) // 2] * 4) for kernel in kernels]
-        biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
-        grid = F.conv2d(
-            grid, torch.stack(weights).sum(0), torch.stack(biases).sum(0), padding=widest // 2, groups=grid.shape[1]
-        )
+        # Not the sum of a stack: its gradients share their memory, and bags that accumulate in it would count thrice.
+        first_H, *others = (kernel.bias for kernel in kernels if kernel.bias is not None)
+        bias_H = sum(others, start=first_H)
+        grid = F.conv2d(grid, torch.stack(weights).sum(0), bias_H, padding=widest // 2, groups=grid.shape[1])
         return tokens_TH + grid.flatten(2)[0].T[positions.cell_T]

@@ -61,7 +61,12 @@ def few_threads(bags: Sequence[Bag], device: torch.device) -> Iterator[None]:
 
 def one_thread_does(bags: Iterable[Bag], device: torch.device) -> bool:
     """Whether one CPU thread is enough for the largest of these bags."""
-    return device.type == "cpu" and max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
+    return device.type == "cpu" and are_small(bags)
+
+
+def are_small(bags: Iterable[Bag]) -> bool:
+    """Whether a training on these bags leaves most of a machine idle."""
+    return max((bag.features_ND.size for bag in bags), default=0) < ONE_THREAD_ELEMENTS
 
 
 class BagStore:

@@ -508,6 +508,17 @@ class TrainingOptimizer:
             else:
                 group["lr"] = value
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Forget all steps, in place: captured steps go on with the same tensors."""
+        self.zero_grad()
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        if self._lookahead is not None:
+            self._lookahead.restart()
+
     def after_step(self) -> None:
         """Apply Lookahead after an optimizer step, where the recipe uses it."""
         if self._lookahead is not None:
@@ -600,6 +611,12 @@ class Lookahead:
         self._every = every
         self._share = share
         self._steps = 0
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew from the present weights."""
+        self._steps = 0
+        torch._foreach_copy_(self._slow, self._weights)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def count_step(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from selfvitmil import metrics
 from selfvitmil.aggregate.bag_tensors import BagStore, ChunkedBag, LabelledBag, draw
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
 from selfvitmil.aggregate.dsmil import EVIDENCE
+from selfvitmil.aggregate.graphs import Recorder, can_capture
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates
 
 FOLDS = 5
@@ -168,20 +170,42 @@ def _cross_validate(
     held_out = torch.from_numpy(fold_of).to(device)
     best_loss = torch.full((len(kinds), folds), math.inf, device=device)
     found = torch.full((len(bags), len(kinds), num_classes), 0.5, device=device)
+    logits = torch.zeros(len(bags), len(kinds), folds, num_classes, device=device)
+    rows = logits.unbind()
+
+    def train_step(index: int) -> None:
+        features_ND = store.features(bags[index].bag)
+        kept = max(1, len(features_ND) - int(recipe.instance_dropout * len(features_ND)))
+        if kept < len(features_ND):
+            features_ND = features_ND.index_select(0, draw(len(features_ND), kept, device))
+        losses = _losses(scorers(features_ND).logits_C, target_SC[index])
+        (losses * learns_SF[index]).sum().backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def score_step(index: int) -> None:
+        rows[index].copy_(scorers(store.features(bags[index].bag)).logits_C)
+
+    train_steps, score_steps = (
+        [partial(step, index) for index in range(len(bags))] for step in (train_step, score_step)
+    )
     for epoch in range(recipe.epochs):
         scorers.train()
-        for number, place in enumerate(np.random.default_rng((SEED, epoch)).permutation(len(bags))):
+        for number, place in enumerate(np.random.default_rng((SEED, epoch)).permutation(len(bags)).tolist()):
             optimizer.set_lr(schedule.value_at(epoch * len(bags) + number))
-            features_ND = store.features(bags[place].bag)
-            kept = max(1, len(features_ND) - int(recipe.instance_dropout * len(features_ND)))
-            if kept < len(features_ND):
-                features_ND = features_ND.index_select(0, draw(len(features_ND), kept, device))
-            losses = _losses(scorers(features_ND).logits_C, target_SC[place])
-            (losses * learns_SF[place]).sum().backward()
-            optimizer.step()
+            train_steps[place]()
         scorers.eval()
+        for step in score_steps:
+            step()
+        if epoch == 0 and can_capture(bags, 2 * len(bags), recipe.epochs, store):
+            try:
+                recorder = Recorder()
+                score_steps = recorder.record(score_steps)
+                scorers.train()
+                train_steps = recorder.record(train_steps)
+            except RuntimeError:  # they are slower, and give the same
+                optimizer.zero_grad()
         with torch.no_grad():
-            logits = torch.stack([scorers(store.features(each.bag)).logits_C for each in bags])  # (S, kinds, folds, C)
             own = logits.gather(2, held_out[:, None, None, None].expand(-1, len(kinds), 1, num_classes)).squeeze(2)
             losses_SK = _losses(own, target_SC[:, None])
             loss = torch.stack([losses_SK[held_out == fold].mean(0) for fold in range(folds)], dim=1)

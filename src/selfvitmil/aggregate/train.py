@@ -18,13 +18,12 @@ T training bags, V validation bags, N instances, D dimensions, C classes.
 
 from __future__ import annotations
 
-import gc
+import copy
 import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,21 +37,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfvitmil.aggregate import selection
-from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw, few_threads
+from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, BagScore, build, score, summarize_output
 from selfvitmil.aggregate.dsmil import AUTO
+from selfvitmil.aggregate.graphs import Recorder, Step, Surroundings, can_capture, surrounded
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
 from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.outcomes import Outcome
+from selfvitmil.runtime.device import synchronize
 from selfvitmil.settings import TrainSettings
 from selfvitmil.store.files import read_json, write_bytes, write_text
 
 __all__ = ["BagScore", "BagStore", "LabelledBag", "Trained", "load_model", "save_model", "score", "train"]
 
-MIN_EPOCHS = 4
-"""Epochs below which capturing CUDA graphs costs more than replaying them saves."""
 SCHEMA = "selfvitmil.aggregator"
 FORMAT_VERSION = 3
 
@@ -94,32 +93,66 @@ def train(
     called with each epoch's history line. Raises ConfigError or BagError for bags that cannot be trained on, naming the
     slides.
     """
+    given = (training, validation, num_classes, settings)
+    of_epoch = None if report is None else lambda _, line: report(line)
+    (trained,) = filter(None, train_seeds(name, *given, [seed], outcome=outcome, store=store, report=of_epoch))
+    return trained
+
+
+def train_seeds(
+    name: str,
+    training: Sequence[LabelledBag],
+    validation: Sequence[LabelledBag],
+    num_classes: int,
+    settings: TrainSettings,
+    seeds: Sequence[int],
+    *,
+    outcome: Outcome | None = None,
+    store: BagStore | None = None,
+    report: Callable[[int, dict[str, Any]], None] | None = None,
+) -> Iterator[Trained | None]:
+    """Train with one seed after the other, as `train` does; yield each result, and None while the device is at work.
+
+    Between two values other trainings may run (`in_turns`). Network, optimizer and captured steps are those of the
+    first seed, set back to the start for every other one.
+    """
     dim = _check_cohort(training, validation, num_classes, outcome)
     recipe = recipe_of(name, settings).for_dim(dim)
     if outcome is not None:
         outcome = outcome.fitted([each.label for each in training])
         recipe = _with_risk_sets(recipe, outcome, settings, len(training))
     store = store or BagStore.of(settings)
-    store.check([each.bag for each in (*training, *validation)])
-    recipe, choice = _with_evidence(recipe, [*training, *validation], num_classes, store, outcome)
-    with _training_context(seed, [*training, *validation], store.device):
+    bags = [*training, *validation]
+    store.check([each.bag for each in bags])
+    recipe, choice = _with_evidence(recipe, bags, num_classes, store, outcome)
+    synchronize(store.device)  # bags may have come on another stream
+    surroundings = Surroundings(bags, store.device)
+
+    def prepared(seed: int) -> Aggregator:
+        surroundings.seed(seed)
         module = build(name, dim, num_classes, **recipe.module_options)
         if outcome is not None:
             module.predict(outcome)
         if recipe.standardize:
             module.set_standardization(*store.standardization([each.bag for each in training]))
-        module.to(store.device)
-        run = _Run(module, recipe, store, training, validation, seed)
-        for line in run.epochs():
-            if report is not None:
-                report(line)
-        module.load_state_dict(run.best_weights)
-        module.zero_grad()
-        module.cpu().eval()
-    warnings = run.warnings
-    if recipe.options.get("evidence") != "average":
-        warnings += selection.attention_warnings(run.history[run.best_epoch - 1])
-    return Trained(module, recipe, run.best_epoch, tuple(run.history), tuple(warnings), choice)
+        return module
+
+    def epochs() -> Iterator[Trained | None]:
+        run: _Run | None = None
+        for seed in seeds:
+            module = prepared(seed)
+            if run is None:
+                run = _Run(copy.deepcopy(module).to(store.device), recipe, store, training, validation, seed)
+            else:
+                run.restart(module, seed)
+            for line in run.epochs():
+                if line is None:
+                    yield None
+                elif report is not None:
+                    report(seed, line)
+            yield run.result(module, choice)
+
+    yield from surrounded(surroundings, epochs())
 
 
 RISK_SET = 32
@@ -176,8 +209,11 @@ def _with_evidence(
     numbers = tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
     key = (num_classes, numbers, tuple((each.patient, each.label, each.bag) for each in bags))
     if key not in store.evidence_choices:
-        with _training_context(SEED, bags, store.device):
+        surroundings = Surroundings(bags, store.device)
+        with surroundings():
+            surroundings.seed(SEED)
             store.evidence_choices[key] = choose_evidence(bags, num_classes, recipe, store)
+        synchronize(store.device)
     choice = store.evidence_choices[key]
     return replace(recipe, options={**recipe.options, "evidence": choice.evidence}), choice
 
@@ -242,39 +278,6 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-@contextmanager
-def _training_context(seed: int, bags: Sequence[LabelledBag], device: torch.device) -> Iterator[None]:
-    """Context of a training run: its own stream, random state and number of threads."""
-    of_bags = partial(few_threads, [each.bag for each in bags])
-    with ExitStack() as stack:
-        for context in (own_stream, _tf32, partial(_seeded, seed), of_bags):
-            stack.enter_context(context(device))
-        yield
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators; the caller's random state is restored afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def _tf32(device: torch.device) -> Iterator[None]:
-    """Use TF32 for float32 products on a GPU: it holds float16 embeddings exactly and rounds weights to 10 bits."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 # ---------------------------------------------------------------------------------------------------- epochs
 
 
@@ -291,9 +294,9 @@ class _Run:
         seed: int,
     ):
         self.history: list[dict[str, Any]] = []
-        self.warnings: list[str] = []
         self.best_epoch = 0
         self.best_weights = {name: value.clone() for name, value in module.state_dict().items()}
+        self._warnings: list[str] = []
         self._module = module
         self._recipe = recipe
         self._store = store
@@ -306,32 +309,59 @@ class _Run:
         if module.outcome is None:
             wanted, labels = recipe.monitor, self._steps.validation.labels
             self._monitor, warning = selection.choose_monitor(wanted, labels, module.num_classes)
-            self.warnings += [warning] if warning else []
+            self._warnings += [warning] if warning else []
         absent = sorted(set(range(module.num_classes)) - {each.label for each in training})
         if module.outcome is None and module.num_classes > 1 and absent:
             listed = ", ".join(map(str, absent))
-            self.warnings.append(f"no training slide of class {listed}: it cannot be learned. Add some, or split again")
+            self._warnings.append(
+                f"no training slide of class {listed}: it cannot be learned. Add some, or split again"
+            )
         self._best_criterion = -math.inf
+        self._captured = False
         self._train_steps, self._update = self._make_train_steps()
         self._validation_steps: list[Step] = [
             partial(self._steps.validation_step, index) for index in range(len(validation))
         ]
 
-    def epochs(self) -> Iterator[dict[str, Any]]:
-        """Train and yield each epoch's history line."""
+    def restart(self, module: Aggregator, seed: int) -> None:
+        """Begin anew from the weights of `module`, on the same tensors."""
+        self.history, self.best_epoch, self._best_criterion = [], 0, -math.inf
+        self._seed = seed
+        start = module.state_dict()
+        with torch.no_grad():
+            for name, value in self._module.state_dict().items():
+                value.copy_(start[name])
+                self.best_weights[name].copy_(value)
+        self._optimizer.restart()
+        self._steps.validation.restart()
+
+    def epochs(self) -> Iterator[dict[str, Any] | None]:
+        """Train; yield None when an epoch is queued on the device, then its history line."""
         for epoch in range(1, self._recipe.epochs + 1):
             start = time.perf_counter()
             lr = self._train_epoch(epoch)
             self._validate()
+            seconds = time.perf_counter() - start
+            yield None
+            start = time.perf_counter()
             line = self._line(epoch, lr)
-            if epoch == 1 and self._can_capture():
+            if not self._captured and self._can_capture():
                 self._capture()
-            line["seconds"] = round(time.perf_counter() - start, 4)
+            line["seconds"] = round(seconds + time.perf_counter() - start, 4)
             self.history.append(line)
             yield line
             waited = epoch - self.best_epoch
             if 0 < self._recipe.patience <= waited and epoch >= self._recipe.min_epochs:
                 return
+
+    def result(self, module: Aggregator, evidence: EvidenceChoice | None) -> Trained:
+        """Return what was learned; `module` gets the best weights."""
+        module.load_state_dict(self.best_weights)
+        warnings = list(self._warnings)
+        if self._recipe.options.get("evidence") != "average":
+            warnings += selection.attention_warnings(self.history[self.best_epoch - 1])
+        history = tuple(self.history)
+        return Trained(module.eval(), self._recipe, self.best_epoch, history, tuple(warnings), evidence)
 
     def _make_train_steps(self) -> tuple[list[Step], Step]:
         """Return the step of each training bag, and the optimizer step after `accumulate` bags."""
@@ -347,13 +377,13 @@ class _Run:
 
     def _can_capture(self) -> bool:
         """Whether the steps can be captured as CUDA graphs and will be repeated often enough."""
-        bags = [each.bag for each in (*self._steps.training.bags, *self._steps.validation.bags)]
-        few = len(bags) <= MAX_GRAPHS and self._recipe.epochs >= MIN_EPOCHS
-        on_gpu = self._store.device.type == "cuda" and not self._steps.together
-        return on_gpu and few and not self._module.waits_for_device and self._store.holds(bags)
+        bags = [*self._steps.training.bags, *self._steps.validation.bags]
+        one_by_one = not self._steps.together and not self._module.waits_for_device
+        return one_by_one and can_capture(bags, len(bags), self._recipe.epochs, self._store)
 
     def _capture(self) -> None:
         """Replace the steps by replays of CUDA graphs; where capture fails, keep them and warn."""
+        self._captured = True
         recorder = Recorder()
         try:
             self._module.train()
@@ -364,7 +394,7 @@ class _Run:
         except RuntimeError as error:
             self._optimizer.zero_grad()
             reason = str(error).splitlines()[0]
-            self.warnings.append(f"training ran without CUDA graphs and is slower ({reason})")
+            self._warnings.append(f"training ran without CUDA graphs and is slower ({reason})")
             return
         self._train_steps, self._update, self._validation_steps = train_steps, update, validation_steps
 
@@ -574,11 +604,15 @@ class ValidationBuffers(TrainingBuffers):
         width = num_classes if outcome is None else len(outcome.score_names)
         self._probabilities = torch.zeros(len(bags), width, device=device)
         self._entropies = torch.zeros(len(bags), device=device)
-        self._overtaken, critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
+        self._overtaken, self._critical = torch.zeros(2, len(bags), device=device, dtype=torch.int64).unbind()
         self.probabilities, self.entropies = self._probabilities.unbind(), self._entropies.unbind()
-        self.overtaken, self.critical = self._overtaken.unbind(), critical.unbind()
+        self.overtaken, self.critical = self._overtaken.unbind(), self._critical.unbind()
         # Column of the evidence: the bag's own class; a binary label has a single column.
         self.columns = [0 if num_classes == 1 or outcome is not None else each.label for each in bags]
+
+    def restart(self) -> None:
+        """Forget the critical instances of another training."""
+        self._critical.zero_()
 
     def fetch(self) -> ValidationResults:
         """Return the results on the host; synchronizes with the device."""
@@ -686,66 +720,3 @@ def class_weights(training: Sequence[LabelledBag], num_classes: int, rule: str) 
         return [1.0] * len(counts)
     present = int((counts > 0).sum())
     return [len(training) / (present * int(count)) if count else 1.0 for count in counts]
-
-
-# ---------------------------------------------------------------------------------------------------- CUDA graphs
-
-
-Step = Callable[[], None]
-
-MAX_GRAPHS = 2000
-"""Largest number of graphs: each holds some driver memory, and with more bags the gain per epoch is small."""
-
-
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Run all work in a separate stream, where it can be captured; does nothing on a CPU."""
-    if device.type != "cuda":
-        yield
-        return
-    outside, inside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    inside.wait_stream(outside)
-    try:
-        with torch.cuda.stream(inside):
-            yield
-    finally:
-        outside.wait_stream(inside)
-
-
-class Recorder:
-    """Captures steps in one memory pool, which lives as long as the graphs."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, steps: Sequence[Step]) -> list[Step]:
-        """Return a replay for each step, without computing anything; raise RuntimeError where capture fails."""
-        torch.cuda.synchronize()
-        with _no_garbage_collection():
-            return [self._recorded(step) for step in steps]
-
-    def _recorded(self, step: Step) -> Step:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may be pinning memory meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            step()
-        except BaseException:
-            with suppress(RuntimeError):  # the failed capture reports its error a second time
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph.replay
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: freeing tensors or graphs during a capture invalidates it."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -37,7 +37,7 @@ from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.recipes import RecipeNote, note_of, recipe_of
 from selfvitmil.aggregate.selection import EvidenceChoice
-from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model
+from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, train_seeds
 from selfvitmil.aggregate.train import score as score_bags
 from selfvitmil.aggregate.train import train as train_aggregator
 from selfvitmil.bags import Bag
@@ -65,6 +65,8 @@ from selfvitmil.store.provenance import (
 
 VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""
+ACCUMULATED_TRANSMIL = 3
+"""The same for TransMIL with several bags a step, whose position biases once counted each bag three times."""
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -148,24 +150,57 @@ class Training:
     ) -> Model:
         """Train on labelled training and validation bags only; store the model if it has a folder."""
         trained = self._trained(bag_of, store, report)
-        if self.place is not None:
-            # An old config must not stay beside new weights if the process is killed in between.
-            (self.place / CONFIG_FILE).unlink(missing_ok=True)
-            save_model(self.place, trained, dict(self.about))
+        self.save(trained)
         seconds = _seconds(trained.history)
         outcome = outcome_of(freshness)
         return Model(trained.module, trained.epoch, outcome, seconds, trained.warnings, trained.evidence)
 
+    def save(self, trained: Trained) -> None:
+        """Store the model if it has a folder."""
+        if self.place is not None:
+            # An old config must not stay beside new weights if the process is killed in between.
+            (self.place / CONFIG_FILE).unlink(missing_ok=True)
+            save_model(self.place, trained, dict(self.about))
+
     def _trained(self, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Trained:
-        where = {"method": self.name, "split": self.split, "seed": self.seed}
+        return train_aggregator(
+            self.name, *self.bags(bag_of), self.num_classes, self.settings, self.seed, outcome=self.outcome,
+            store=store, report=None if report is None else partial(self.tell, report),
+        )  # fmt: skip
+
+    def bags(self, bag_of: Callable[[Case], Bag]) -> tuple[list[LabelledBag], list[LabelledBag]]:
+        """Return the labelled bags that are trained on, and those that the epoch is chosen on."""
         training, validation = (
             [LabelledBag(case.slide, bag_of(case), case.label, case.patient) for case in part]
             for part in (self.training, self.chosen_on)
         )
-        return train_aggregator(
-            self.name, training, validation, self.num_classes, self.settings, self.seed,
-            outcome=self.outcome, store=store, report=None if report is None else partial(_tell, report, where),
-        )  # fmt: skip
+        return training, validation
+
+    def tell(self, report: Report, line: dict[str, Any]) -> None:
+        """Report an epoch with method, split and seed."""
+        report({"method": self.name, "split": self.split, "seed": self.seed, **line})
+
+
+def make_seeds(
+    trainings: Sequence[Training], bag_of: Callable[[Case], Bag], store: BagStore, report: Report
+) -> Iterator[Training | None]:
+    """Make the models of trainings that differ in their seeds alone.
+
+    Yields each training when its model is stored, and None while the device is at work (`in_turns`).
+    """
+    first, by_seed = trainings[0], {each.seed: each for each in trainings}
+    results = train_seeds(
+        first.name, *first.bags(bag_of), first.num_classes, first.settings, list(by_seed), outcome=first.outcome,
+        store=store, report=lambda seed, line: by_seed[seed].tell(report, line),
+    )  # fmt: skip
+    left = iter(trainings)
+    for trained in results:
+        if trained is None:
+            yield None
+            continue
+        training = next(left)
+        training.save(trained)
+        yield training
 
 
 def trainings_of(
@@ -226,16 +261,14 @@ def _made_from(name: str, train: TrainSettings, seed: int, trial: Trial, parts: 
     recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
     predicted = trial.class_names if trial.outcome is None else trial.outcome.to_json()
-    return hash_of(VERSION, name, recipe, seed, predicted, slides)
+    accumulates = resolved.accumulate > 1 or (trial.outcome is not None and trial.outcome.needs_batch)
+    version = ACCUMULATED_TRANSMIL if name == "transmil" and accumulates else VERSION
+    return hash_of(version, name, recipe, seed, predicted, slides)
 
 
 def model_name(split: str, optimistic: bool) -> str:
     """Return the folder name of a split's models; each protocol has its own."""
     return f"{split}_optimistic" if optimistic else split
-
-
-def _tell(report: Report, where: Mapping[str, Any], line: dict[str, Any]) -> None:
-    report({**where, **line})
 
 
 def _seconds(history: Iterable[Mapping[str, Any]]) -> float:

@@ -437,6 +437,8 @@ def try_method(
 
 WORTH_STARTING_S = 5.0
 """Seconds of trainings in this process after which others are asked: as long as they take to start."""
+MOST_AT_ONCE = 8
+"""Trainings that share a GPU: it has as many queues for their work."""
 
 
 def make_models(
@@ -446,14 +448,18 @@ def make_models(
 
     Other processes are worth it where bags are so small that one thread is enough for each training; whoever asked for
     the models then finds them up to date. Which process trains changes no bit of a model. On a GPU trainings share the
-    bags that lie there, and large bags keep all cores busy with one training: then, and with `engine.workers` 0, they
-    follow each other in this process. A training that fails in another process is left out: the caller repeats it, and
-    its error says why.
+    bags that lie there, and on small ones several run at the same time. Large bags keep all cores, or the GPU, busy
+    with one training: then, and on a CPU with `engine.workers` 0, they follow each other in this process. A training
+    that fails in another process is left out: the caller repeats it, and its error says why.
     """
     from selfvitmil.evaluate.protocol import make_model
 
     todo = [(trial, each, found) for trial, each in asked if isinstance(found := each.stored(), Freshness)]
-    if engine.num_local < 2 or len(todo) < 3 or not _are_small(todo, store):
+    if len(todo) < 3 or not _are_small(todo):
+        return {}
+    if store.device.type != "cpu":
+        return _make_in_turns(todo, store, report)
+    if engine.num_local < 2:
         return {}
     outcomes: dict[Path, BuildOutcome] = {}
     start = time.monotonic()
@@ -473,11 +479,28 @@ def make_models(
     return outcomes
 
 
-def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]], store: BagStore) -> bool:
-    from selfvitmil.aggregate.bag_tensors import one_thread_does
+def _make_in_turns(
+    todo: Sequence[tuple[Trial, Training, Freshness]], store: BagStore, report: Report
+) -> dict[Path, BuildOutcome]:
+    """Make the models of several methods and splits at the same time, each with one seed after the other."""
+    from selfvitmil.aggregate.graphs import in_turns
+    from selfvitmil.evaluate.protocol import make_seeds
 
-    bags = (trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
-    return one_thread_does(bags, store.device)
+    by_split: dict[Path, list[tuple[Trial, Training]]] = {}
+    for trial, training, _ in todo:
+        by_split.setdefault(_place(training).parent, []).append((trial, training))
+    expected = {_place(training): outcome_of(freshness) for _, training, freshness in todo}
+    with ExitStack() as stack:
+        for trial, training, _ in todo:
+            stack.enter_context(trial.labels.training(str(training)))
+        seeds = (make_seeds([each for _, each in own], own[0][0].bag, store, report) for own in by_split.values())
+        return {_place(made): expected[_place(made)] for made in in_turns(seeds, MOST_AT_ONCE)}
+
+
+def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]]) -> bool:
+    from selfvitmil.aggregate.bag_tensors import are_small
+
+    return are_small(trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
 
 
 def _place(training: Training) -> Path:
