@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -746,6 +748,20 @@ def test_trainings_in_turns_equal_trainings_alone(names, how):
             for line in lines:
                 line.pop("seconds")
         assert trained.history == alone.history
+
+
+@pytest.mark.slow  # a new interpreter
+def test_loading_models_does_not_import_the_compiler(tmp_path):
+    """Tensors without memory made torch import it to draw weights: a second in every process that loads a model."""
+    names = ("clam-sb", "transmil")
+    for name in names:
+        save_model(tmp_path / name, quick(name), {})
+    code = (
+        "import sys; from pathlib import Path; from selfvitmil.aggregate.train import load_model\n"
+        f"for name in {names}: load_model(Path({str(tmp_path)!r}) / name)\n"
+        "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_more_trainings_at_once_than_asked():

@@ -35,6 +35,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from selfvitmil.aggregate import selection
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw
@@ -508,6 +509,16 @@ def save_model(folder: Path, trained: Trained, info: Mapping[str, Any]) -> None:
     write_text(folder / "config.json", config + "\n")
 
 
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves new weights as they are: drawing normal numbers for tensors without memory imports torch's compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        func = torch.empty if func.__name__ == "randn" else func
+        return func(*args, **(kwargs or {}))
+
+
 def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
     """Return a folder's aggregator, on the CPU in evaluation mode, and its config; raise ArtefactError if invalid."""
     how = "Train it again"
@@ -519,7 +530,7 @@ def load_model(folder: Path) -> tuple[Aggregator, dict[str, Any]]:
                 f"{folder.name}: an aggregator of another format version", why, how, code="other-format-version"
             )
         state = safetensors.torch.load_file(folder / "model.safetensors")
-        with torch.device("meta"):  # no allocation: the config may claim any size; and no weights drawn in vain
+        with torch.device("meta"), _NothingDrawn():  # no allocation: the config may claim any size
             module = build(**config["aggregator"])
         if {name: value.shape for name, value in module.state_dict().items()} != {
             name: value.shape for name, value in state.items()
