@@ -7,9 +7,10 @@ import csv
 import hashlib
 import io
 import json
+import pickle
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -27,6 +28,7 @@ from helpers import heatmaps
 from selfvitmil import cli
 from selfvitmil.annotations import Annotation
 from selfvitmil.cohort import SlideRow, make_cohort, write_cohort
+from selfvitmil.engine import Outcome
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.evaluate.comparison import PUBLISHED, comparison_row, evaluated_on, write_results
 from selfvitmil.evaluate.comparison_table import table_csv
@@ -46,6 +48,7 @@ from selfvitmil.localize.lesion_results import (
     write_lesion_table,
 )
 from selfvitmil.pseudonyms import Names, give_pseudonyms
+from selfvitmil.report import data as report_data
 from selfvitmil.report import encoders, read_report_data, render, results, write_report
 from selfvitmil.report.data import StudyFiles, decision_of
 from selfvitmil.settings import EvaluateSettings, LocalizeSettings, StudySettings, to_toml
@@ -426,6 +429,28 @@ def test_equal_studies_give_equal_pages(study: Path, plain: str, hidden: str, tm
     once_more = write_report(study, StudySettings(), out=tmp_path / "b.html", pseudonyms=True)
     assert once_more.path.read_text(encoding="utf-8") == hidden
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "index.html"]
+
+
+class Elsewhere:
+    """In place of an Engine: jobs and results travel as between processes, in another order, and one worker dies."""
+
+    num_local = 2
+
+    def map(self, function: Any, items: Mapping[str, Any], *, stage: str) -> Iterator[Outcome[Any]]:
+        for number, (name, item) in enumerate(reversed(items.items())):
+            failure = Failure(name, stage, "the worker died", "") if number == 1 else None
+            made = pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(item)))))
+            yield Outcome(name, made if failure is None else None, failure, 0.0)
+
+
+def test_sections_read_by_workers_give_the_same_page(
+    study: Path, plain: str, hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(report_data, "WORTH_WORKERS", 2)
+    engine: Any = Elsewhere()
+    for page, pseudonyms in ((plain, False), (hidden, True)):
+        made = write_report(study, StudySettings(), out=tmp_path, pseudonyms=pseudonyms, engine=engine)
+        assert made.path.read_text(encoding="utf-8") == page
 
 
 def test_no_folder_of_this_machine_is_told(study: Path, plain: str, hidden: str):

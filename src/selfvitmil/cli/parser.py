@@ -558,7 +558,9 @@ def report(
     from selfvitmil.stages.report import report as write_page
 
     asked = {"out": out, "pseudonyms": pseudonyms, "results": results or (), "slides": slides}
-    return end([write_page(_open(study), **asked)])
+    opened = _open(study)
+    with _workers(opened) as workers:
+        return end([write_page(opened, **asked, engine=workers)])
 
 
 @command

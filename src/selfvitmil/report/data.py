@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from selfvitmil import __version__
 from selfvitmil.cohort import Cohort, SlideRow, read_cohort
+from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.formatting import duration
@@ -36,6 +37,7 @@ from selfvitmil.report.results import (
     LocalizationData,
     Record,
     ResultsFolder,
+    SectionJob,
     SlideData,
     choose_slides,
     comparison_data,
@@ -53,6 +55,8 @@ from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, fea
 
 MAX_SLIDES = 40
 """Slides with a section of their own, unless more are asked for: about 20 MB."""
+WORTH_WORKERS = 8
+"""Sections from which on workers are asked: as long as they take to start."""
 GALLERY_PX = 300
 """Longer edge of a tissue picture."""
 PACKAGES = ("torch", "timm", "numpy", "scipy", "matplotlib", "pillow", "h5py", "openslide-python", "openslide-bin")
@@ -135,10 +139,12 @@ def read_report_data(
     pseudonyms: bool = False,
     results: Sequence[str] = (),
     most_slides: int = MAX_SLIDES,
+    engine: Engine | None = None,
 ) -> ReportData:
     """Read a study, with pseudonyms in place of names where asked for; these are then stored in the study's key.
 
-    `results` are the names of the results to show, all where it is empty. Raises ConfigError where the folder is no
+    `results` are the names of the results to show, all where it is empty. `engine`: its workers read the sections of
+    slides. Raises ConfigError where the folder is no
     study, or has no such results.
     """
     files = StudyFiles.read(study, results)
@@ -171,18 +177,21 @@ def read_report_data(
         slides=tuple(_slide_entries(files, decisions, anchors, names)),
         decided_by=_decided_by(files) if decisions else "",
         has_heatmaps=bool(files.heatmaps),
-        slide_sections=tuple(
-            slide_data(
-                slide,
-                anchors[slide],
-                [folder for folder in files.heatmaps if slide in folder.files],
-                files.row(slide),
-                decisions.get(slide),
-                {one.name: one.lesion_slides[slide] for one in files.results if slide in one.lesion_slides},
-                settings,
-                names,
-            )
-            for slide in chosen
+        slide_sections=_sections(
+            {
+                slide: SectionJob(
+                    slide,
+                    anchors[slide],
+                    tuple(folder.only(slide) for folder in files.heatmaps if slide in folder.files),
+                    files.row(slide),
+                    decisions.get(slide),
+                    {one.name: one.lesion_slides[slide] for one in files.results if slide in one.lesion_slides},
+                    settings,
+                    names,
+                )
+                for slide in chosen
+            },
+            engine,
         ),
         num_mapped=len(mapped),
         failures=Table.of(
@@ -194,6 +203,16 @@ def read_report_data(
         problems=files.problems,
     )
     return names.apply(data)
+
+
+def _sections(jobs: Mapping[str, SectionJob], engine: Engine | None) -> tuple[SlideData, ...]:
+    """Return the sections in the order of the jobs, read by the workers of the engine where there are enough."""
+    done: dict[str, SlideData] = {}
+    if engine is not None and engine.num_local > 1 and len(jobs) >= WORTH_WORKERS:
+        for outcome in engine.map(slide_data, jobs, stage="report"):
+            if outcome.value is not None:
+                done[outcome.name] = outcome.value
+    return tuple(done[slide] if slide in done else slide_data(job) for slide, job in jobs.items())
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -599,14 +618,18 @@ def write_report(
     pseudonyms: bool = False,
     results: Sequence[str] = (),
     most_slides: int = MAX_SLIDES,
+    engine: Engine | None = None,
 ) -> Report:
     """Write the page of a study to `out`, by default `report/index.html` in it; a folder gets an `index.html`.
 
     `results`: names of the results to show, all where it is empty. `pseudonyms`: slides and patients are renamed, and
-    the key is kept in the study. Raises ConfigError where the folder is no study or has no such results. Equal studies
-    give equal pages while the versions of the program and its libraries are the same.
+    the key is kept in the study. `engine`: its workers read the sections of slides. Raises ConfigError where the folder
+    is no study or has no such results. Equal studies give equal pages while the versions of the program and its
+    libraries are the same.
     """
-    data = read_report_data(study, settings, pseudonyms=pseudonyms, results=results, most_slides=most_slides)
+    data = read_report_data(
+        study, settings, pseudonyms=pseudonyms, results=results, most_slides=most_slides, engine=engine
+    )
     page = render_page(data)
     path = StudyLayout(study).report if out is None else out
     if path.suffix.lower() not in (".html", ".htm"):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -406,6 +406,12 @@ class HeatmapFolder:
     """Rows of `lesions.csv` by slide."""
     settings: Mapping[str, Any]
 
+    def only(self, slide: str) -> HeatmapFolder:
+        """Return what is known of one slide."""
+        regions = {slide: self.regions.get(slide, ())} if self.regions else {}
+        own = {slide: self.predictions[slide]}
+        return replace(self, files={slide: self.files[slide]}, predictions=own, regions=regions)
+
     def stored_overlay(self, slide: str) -> Path | None:
         """Return the picture that was drawn with the heatmap: in the paper's colours where there are several."""
         folder = self.files[slide].parent
@@ -515,17 +521,24 @@ def choose_slides(mapped: Sequence[str], decisions: Mapping[str, Decision], name
     return sorted(sorted(mapped, key=lambda slide: (is_plain(slide), *order(slide)))[:most], key=order)
 
 
-def slide_data(
-    slide: str,
-    anchor: str,
-    folders: Sequence[HeatmapFolder],
-    row: SlideRow | None,
-    decision: Decision | None,
-    agreements: Mapping[str, Record],
-    settings: StudySettings,
-    names: Names,
-) -> SlideData:
-    """Return the section of a slide; `folders` have its heatmaps, `agreements` its lesion scores by model."""
+class SectionJob(NamedTuple):
+    """What the section of a slide is read from."""
+
+    slide: str
+    anchor: str
+    folders: tuple[HeatmapFolder, ...]
+    """With its heatmaps."""
+    row: SlideRow | None
+    decision: Decision | None
+    agreements: Mapping[str, Record]
+    """Its lesion scores, by model."""
+    settings: StudySettings
+    names: Names
+
+
+def slide_data(job: SectionJob) -> SlideData:
+    """Return the section of a slide."""
+    slide, anchor, folders, row, decision, agreements, settings, names = job
     first, heatmap = folders[0], read_heatmap(folders[0].files[slide])
     opened, problem = _open(row, heatmap, settings)
     try:

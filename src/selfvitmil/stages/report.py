@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError
 from selfvitmil.stages.base import Basis, Engines, Estimate, Pending, Progress, Snapshot, Stage, StageResult
 from selfvitmil.study import Study
@@ -40,8 +41,12 @@ def report(
     pseudonyms: bool = False,
     results: Sequence[str] = (),
     slides: int | None = None,
+    engine: Engine | None = None,
 ) -> ReportResult:
-    """Write `report/index.html`, or `out`. The study is only read, so this takes no lock and may run beside others."""
+    """Write `report/index.html`, or `out`, with the help of the engine's workers where there is one.
+
+    The study is only read, so this takes no lock and may run beside others.
+    """
     from selfvitmil.report import MAX_SLIDES, write_report
 
     most, root = MAX_SLIDES if slides is None else slides, study.root
@@ -49,7 +54,9 @@ def report(
         raise ConfigError(
             f"--slides {most}", "a page cannot have fewer than none", "Give 0 or more", code="invalid-slide-count"
         )
-    made = write_report(root, study.settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most)
+    made = write_report(
+        root, study.settings, out=out, pseudonyms=pseudonyms, results=tuple(results), most_slides=most, engine=engine
+    )
     return ReportResult(
         made.path,
         study.layout.name(made.path) if made.path.is_relative_to(root) else made.path.name,
@@ -80,7 +87,7 @@ class Report(Stage):
         return Estimate(REPORT_S, REPORT_BYTES, 1e9, Basis.TYPICAL)
 
     def run(self, plan: RunPlan, engines: Engines) -> ReportResult:
-        return report(plan.study)
+        return report(plan.study, engine=engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         page = snapshot.layout.report
