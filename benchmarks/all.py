@@ -50,6 +50,7 @@ CUDA: dict[str, list[str]] = {
     "mil_epoch": [],
     "aggregate": ["--large"],
     "predict": ["--devices", "cuda"],
+    "turns": [],
 }
 CUDA_LIMIT_S = 600.0
 BUSY = 0.1

@@ -1,13 +1,18 @@
-"""Tiles per second of DINO pretraining, end to end: tiles are read from slides that this script writes first.
+"""Tiles per second of pretraining, end to end: tiles are read from slides that this script writes first.
 
     python benchmarks/pretrain.py [--architecture vit_base_patch16_224] [--batch 256] [--steps 120] [--deterministic]
+        [--preset quick] [--method lejepa]
+
+With `--preset` network and views are those of a preset, else those of DINO with ViT-B/16. `start_s` are the seconds
+until the first line of metrics, in which networks are compiled.
 
 It runs the command's own training stage on slides in a temporary folder and reads the pace off its metrics, without the
 first `--skip` steps (compiling, filling of buffers). `mfu` is `tiles_per_s * gflop_per_tile` over `peak_tflops`, the
 rate of one large matrix product of the same precision on the same device, measured in the same run; `gflop_per_tile`
 counts the student's forward three times and the teacher's once. `phase_ms` are milliseconds of a step on the device:
 views (stain map and augmentation), teacher, student (forward and loss), backward, update (clipping, AdamW, teacher,
-centre). `reading_tiles_per_s` is what the reading processes alone can do. Ends with one JSON line.
+centre); of a recorded step, tiles and step. `reading_tiles_per_s` is what the reading processes alone can do. Ends with
+one JSON line.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from selfvitmil.data.sources import SlideTiles, TrainSlide
 from selfvitmil.encoder import load_encoder
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import choose_precision, peak_tflops
-from selfvitmil.settings import PretrainSettings, StudySettings
+from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import SlideRef, synthetic
 from selfvitmil.tiles import TileJob, tile_slide
 
@@ -56,8 +61,11 @@ def reading_pace(source: SlideTiles, batch: int, workers: int, steps: int) -> fl
 def measure(source: SlideTiles, folder: Path, settings: PretrainSettings, skip: int) -> dict[str, Any]:
     """Train, and read the pace off the metrics."""
     lines: list[dict[str, Any]] = []
+    began, first = time.perf_counter(), 0.0
 
     def report(line: dict[str, Any]) -> None:
+        nonlocal first
+        first = first or time.perf_counter() - began
         lines.append(line)
         print(f"step {line['step']}: loss {line['loss']:.4f}, {line['tiles_per_s']} tiles/s", flush=True)
 
@@ -74,12 +82,14 @@ def measure(source: SlideTiles, folder: Path, settings: PretrainSettings, skip: 
     found["phase_ms"] = {
         name: round(1000 * statistics.median(line["phase_s"][name] for line in steady), 1) for name in phases
     }
-    found["step_ms"] = round(1000 * settings.batch / pace, 1)
+    found |= {"step_ms": round(1000 * settings.batch / pace, 1), "start_s": round(first, 1)}
     return found | {"warnings": list(result.warnings)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=("quick", "paper", "authors-code"), help="network and views")
+    parser.add_argument("--method", default="dino", help="where no preset is given")
     parser.add_argument("--architecture", default="vit_base_patch16_224")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tile-px", type=int, default=224)
@@ -111,11 +121,14 @@ def main() -> None:
             facts["device"] = torch.cuda.get_device_name(device)
         facts["peak_tflops"] = round(peak_tflops(device, choose_precision("auto", device)), 3)
         for choice in arguments.compile or ["on" if device.type == "cuda" else "off"]:
-            values = {
-                name: getattr(arguments, name)
-                for name in ("architecture", "batch", "steps", "workers", "deterministic")
-            }
-            settings = PretrainSettings.model_validate(values | {"compile": choice, "out_dim": 65536})
+            shared = ("batch", "steps", "workers", "deterministic")
+            values: dict[str, Any] = {name: getattr(arguments, name) for name in shared} | {"compile": choice}
+            if arguments.preset:
+                own = resolve_settings(flags={"preset": arguments.preset}).pretrain.model_dump(exclude_unset=True)
+                values = own | values
+            else:
+                values |= {"method": arguments.method, "architecture": arguments.architecture, "out_dim": 65536}
+            settings = PretrainSettings.model_validate(values)
             found = measure(source, folder / f"encoder-{choice}", settings, arguments.skip)
             print(json.dumps(found | {"compile": choice} | facts), flush=True)
 

@@ -420,13 +420,15 @@ class PretrainSettings(Settings):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on GPUs that have it, fp16 with a loss scale on others, fp32 on CPUs."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the networks: `auto` on GPUs for runs of 3,000 steps or more, and goes on without where that fails."""
+    """Compile the networks: `auto` on GPUs for runs of 500 steps or more, and goes on without where that fails. On one
+    GPU `auto` and `on` also record a step and repeat it, so that its thousands of kernels are started at once."""
     deterministic: bool = False
     """On a GPU, the same run gives the same bits, 12 % slower on an H200; on a CPU it does so anyway."""
     workers: int | None = Field(default=None, ge=0)
     """Processes that read tiles; none means one per core less one, 0 reads in the training process."""
     keep_gb: float = Field(default=4.0, ge=0)
-    """Memory for tiles that were read: where all of them fit, each is read once. 0 reads them again in every epoch."""
+    """Memory for tiles that were read: where all of them fit, each is read once. A GPU keeps them itself where they fit
+    into a quarter of its free memory. 0 reads them again in every epoch."""
     shuffle_tiles: int = Field(default=2048, gt=0)
     """Tiles held in memory at once, from which batches are mixed."""
     checkpoint_minutes: float = Field(default=15.0, gt=0)

@@ -60,8 +60,8 @@ def random_rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def seen_of(student_VBK: torch.Tensor, teacher_2BK: torch.Tensor | None = None, step: int = 0) -> NetworkOutputs:
-    return NetworkOutputs(student_VBK, student_VBK, teacher_2BK, Part(JointBatch()), step, teacher_temp=0.04)
+def seen_of(student_VBK: torch.Tensor, teacher_2BK: torch.Tensor | None = None) -> NetworkOutputs:
+    return NetworkOutputs(student_VBK, student_VBK, teacher_2BK, Part(JointBatch()), teacher_temp=0.04)
 
 
 # ---------------------------------------------------------------------------------------------------- LeJEPA
@@ -123,7 +123,9 @@ def test_invariance_is_the_spread_of_the_views_of_a_tile():
 def test_lejepa_weighs_both_terms():
     settings = PretrainSettings(method="lejepa", sigreg=0.2, directions=10, bottleneck=4, seed=3)
     outputs = random_rows(3, 6, 4)
-    outcome = make_objective(settings, 0, 0)(seen_of(outputs, step=7))
+    objective = make_objective(settings, 0, 0)
+    objective.begin_step(7)
+    outcome = objective(seen_of(outputs))
     directions = random_directions(4, 10, seed=3, step=7).double()
     expected = 0.8 * invariance_loss(outputs) + 0.2 * slow_sigreg(outputs, directions)
     torch.testing.assert_close(outcome.loss, expected)

@@ -29,11 +29,11 @@ from selfvitmil.encoder import build_backbone, build_encoder, load_encoder, save
 from selfvitmil.errors import ArtefactError, ConfigError, EncoderError, EngineError, SlideError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
-from selfvitmil.pretrain.learner import class_token, has_shortcut
 from selfvitmil.pretrain.objectives import JointBatch
 from selfvitmil.pretrain.optim import resolve_hyperparameters
 from selfvitmil.pretrain.step import TrainingStep
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.pretrain.vit import class_tokens, draw_kept, embedding_of, has_shortcut
 from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import read_checkpoint, read_metrics, write_checkpoint
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
@@ -675,7 +675,7 @@ def test_weights_that_are_not_finite_stop_the_run_and_are_not_saved(
 
 def compile_until(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A "compiled" student that fails from a step on."""
-    original = learning.embedding_of
+    original = embedding_of
 
     def compiled(self: Any, steps_left: int) -> None:
         del steps_left
@@ -961,7 +961,7 @@ def test_a_published_preset_is_for_its_own_method():
     for preset, method in (("paper", "simclr"), ("authors-code", "simclr"), ("dsmil-simclr", "dino")):
         with pytest.raises(ConfigError, match=f"preset '{preset}' has the published settings of"):
             resolve_settings(flags={"preset": preset, "pretrain": {"method": method}})
-    assert resolve_settings(flags={"preset": "quick", "pretrain": {"method": "simclr"}}).pretrain.lr == 0.001
+    assert resolve_settings(flags={"preset": "quick", "pretrain": {"method": "simclr"}}).pretrain.lr == 0.0005
 
 
 def test_views_are_those_of_dino_and_alike_for_simclr():
@@ -992,6 +992,41 @@ def test_the_quick_preset_leaves_tiles_at_their_scale():
         assert shown_px == pytest.approx(recipe.size_px, rel=0.1)
 
 
+def whole_network(vit: Any, images: list[torch.Tensor]) -> torch.Tensor:
+    """timm's own forward pass, size after size, which leaves out the paths that `draw_kept` draws."""
+    counts = [len(each) for each in images]
+    kept_KR1 = draw_kept(vit, counts, images[0].device)
+    assert kept_KR1 is not None
+    paths = [path for block in vit.blocks for path in (block.drop_path1, block.drop_path2)]
+    found = []
+    for each, kept_KB1 in zip(images, kept_KR1.split(counts, dim=1), strict=True):
+        hooks = [
+            path.register_forward_hook(lambda module, inputs, output, factor=factor_B1[:, None]: inputs[0] * factor)
+            for path, factor_B1 in zip(paths, kept_KB1, strict=True)
+        ]
+        found.append(vit(each))
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(found)
+
+
+def test_paths_are_left_out_as_often_as_they_should_be():
+    vit: Any = build_backbone(
+        "vit_tiny_patch16_224", {"embed_dim": 16, "depth": 3, "num_heads": 1, "drop_path_rate": 0.5}
+    )
+    torch.manual_seed(1)
+    kept_KR1 = draw_kept(vit, [3000, 1000], torch.device("cpu"))
+    assert kept_KR1 is not None
+    for rate, factors_B in zip([0.0, 0.0, 0.25, 0.25, 0.5, 0.5], kept_KR1[..., 0], strict=True):
+        assert set(factors_B.unique().tolist()) == ({1.0} if rate == 0 else {0.0, float(torch.tensor(1 / (1 - rate)))})
+        assert float((factors_B == 0).float().mean()) == pytest.approx(rate, abs=0.03)
+    torch.manual_seed(1)
+    alone_KR1 = draw_kept(vit, [3000], torch.device("cpu"))
+    assert alone_KR1 is not None
+    assert torch.equal(alone_KR1, kept_KR1[:, :3000])
+    assert draw_kept(vit.eval(), [2], torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -1012,10 +1047,11 @@ def test_the_short_way_to_the_class_token_is_the_long_one(args: dict[str, Any]):
         if token is not None:
             torch.nn.init.normal_(token)  # next to nothing at first, which the norms make very sensitive to rounding
     # Other sizes resample positions, which timm does in float32.
-    for size, tolerance in (((48, 48), 1e-9), ((32, 32), 1e-7), ((32, 64), 1e-7)):
-        images = torch.randn(6, 3, *size, dtype=torch.float64)
+    sizes = [[(48, 48)], [(32, 32)], [(32, 64)], [(48, 48), (32, 32)]]
+    for shown, tolerance in zip(sizes, (1e-9, 1e-7, 1e-7, 1e-7), strict=True):
+        images = [torch.randn(6 - number, 3, *size, dtype=torch.float64) for number, size in enumerate(shown)]
         found = []
-        for function in (class_token, lambda net, batch: net(batch)):
+        for function in (class_tokens, whole_network):
             vit.zero_grad()
             torch.manual_seed(0)  # the same paths are dropped
             out = function(vit, images)

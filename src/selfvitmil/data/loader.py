@@ -186,13 +186,13 @@ class Batch(NamedTuple):
 
     step: int
     tiles_B3HW: torch.Tensor
-    """uint8 in the CPU's memory, pinned for a GPU."""
+    """uint8 in the CPU's memory, pinned for a GPU; or on the GPU, where it keeps all of them."""
     ids_B: torch.Tensor
     view_ids_B: torch.Tensor
     """Seed of each tile's views: its id, or another number if the tile occurs again in the step (of all processes), so
     that its copies get different views."""
     transforms_B33: NDArray[np.float64] | None
-    """(B, 3, 3) stain transforms, to be applied on the device; None when there is nothing to apply."""
+    """(B, 3, 3) stain transforms, to be applied on the device; None when there is nothing to apply (any more)."""
     unfitted: int
     """Number of tiles, since the last batch with a count, whose stains could not be fitted."""
 
@@ -284,6 +284,12 @@ def read_ahead(source: TileSource, requests: Iterator[Request], workers: int) ->
         ) from error
 
 
+SHARE_OF_GPU = 0.25
+"""Share of a GPU's free memory that tiles may take."""
+UPLOADED_AT_ONCE = 256
+"""Tiles whose stains are normalized together: at 224 px their intermediate values take 0.6 GB."""
+
+
 class TileLoader:
     """Batches of steps `first_step` to before `last_step`, read ahead in the background. Use it in a `with` block."""
 
@@ -297,18 +303,26 @@ class TileLoader:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
-        pin: bool = False,
+        device: torch.device | None = None,
         most_kept_bytes: int = 0,
     ):
-        """Prepare to read. All tiles of the source are kept in memory if they fit into `most_kept_bytes`, else none."""
+        """Prepare to read for a training on `device`.
+
+        All tiles of the source are kept if they fit, else none: on a GPU in a quarter of its free memory, with their
+        stains normalized, or in this machine's memory in `most_kept_bytes`. 0 bytes keep none at all.
+        """
         self.source, self.order = source, order
         self.waited_s = 0.0
         """Seconds that the training has waited for tiles."""
         self._span = (first_step, last_step)
         self._part = (rank, world_size)
-        self._pin = pin
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._workers = workers
-        self._keeps = sum(source.counts) * 3 * math.prod(source.shape_px) <= most_kept_bytes
+        size = sum(source.counts) * 3 * math.prod(source.shape_px)
+        self._on_gpu = bool(
+            self._gpu and most_kept_bytes and size <= SHARE_OF_GPU * torch.cuda.mem_get_info(self._gpu)[0]
+        )
+        self._keeps = self._on_gpu or size <= most_kept_bytes
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=order.batches_per_pool)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiles", daemon=True)
@@ -364,35 +378,60 @@ class TileLoader:
     def _batches(self) -> Iterator[Batch]:
         requests = (request for tiles in self._unread() for request in requests_of(self.source, tiles))
         pixels = read_ahead(self.source, requests, self._workers)
-        most = sum(self.source.counts) if self._keeps else self.order.batches_per_pool * self.order.batch
-        memory_T3HW = torch.empty((most, 3, *self.source.shape_px), dtype=torch.uint8)
+        in_place = self._keeps and not self._on_gpu
+        pool_size = self.order.batches_per_pool * self.order.batch
+        read_T3HW = self._memory(sum(self.source.counts) if in_place else pool_size)
+        kept_T3HW = self._memory(sum(self.source.counts), self._gpu) if self._on_gpu else read_T3HW
         for whole, unread in zip(self.order.pools(*self._span), self._unread(), strict=True):
             pool = whole.share(*self._part)
-            rows = torch.from_numpy(unread if self._keeps else np.arange(len(unread)))
+            rows = torch.from_numpy(unread if in_place else np.arange(len(unread)))
             filled, unfitted = 0, 0
             while filled < len(unread):
                 part = next(pixels)
-                memory_T3HW[rows[filled : filled + len(part.tiles_B3HW)]] = part.tiles_B3HW
+                read_T3HW[rows[filled : filled + len(part.tiles_B3HW)]] = part.tiles_B3HW
                 filled, unfitted = filled + len(part.tiles_B3HW), unfitted + part.unfitted
                 if self._stop.is_set():
                     return
+            if self._on_gpu:
+                self._upload(kept_T3HW, unread, read_T3HW)
             for number, places in enumerate(pool.batches):
                 batch = pool.tiles[places]
                 repeats = np.split(count_repeats(whole.tiles[whole.batches[number]]), self._part[1])[self._part[0]]
-                from_rows = memory_T3HW, batch if self._keeps else places
+                from_rows = kept_T3HW, batch if self._keeps else places
                 yield self._gather(pool.first_step + number, batch, repeats, *from_rows, 0 if number else unfitted)
+
+    def _memory(self, tiles: int, device: torch.device | None = None) -> torch.Tensor:
+        return torch.empty((tiles, 3, *self.source.shape_px), dtype=torch.uint8, device=device)
+
+    def _upload(self, kept_T3HW: torch.Tensor, tiles: Indices, read_T3HW: torch.Tensor) -> None:
+        """Put the tiles with these numbers, which are the first that were read, into the GPU's memory."""
+        for start in range(0, len(tiles), UPLOADED_AT_ONCE):
+            some = tiles[start : start + UPLOADED_AT_ONCE]
+            tiles_B3HW = read_T3HW[start : start + len(some)].to(kept_T3HW.device)
+            transforms_B33 = self._transforms(some)
+            if transforms_B33 is not None:
+                tiles_B3HW = stain.apply_transforms(tiles_B3HW, transforms_B33)
+            kept_T3HW[torch.from_numpy(some).to(kept_T3HW.device)] = tiles_B3HW
+
+    def _transforms(self, tiles: Indices) -> NDArray[np.float64] | None:
+        firsts = np.concatenate([[0], np.cumsum(self.source.counts)])
+        return self.source.stain_transforms(np.searchsorted(firsts, tiles, side="right") - 1)
 
     def _gather(
         self, step: int, batch: Indices, repeats: Indices, memory_T3HW: torch.Tensor, rows: Indices, unfitted: int
     ) -> Batch:
-        tiles_B3HW = torch.empty((len(batch), *memory_T3HW.shape[1:]), dtype=torch.uint8, pin_memory=self._pin)
-        torch.index_select(memory_T3HW, 0, torch.from_numpy(rows), out=tiles_B3HW)
-        firsts = np.concatenate([[0], np.cumsum(self.source.counts)])
-        groups = np.searchsorted(firsts, batch, side="right") - 1
+        chosen = torch.from_numpy(rows)
+        if self._on_gpu:
+            tiles_B3HW = memory_T3HW.index_select(0, chosen.to(memory_T3HW.device))
+        else:
+            pinned = self._gpu is not None
+            tiles_B3HW = torch.empty((len(batch), *memory_T3HW.shape[1:]), dtype=torch.uint8, pin_memory=pinned)
+            torch.index_select(memory_T3HW, 0, chosen, out=tiles_B3HW)
         ids = self.source.ids[batch]
         numbers = [torch.from_numpy(each) for each in (ids, ids + repeats * REPEAT_ID)]
-        ids_B, view_ids_B = (each.pin_memory() if self._pin else each for each in numbers)
-        return Batch(step, tiles_B3HW, ids_B, view_ids_B, self.source.stain_transforms(groups), unfitted)
+        ids_B, view_ids_B = (each.pin_memory() if self._gpu else each for each in numbers)
+        transforms_B33 = None if self._on_gpu else self._transforms(batch)
+        return Batch(step, tiles_B3HW, ids_B, view_ids_B, transforms_B33, unfitted)
 
 
 def sample_tiles(source: TileSource, num_tiles: int, seed: int) -> Indices:

@@ -95,7 +95,7 @@ class ViewRecipe:
 def make_views(
     tiles_B3HW: torch.Tensor,
     tile_ids_B: torch.Tensor,
-    step: int,
+    step: int | torch.Tensor,
     recipes: Sequence[ViewRecipe],
     mean: Sequence[float],
     std: Sequence[float],
@@ -107,7 +107,8 @@ def make_views(
 ) -> list[torch.Tensor]:
     """Return all views of a batch of uint8 tiles, one tensor (V, B, 3, S, S) per run of recipes of equal size.
 
-    `tile_ids_B` (int64) identifies tiles; with `seed`, `step` and the view's index it determines all randomness.
+    `tile_ids_B` (int64) identifies tiles; with `seed`, `step` and the view's index it determines all randomness. `step`
+    may be an int64 number on the device, so that a recorded step can be repeated with another one.
     `transforms_B33` are stain transforms (`stain.apply_transforms`), applied first. Stain jitter moves along the stains
     that normalized tiles have. `mean` and `std` are per channel of tiles from 0 to 1; `dtype` is that of the result.
     `render` may be a compiled `render_view`.
@@ -125,19 +126,38 @@ def make_views(
     height, width = tiles_B3HW.shape[-2:]
     views: list[torch.Tensor] = []
     with torch.autocast(device.type, enabled=False):
-        for size, numbered in groupby(enumerate(recipes), key=lambda pair: pair[1].size_px):
-            same_size = list(numbered)
-            first = same_size[0][0]
-            out_VB3SS = torch.empty((len(same_size), len(tiles_BH3W), 3, size, size), dtype=dtype, device=device)
-            for recipe, grouped in groupby(same_size, key=lambda pair: pair[1]):
-                alike = [number for number, _ in grouped]
-                u_VBU = uniforms_VBU[alike[0] : alike[-1] + 1]
-                part_VB3SS = out_VB3SS[alike[0] - first : alike[-1] + 1 - first]
-                draws = draw_view(u_VBU.flatten(0, 1), recipe, height, width)
-                make = partial(render or render_view, recipe=recipe, basis=basis, mean=tuple(mean), std=tuple(std))
-                _fill(part_VB3SS, tiles_BH3W, draws, make)
+        for _, numbered in groupby(enumerate(recipes), key=lambda pair: _rendered_with(pair[1])):
+            numbers, together = zip(*numbered, strict=True)
+            size = together[0].size_px
+            out_VB3SS = torch.empty((len(together), len(tiles_BH3W), 3, size, size), dtype=dtype, device=device)
+            draws = _draw_views(uniforms_VBU[numbers[0] : numbers[-1] + 1], together, height, width)
+            recipe = _all_steps(together)
+            make = partial(render or render_view, recipe=recipe, basis=basis, mean=tuple(mean), std=tuple(std))
+            _fill(out_VB3SS, tiles_BH3W, draws, make)
+            if views and views[-1].shape[2:] == out_VB3SS.shape[2:]:
+                out_VB3SS = torch.cat([views.pop(), out_VB3SS])
             views.append(out_VB3SS)
     return views
+
+
+def _rendered_with(recipe: ViewRecipe) -> tuple[object, ...]:
+    """Return what views must share to be rendered together; in all else they differ by what is drawn for them."""
+    return recipe.size_px, recipe.interpolation, recipe.blur_sigma[1], recipe.right_angles
+
+
+def _all_steps(recipes: Sequence[ViewRecipe]) -> ViewRecipe:
+    """Return a recipe with every step that one of the recipes has; for the others it is drawn as left out."""
+    steps = ("stain", "jitter", "grey", "blur", "solarize")
+    return replace(recipes[0], **{step: max(getattr(recipe, step) for recipe in recipes) for step in steps})
+
+
+def _draw_views(uniforms_VBU: torch.Tensor, recipes: Sequence[ViewRecipe], height: int, width: int) -> Draws:
+    """Return the draws of these views, grouped by view."""
+    parts: list[Draws] = []
+    for recipe, grouped in groupby(enumerate(recipes), key=lambda pair: pair[1]):
+        alike = [number for number, _ in grouped]
+        parts.append(draw_view(uniforms_VBU[alike[0] : alike[-1] + 1].flatten(0, 1), recipe, height, width))
+    return Draws(*[torch.cat(each) for each in zip(*parts, strict=True)]) if len(parts) > 1 else parts[0]
 
 
 def _fill(
@@ -192,7 +212,7 @@ def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.
 
 
 def random_uniforms(
-    tile_ids_B: torch.Tensor, step: int, num_views: int, num_uniforms: int, seed: int = 0
+    tile_ids_B: torch.Tensor, step: int | torch.Tensor, num_views: int, num_uniforms: int, seed: int = 0
 ) -> torch.Tensor:
     """Return uniforms in (0, 1), float64 (num_views, B, num_uniforms), functions of position, step and seed."""
     blocks = -(-num_uniforms // 4)
@@ -200,7 +220,8 @@ def random_uniforms(
     tiles = tile_ids_B[None, :, None].expand(shape)
     view = torch.arange(num_views, device=tile_ids_B.device)[:, None, None]
     place = (view * 65536 + torch.arange(blocks, device=tile_ids_B.device)).expand(shape)
-    counter = [tiles & _MASK, (tiles >> 32) & _MASK, torch.full_like(tiles, step & _MASK), place]
+    steps = step if isinstance(step, torch.Tensor) else torch.full_like(tiles, step & _MASK)
+    counter = [tiles & _MASK, (tiles >> 32) & _MASK, steps.expand(shape) & _MASK, place]
     words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
     return ((words.flatten(2)[..., :num_uniforms]).double() + 0.5) / 2**32
 

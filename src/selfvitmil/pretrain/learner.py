@@ -3,20 +3,13 @@
 A learner takes views and returns a loss; after the optimizer's step it updates what has no gradient (moving average,
 centre). It is independent of tiles, files and processes.
 
-Of a plain ViT only the class token after the last block is used. That block's other tokens serve it as keys and values,
-but their queries, projection and MLP are not needed: with twelve blocks, 7 % of all arithmetic. `class_token` leaves it
-out, which changes neither the function nor its gradients. Patches are embedded as one matrix product, which a
-convolution of that stride is; a convolutional stem stays what it is. Positions are resampled by sums of products, rows
-first and then columns: the gradient of torch's own resampling adds up in another order every time on a GPU, which
-bit-reproducible training cannot have.
-
 `JointBatchNorm2d` normalizes by the batch of all processes, on any device. For inference, `recompute_statistics`
 replaces the running statistics of batch norms by those of plain tiles under the final weights (precise batch norm, Wu
 and Johnson 2021, arXiv 2105.07576): training views are strongly augmented and of two sizes, and averaged weights are
 not those that the running statistics were measured with.
 
-Axes in names: V views, B images, N tokens, D width, R rows (views times tiles, grouped by view), K outputs, C channels,
-P processes, H and W height and width, S edge of a view, 3 is RGB.
+Axes in names: V views, B images, D width, R rows (views times tiles, grouped by view), K outputs, C channels, P
+processes, H and W height and width, S edge of a view, 3 is RGB.
 """
 
 from __future__ import annotations
@@ -27,17 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.layers.attention import Attention
-from timm.layers.patch_embed import PatchEmbed
-from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from selfvitmil.data.views import ViewRecipe
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
-from selfvitmil.encoder.network import ConvStem, has_class_token, patch_product
+from selfvitmil.encoder.network import has_class_token
 from selfvitmil.errors import EncoderError
 from selfvitmil.pretrain.objectives import (
     NUM_GLOBAL,
@@ -50,6 +39,7 @@ from selfvitmil.pretrain.objectives import (
 )
 from selfvitmil.pretrain.optim import Hyperparameters, add_adapters, check_lora, share_frozen, update_teacher
 from selfvitmil.pretrain.quality import effective_rank, feature_std
+from selfvitmil.pretrain.vit import embedding_of
 from selfvitmil.runtime.device import evaluation_mode, seeded
 from selfvitmil.settings import PretrainSettings
 
@@ -128,17 +118,6 @@ def width_of(backbone: Any) -> int:
     return backbone.num_features if has_class_token(backbone) else backbone.head_hidden_size
 
 
-def embedding_of(backbone: nn.Module) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """Return the function from images to embeddings for training: a ViT's class token, whatever its pooling."""
-    if has_shortcut(backbone):
-        return class_token
-    return first_token if has_class_token(backbone) else _call
-
-
-def _call(backbone: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    return backbone(images)
-
-
 class Branch(nn.Module):
     """A network and its head: views in, logits (or projections) and embeddings out, rows grouped by view."""
 
@@ -152,8 +131,7 @@ class Branch(nn.Module):
         self, views: Sequence[torch.Tensor], join: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits (R, K) and embeddings (R, D); `join` extends embeddings (V, B, D) to the whole batch."""
-        # Views of one size go through the network together: with DINO that makes two passes.
-        embeddings_RD = torch.cat([self.embed(self.backbone, view_VB3SS.flatten(0, 1)) for view_VB3SS in views])
+        embeddings_RD = self.embed(self.backbone, [view_VB3SS.flatten(0, 1) for view_VB3SS in views])
         if join is None:
             return self.head(embeddings_RD), embeddings_RD
         embeddings_VBD = embeddings_RD.unflatten(0, (-1, views[0].shape[1]))
@@ -214,14 +192,10 @@ class Learner(nn.Module):
 
     def look_ahead(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return (V, B, D): what `JointBatch.join` will need, from the student's current weights."""
-        # The same calls as in the step itself: they drop the same paths, whatever other views come with the large ones.
+        # Drops the same paths as the step itself, whatever other views come with the large ones.
         everything = self.objective.joins == "head"
-        rows_RD = torch.cat(
-            [
-                self.student.embed(self.student.backbone, view_VB3SS.flatten(0, 1))
-                for view_VB3SS in (views if everything else views[:1])
-            ]
-        )
+        needed = views if everything else views[:1]
+        rows_RD = self.student.embed(self.student.backbone, [view_VB3SS.flatten(0, 1) for view_VB3SS in needed])
         rows_VBD = rows_RD.unflatten(0, (-1, views[0].shape[1]))
         if everything:
             return rows_VBD
@@ -230,7 +204,7 @@ class Learner(nn.Module):
             return large_2BD
         return self.student.head(large_2BD.flatten(0, 1)).unflatten(0, large_2BD.shape[:2])
 
-    def finish_step(self, momentum: float, states: Sequence[torch.Tensor]) -> None:
+    def finish_step(self, momentum: float | torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """Update the moving average and other state without gradients, after the optimizer's step."""
         if self.teacher is not None:
             pair = (self.teacher, self.student)
@@ -245,8 +219,7 @@ def compute_loss(
     learner: Learner,
     student: nn.Module,
     views: Sequence[torch.Tensor],
-    step: int,
-    teacher_temp: float,
+    teacher_temp: float | torch.Tensor,
     mark: Callable[[str], None],
     part: Part | None = None,
 ) -> LossOutput:
@@ -264,11 +237,10 @@ def compute_loss(
         embeddings_VBD=embeddings_RD.unflatten(0, (num_views, tiles)),
         teacher_2BK=None if taught is None else taught[0].unflatten(0, (NUM_GLOBAL, tiles)),
         part=part,
-        step=step,
         teacher_temp=teacher_temp,
     )
     outcome = objective(seen)
-    outcome.embeddings_BD = (embeddings_RD if taught is None else taught[1])[:tiles]
+    outcome.embeddings_BD = (embeddings_RD if taught is None else taught[1])[:tiles].detach()
     mark("student")
     return outcome
 
@@ -289,7 +261,7 @@ def gflop_per_tile(encoder: Encoder, settings: PretrainSettings, recipes: Sequen
     """Return the GFLOP (10^9 operations, a multiply-add is two) of matrix products per tile and step.
 
     The student's forward pass counts three times (backward costs two of them), the teacher's once. Both are counted for
-    the complete network, so the shortcut of `class_token` counts as speed.
+    the complete network, so the shortcut of `vit.class_tokens` counts as speed.
     """
     with torch.device("meta"):
         objective = make_objective(settings, out_dim, freeze_steps=0)
@@ -309,100 +281,6 @@ def forward_gflop(encoder: Encoder, size_px: int) -> float:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             backbone(torch.empty(1, 3, size_px, size_px))
     return counter.get_total_flops() / 1e9
-
-
-# ---------------------------------------------------------------------------------------------------- class token
-
-
-def has_shortcut(backbone: nn.Module) -> bool:
-    """Return whether this is a plain ViT, for which `class_token` equals the network's own output."""
-    if type(backbone) is not VisionTransformer or not backbone.has_class_token:
-        return False
-    if backbone.global_pool not in ("token", ""):  # without pooling (Virchow) the network gives all tokens
-        return False
-    vit: Any = backbone
-    block = vit.blocks[-1]
-    attention: Any = getattr(block, "attn", None)
-    plain = type(block) is Block and type(attention) is Attention and type(vit.patch_embed) in (PatchEmbed, ConvStem)
-    nothing = (vit.fc_norm, vit.patch_drop, vit.head, vit.patch_embed.norm)
-    if not plain or not all(isinstance(module, nn.Identity) for module in nothing):
-        return False
-    gated = getattr(attention, "gate", None) is not None
-    return not gated and not attention.attn_drop.p and not vit.head_drop.p and vit.attn_pool is None
-
-
-def class_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    """Return the class token after the last block and the final norm, (B, D)."""
-    tokens_BND = vit.norm_pre(_add_positions(vit, _embed_patches(vit, images_B3HW)))
-    for block in vit.blocks[:-1]:
-        tokens_BND = block(tokens_BND)
-    last = vit.blocks[-1]
-    class_B1D = tokens_BND[:, :1]
-    class_B1D = class_B1D + last.drop_path1(last.ls1(_attend_from_first(last.attn, last.norm1(tokens_BND))))
-    class_B1D = class_B1D + last.drop_path2(last.ls2(last.mlp(last.norm2(class_B1D))))
-    return vit.norm(class_B1D[:, 0])
-
-
-def first_token(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    """Return the class token after the final norm of any timm ViT, (B, D), whatever its pooling."""
-    # Networks that average keep their final norm behind the pooling, under another name.
-    norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else nn.Identity()
-    return norm(vit.forward_features(images_B3HW)[:, 0])
-
-
-def _embed_patches(vit: Any, images_B3HW: torch.Tensor) -> torch.Tensor:
-    if isinstance(vit.patch_embed, ConvStem):
-        return vit.patch_embed(images_B3HW)
-    tokens_BHWD = patch_product(images_B3HW, vit.patch_embed.proj.weight, vit.patch_embed.proj.bias)
-    return tokens_BHWD if vit.dynamic_img_size else tokens_BHWD.flatten(1, 2)
-
-
-def _add_positions(vit: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return class and register tokens followed by patch tokens, with position embeddings, (B, N, D)."""
-    if not vit.dynamic_img_size or vit.pos_embed is None or vit.patch_embed.grid_size == tokens.shape[1:3]:
-        return vit._pos_embed(tokens)
-    first = [each for each in (vit.cls_token, vit.reg_token) if each is not None]
-    first_BND = torch.cat(first, dim=1).expand(len(tokens), -1, -1)
-    prefix = 0 if vit.no_embed_class else first_BND.shape[1]
-    height, width = tokens.shape[1:3]
-    positions_ND = _resample(vit.pos_embed[0, prefix:].unflatten(0, vit.patch_embed.grid_size), (height, width))
-    if not vit.no_embed_class:
-        first_BND = first_BND + vit.pos_embed[:, :prefix]
-    return vit.pos_drop(torch.cat([first_BND, tokens.flatten(1, 2) + positions_ND], dim=1))
-
-
-def _resample(grid_HWD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Return a grid of positions at another size, (N, D): bicubic, antialiased where it shrinks, as in timm."""
-    rows_HI, columns_WJ = (
-        _resample_weights(old, new, grid_HWD.device) for old, new in zip(grid_HWD.shape[:2], size, strict=True)
-    )
-    tall_IWD = (rows_HI[:, :, None, None] * grid_HWD.float()[:, None]).sum(0)
-    return (columns_WJ[:, :, None] * tall_IWD[:, :, None]).sum(1).flatten(0, 1).to(grid_HWD.dtype)
-
-
-def _resample_weights(old: int, new: int, device: torch.device) -> torch.Tensor:
-    """Return (old, new): the weight of each old position for each new one."""
-    # As one image of old x old: images of a single column come out wrong on a CPU (torch 2.15).
-    places = torch.eye(old, device=device)[None, None]
-    return functional.interpolate(places, size=(old, new), mode="bicubic", antialias=True)[0, 0]
-
-
-def _attend_from_first(attention: Any, tokens_BND: torch.Tensor) -> torch.Tensor:
-    """Return the output of self-attention for the first token, (B, 1, D)."""
-    batch, count, _ = tokens_BND.shape
-    width = attention.num_heads * attention.head_dim
-    weight, bias = attention.qkv.weight, attention.qkv.bias
-    q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-    query = functional.linear(tokens_BND[:, :1], weight[:width], q_bias)
-    query = query.reshape(batch, 1, attention.num_heads, attention.head_dim).transpose(1, 2)
-    both = functional.linear(tokens_BND, weight[width:], kv_bias)
-    both = both.reshape(batch, count, 2, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
-    key, value = both.unbind(0)
-    seen = functional.scaled_dot_product_attention(attention.q_norm(query), attention.k_norm(key), value)
-    seen = seen.transpose(1, 2).reshape(batch, 1, width)
-    # Absent from older versions of timm.
-    seen = attention.norm(seen) if hasattr(attention, "norm") else seen
-    return attention.proj_drop(attention.proj(seen))
 
 
 # ---------------------------------------------------------------------------------- batch norms at inference

@@ -29,7 +29,9 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain.objectives import NUM_GLOBAL, at_least_float32
 
 
-def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teacher_temp: float) -> torch.Tensor:
+def teacher_probabilities(
+    teacher_RK: torch.Tensor, center: torch.Tensor, teacher_temp: float | torch.Tensor
+) -> torch.Tensor:
     """Centred and sharpened softmax of the teacher's logits, without gradient."""
     logits_RK = at_least_float32(teacher_RK.detach())
     return torch.softmax((logits_RK - center.detach().to(logits_RK.dtype).view(1, -1)) / teacher_temp, dim=-1)
@@ -37,7 +39,7 @@ def teacher_probabilities(teacher_RK: torch.Tensor, center: torch.Tensor, teache
 
 @torch.no_grad()
 def sinkhorn_knopp(
-    teacher_RK: torch.Tensor, teacher_temp: float, rounds: int = 3, *, alone: bool = False
+    teacher_RK: torch.Tensor, teacher_temp: float | torch.Tensor, rounds: int = 3, *, alone: bool = False
 ) -> torch.Tensor:
     """Return the teacher's distributions, sharpened and balanced: over all rows, outputs get nearly equal shares.
 

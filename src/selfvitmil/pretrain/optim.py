@@ -112,7 +112,7 @@ def cancel_gradients(*modules: nn.Module) -> None:
 
 
 @torch.no_grad()
-def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float | torch.Tensor) -> None:
     """Move every weight of the teacher towards the student's: momentum * teacher + (1 - momentum) * student.
 
     Call it after the optimizer's step. Buffers (running means of batch norms) become the student's, until
@@ -126,7 +126,11 @@ def update_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> N
     own: list[torch.Tensor] = [mine for mine, _ in moving]
     targets: list[torch.Tensor] = [theirs for _, theirs in moving]
     torch._foreach_mul_(own, momentum)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_add_(own, targets, alpha=1 - momentum)  # pyright: ignore[reportPrivateImportUsage]
+    if isinstance(momentum, torch.Tensor):  # `alpha` must be a number
+        parts = torch._foreach_mul(targets, 1 - momentum)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(own, parts)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        torch._foreach_add_(own, targets, alpha=1 - momentum)  # pyright: ignore[reportPrivateImportUsage]
 
 
 # ---------------------------------------------------------------------------------------------------- LoRA

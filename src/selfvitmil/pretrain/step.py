@@ -2,10 +2,14 @@
 
 A batch is worked through in the parts of `pretrain.accumulate`: one after the other, or side by side in CPU threads.
 Random numbers depend on (seed, step, process, part), so a step needs no generator state.
+
+On one GPU, steps of a whole batch are recorded as a CUDA graph and repeated (`RecordedStep`): a small network has
+thousands of kernels in a step, and starting them one by one takes ten times longer than they run.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from selfvitmil import stain
 from selfvitmil.data.loader import Batch
 from selfvitmil.data.views import ViewRecipe, make_views, render_view
 from selfvitmil.errors import ConfigError, EngineError
@@ -25,12 +30,18 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.learner import Branch, Learner
 from selfvitmil.pretrain.objectives import JointBatch, LossOutput, Part
 from selfvitmil.pretrain.optim import Hyperparameters, all_finite, clip_each_gradient, layered_groups
+from selfvitmil.pretrain.vit import compiled_embedding_of, embedding_of
 from selfvitmil.runtime.device import AsyncValues, PhaseTimer, Worker, choose_precision
 from selfvitmil.settings import PretrainSettings
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-COMPILE_FROM_STEPS = 3000
-"""Steps from which compiling, which takes minutes and saves a quarter of a step's time, is worth it."""
+COMPILE_FROM_STEPS = 500
+"""Steps from which compiling, which takes half a minute, is worth it."""
+UNRECORDED_STEPS = 3
+"""Steps before one is recorded: in them libraries choose their kernels, and the optimizer makes its state."""
+
+Values = Mapping[str, "float | torch.Tensor"]
+"""Scheduled values of a step by name: numbers, or tensors on the device in steps that are recorded."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,18 @@ class TrainingStep:
         self.render: Callable[..., torch.Tensor] = render_view
         self.student: nn.Module = learner.student
         self.timer = PhaseTimer(device)
+        self.warnings: list[str] = []
+        self.recorded: RecordedStep | None = None
+        if self._can_record():
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
+            self.recorded = RecordedStep(self)
+
+    def _can_record(self) -> bool:
+        settings, worker = self.settings, self.worker
+        alone = worker.device.type == "cuda" and worker.world_size == 1 and settings.accumulate == 1
+        plain = isinstance(self.optimizer, torch.optim.AdamW) and not self.scaler.is_enabled()
+        return alone and plain and settings.compile != "off"
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of learner, optimizer and loss scaler."""
@@ -111,7 +134,7 @@ class TrainingStep:
         self.compiled = self.settings.compile == "on" or (self.settings.compile == "auto" and worth_it)
         if self.compiled:
             for branch in self._branches():
-                branch.embed = torch.compile(branch.embed, dynamic=False)
+                branch.embed = compiled_embedding_of(branch.backbone)
             self.render = torch.compile(render_view, dynamic=False)
 
     def try_compiled(self, batch: Batch, values: Mapping[str, float]) -> str | None:
@@ -122,6 +145,7 @@ class TrainingStep:
         """
         failure: Exception | None = None
         buffers = [buffer.clone() for buffer in self.learner.buffers()]
+        self.learner.objective.begin_step(self.step)
         try:
             views = self._make_views(batch, self._part(batch, 0))
             if self.settings.accumulate > 1 and self.learner.objective.joins != "nothing":
@@ -150,7 +174,7 @@ class TrainingStep:
             ) from failure
         self.compiled, self.render = False, render_view
         for branch in self._branches():
-            branch.embed = learning.embedding_of(branch.backbone)
+            branch.embed = embedding_of(branch.backbone)
         return f"compiling failed ({kind}); training continues without it"
 
     # ------------------------------------------------------------------------------------------------ a step
@@ -172,12 +196,15 @@ class TrainingStep:
     def _do_step(self, batch: Batch, values: Mapping[str, float], stop: bool) -> tuple[LossOutput, AsyncValues]:
         parts = self.settings.accumulate
         self.timer.start()
-        total = torch.zeros((), device=self.worker.device)
+        self.learner.objective.begin_step(self.step)
+        if self.recorded is not None:
+            return self.recorded(batch, values, stop)
+        losses: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
         last: LossOutput | None = None
         outcomes = self._one_by_one(batch, values) if self.threads is None else self._side_by_side(batch, values)
         for number, outcome in enumerate(outcomes, start=1):
-            total += outcome.loss.detach() / parts
+            losses.append(outcome.loss.detach() / parts)
             if outcome.state is not None:
                 states.append(outcome.state)
             last = outcome if number == parts else None
@@ -185,19 +212,33 @@ class TrainingStep:
         assert last is not None
         self.update(values, states)
         self.timer("update")
-        # A gradient that is not finite shows in the weights, a step that the loss scale of fp16 skips does not.
-        broken = (~all_finite(self.learner.student.parameters())).to(total.dtype)
-        checked = torch.stack([total, torch.full_like(total, float(stop)), broken])
+        checked = self.check(sum(losses, start=torch.zeros_like(losses[0])), torch.full_like(losses[0], float(stop)))
         if self.worker.world_size > 1:
             dist.all_reduce(checked)
             checked /= self.worker.world_size
         return last, AsyncValues(checked)
 
-    def update(self, values: Mapping[str, float], states: Sequence[torch.Tensor]) -> None:
+    def check(self, loss: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+        """Return what is checked after a step: the loss, whether to stop, whether a weight is not finite."""
+        # A gradient that is not finite shows in the weights, a step that the loss scale of fp16 skips does not.
+        broken = (~all_finite(self.learner.student.parameters())).to(loss.dtype)
+        return torch.stack([loss, stop, broken])
+
+    def compute(self, tiles_B3HW: torch.Tensor, view_ids_B: torch.Tensor, step: torch.Tensor, values: Values):
+        """Do a step of the whole batch in one part, all of it on the device; return its outcome.
+
+        Nothing here may depend on Python's values of the step, for it is recorded once and repeated.
+        """
+        views = self._render_views(tiles_B3HW, view_ids_B, step)
+        outcome = self._forward(views, values, Part(JointBatch()), lambda phase: None)
+        outcome.loss.backward()
+        self.update(values, [] if outcome.state is None else [outcome.state])
+        return outcome
+
+    def update(self, values: Values, states: Sequence[torch.Tensor]) -> None:
         """Do the optimizer's step with these scheduled values, then update the average and the objective's state."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = values["lr"] * rate.lr_scale
-            group["weight_decay"] = values["weight_decay"] if rate.decayed else 0.0
+            self._set_rates(group, values["lr"] * rate.lr_scale, values["weight_decay"] if rate.decayed else 0.0)
         self.scaler.unscale_(self.optimizer)
         if self.clip_grad:
             clip_each_gradient(self.learner.student.parameters(), self.clip_grad)
@@ -206,6 +247,15 @@ class TrainingStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.learner.finish_step(values["momentum"], states)
+
+    def _set_rates(self, group: dict[str, Any], lr: float | torch.Tensor, weight_decay: float | torch.Tensor) -> None:
+        group["lr"], group["weight_decay"] = lr, weight_decay
+        if isinstance(lr, torch.Tensor):  # the optimizer takes its learning rate from the device, but not its decay
+            group["weight_decay"] = 0.0
+            moving = [weight for weight in group["params"] if weight.grad is not None]
+            if isinstance(weight_decay, torch.Tensor) and moving:
+                with torch.no_grad():
+                    torch._foreach_mul_(moving, 1 - lr * weight_decay)  # pyright: ignore[reportPrivateImportUsage]
 
     # ------------------------------------------------------------------------------------------------ parts
 
@@ -237,12 +287,12 @@ class TrainingStep:
         size = len(batch.tiles_B3HW) // self.settings.accumulate
         return slice(number * size, (number + 1) * size)
 
-    def _seed_part(self, number: int) -> None:
+    def seed_part(self, number: int) -> None:
         """Seed drop path by step, process and part, so that there is no generator state to save."""
         seed = (self.settings.seed * 1_000_003 + self.step) * 1_009
         torch.manual_seed(seed + self.worker.rank + self.worker.world_size * number)
 
-    def _one_by_one(self, batch: Batch, values: Mapping[str, float]) -> Iterator[LossOutput]:
+    def _one_by_one(self, batch: Batch, values: Values) -> Iterator[LossOutput]:
         """Compute part after part of the batch; gradients add up in the weights."""
         parts = self.settings.accumulate
         ahead = self._look_ahead(batch)
@@ -253,7 +303,7 @@ class TrainingStep:
             if views is None:
                 views = self._make_views(batch, self._part(batch, number))
                 self.timer("views")
-            self._seed_part(number)
+            self.seed_part(number)
             with nullcontext() if synchronizes else self.student.no_sync():  # pyright: ignore[reportCallIssue]
                 yield self._forward_backward(views, values, Part(ahead.joint, number, taught))
             del views, taught
@@ -275,13 +325,13 @@ class TrainingStep:
             if learner.objective.joins != "nothing":
                 embeddings: list[torch.Tensor] = []
                 for number, views in enumerate(views_of):
-                    self._seed_part(number)
+                    self.seed_part(number)
                     embeddings.append(learner.look_ahead(views))
                 ahead.joint.look_ahead(embeddings)
                 self.timer("student")
         return ahead
 
-    def _side_by_side(self, batch: Batch, values: Mapping[str, float]) -> list[LossOutput]:
+    def _side_by_side(self, batch: Batch, values: Values) -> list[LossOutput]:
         """Compute the parts in CPU threads, which wait for each other once a step instead of in every operation."""
         assert self.threads is not None
         parts, learner = self.settings.accumulate, self.learner
@@ -313,14 +363,14 @@ class TrainingStep:
         return outcomes
 
     def _forward_backward(
-        self, views: list[torch.Tensor], values: Mapping[str, float], part: Part, student: nn.Module | None = None
+        self, views: list[torch.Tensor], values: Values, part: Part, student: nn.Module | None = None
     ) -> LossOutput:
         outcome = self._forward(views, values, part, self.timer, student)
         self.scaler.scale(outcome.loss / part.joint.parts).backward()
         self.timer("backward")
         return outcome
 
-    def _try_part(self, views: list[torch.Tensor], values: Mapping[str, float]) -> None:
+    def _try_part(self, views: list[torch.Tensor], values: Values) -> None:
         """Do a forward and backward pass in this process only, without waiting for others."""
         with learning.alone(self.learner):
             self._forward_backward(views, values, Part(JointBatch(alone=True)), self.learner.student)
@@ -328,30 +378,40 @@ class TrainingStep:
     def _forward(
         self,
         views: list[torch.Tensor],
-        values: Mapping[str, float],
+        values: Values,
         part: Part,
         mark: Callable[[str], None],
         student: nn.Module | None = None,
     ) -> LossOutput:
         with self._autocast():
             chosen = self.student if student is None else student
-            return learning.compute_loss(self.learner, chosen, views, self.step, values["teacher_temp"], mark, part)
+            return learning.compute_loss(self.learner, chosen, views, values["teacher_temp"], mark, part)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.worker.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _make_views(self, batch: Batch, part: slice) -> list[torch.Tensor]:
         """Return views of stain-normalized tiles on the device."""
-        device = self.worker.device
+        return self._render_views(*self.to_device(batch, part), self.step)
+
+    def to_device(self, batch: Batch, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return stain-normalized tiles and the seeds of their views on the device."""
+        tiles_B3HW = batch.tiles_B3HW[part].to(self.worker.device, non_blocking=True)
+        if batch.transforms_B33 is not None:
+            tiles_B3HW = stain.apply_transforms(tiles_B3HW, batch.transforms_B33[part])
+        return tiles_B3HW, batch.view_ids_B[part].to(self.worker.device, non_blocking=True)
+
+    def _render_views(
+        self, tiles_B3HW: torch.Tensor, view_ids_B: torch.Tensor, step: int | torch.Tensor
+    ) -> list[torch.Tensor]:
         return make_views(
-            batch.tiles_B3HW[part].to(device, non_blocking=True),
-            batch.view_ids_B[part].to(device, non_blocking=True),
-            self.step,
+            tiles_B3HW,
+            view_ids_B,
+            step,
             self.views.recipes,
             self.views.mean,
             self.views.std,
             seed=self.settings.seed,
-            transforms_B33=None if batch.transforms_B33 is None else batch.transforms_B33[part],
             dtype=self.dtype,
             render=self.render,
         )
@@ -381,3 +441,88 @@ class TrainingStep:
             how,
             code="out-of-gpu-memory",
         )
+
+
+class RecordedStep:
+    """Steps of a whole batch on one GPU: the first few are computed, then one is recorded and all later ones repeat it.
+
+    A recorded step is the same arithmetic on the same memory. What changes from step to step is copied there before:
+    tiles, the seeds of their views, the number of the step and the scheduled values. Random numbers of dropped paths
+    come from torch's generator, which is seeded before every step as ever. So a run gives the same numbers with and
+    without recording. Where recording fails, the steps go on being computed one kernel at a time.
+    """
+
+    def __init__(self, step: TrainingStep):
+        self.step, device = step, step.worker.device
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        self.stop = torch.zeros((), device=device)
+        self.values: dict[str, torch.Tensor] = {}
+        self.inputs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.stream = torch.cuda.Stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.found: tuple[LossOutput, torch.Tensor] | None = None
+        self.computed = 0
+        self.failed = False
+
+    def __call__(self, batch: Batch, values: Mapping[str, float], stop: bool) -> tuple[LossOutput, AsyncValues]:
+        """Do one step; see `TrainingStep.__call__`."""
+        self._set_inputs(batch, values, stop)
+        self.step.timer("tiles")
+        if self.graph is None and not self.failed and self.computed >= UNRECORDED_STEPS:
+            self._record()
+        self.step.seed_part(0)
+        if self.graph is None:
+            self._compute_aside()
+        else:
+            self.graph.replay()
+        self.step.timer("step")
+        assert self.found is not None
+        outcome, checked = self.found
+        return outcome, AsyncValues(checked)
+
+    def _set_inputs(self, batch: Batch, values: Mapping[str, float], stop: bool) -> None:
+        given = self.step.to_device(batch, slice(None))
+        if self.inputs is None:
+            self.inputs = (torch.empty_like(given[0]), torch.empty_like(given[1]))
+            self.values = {name: torch.zeros((), device=self.number.device) for name in values}
+        for place, value in zip(self.inputs, given, strict=True):
+            place.copy_(value)
+        for name, value in values.items():
+            self.values[name].fill_(value)
+        self.number.fill_(self.step.step)
+        self.stop.fill_(float(stop))
+
+    def _compute(self) -> None:
+        assert self.inputs is not None
+        self.found = None  # of the step before; frees its memory
+        outcome = self.step.compute(*self.inputs, self.number, self.values)
+        self.found = outcome, self.step.check(outcome.loss.detach(), self.stop)
+
+    def _compute_aside(self) -> None:
+        """Compute on the stream that recording uses, where autograd must not know another one."""
+        main = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            self._compute()
+        main.wait_stream(self.stream)
+        self.computed += self.step.learner.objective.is_settled(self.step.step)
+
+    def _record(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self.found = None
+        gc.collect()
+        torch.cuda.synchronize(self.stream.device)
+        try:
+            # Other threads (the one that brings tiles) may use the device meanwhile.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self._compute()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.failed = True
+            reason = str(error).splitlines()[0]
+            self.step.warnings.append(f"a step could not be recorded ({reason}); training continues without, slower")
+            self.step.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.synchronize(self.stream.device)
+            return
+        self.graph = graph

@@ -437,7 +437,7 @@ class PretrainRun:
             rank=worker.rank,
             world_size=worker.world_size,
             workers=self.workers,
-            pin=worker.device.type == "cuda",
+            device=worker.device,
             most_kept_bytes=int(self.settings.keep_gb * 1e9),
         )
         self.throughput = _Throughput(self.step)
@@ -475,6 +475,7 @@ class PretrainRun:
                     self.save_encoder(snapshots[self.step], Ending(total, self.step, self.step))
                 if stopping or self.quality.ends:
                     break
+        self.warnings += self.do_step.warnings
         if unfitted:
             self.warnings.append(f"the stains of {unfitted} tiles could not be fitted: they kept their colours")
         return self.step == total or self.quality.ends

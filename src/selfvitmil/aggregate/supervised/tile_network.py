@@ -457,7 +457,7 @@ class _Run:
             self.epoch * steps,
             total,
             workers=self.workers,
-            pin=self.device.type == "cuda",
+            device=self.device,
         )
         loss_sum, unfitted, start = torch.zeros((), device=self.device), 0, time.perf_counter()
         with reading:

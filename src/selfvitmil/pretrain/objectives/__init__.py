@@ -63,8 +63,7 @@ class NetworkOutputs:
     teacher_2BK: torch.Tensor | None
     """Outputs of the teacher's head for the two large views of this part, where the objective has a teacher."""
     part: Part
-    step: int
-    teacher_temp: float
+    teacher_temp: float | torch.Tensor
 
 
 @dataclass
@@ -104,6 +103,15 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def make_head(self, dim: int) -> nn.Module:
         """Return a new projection head for embeddings of this width."""
+
+    def begin_step(self, step: int) -> None:
+        """Draw what is random in a step, before its first part."""
+        del step
+
+    def is_settled(self, step: int) -> bool:
+        """Whether from this step on every step does the same, so that it can be recorded."""
+        del step
+        return True
 
     @abstractmethod
     def forward(self, outputs: NetworkOutputs) -> LossOutput:

@@ -139,6 +139,9 @@ class DINO(Objective):
             assert isinstance(head, DINOHead)
             cancel_gradients(head.last_layer)
 
+    def is_settled(self, step: int) -> bool:
+        return step >= self.freeze_steps
+
     def collapse_advice(self, lines: Sequence[Mapping[str, Any]]) -> str | None:
         entropies, kls, ranks = ([line[key] for line in lines] for key in ("teacher_entropy", "kl", "feature_rank"))
         entropy, kl = (sum(each[-RECENT_LINES:]) / RECENT_LINES for each in (entropies, kls))

@@ -18,10 +18,13 @@ Axes in names: V views, B tiles, K outputs, A directions, T points.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
 from selfvitmil.pretrain.objectives import LossOutput, NetworkOutputs, Objective, at_least_float32, make_mlp
+from selfvitmil.settings import PretrainSettings
 
 POINTS = 17
 """Points at which characteristic functions are compared."""
@@ -33,6 +36,21 @@ class LeJEPA(Objective):
     """Invariance and SIGReg."""
 
     joins = "head"
+    directions_KA: torch.Tensor
+
+    def __init__(self, settings: PretrainSettings):
+        super().__init__(settings)
+        # Drawn anew in every step, and so in no checkpoint.
+        empty_KA = torch.zeros(settings.chosen("bottleneck"), settings.directions)
+        self.register_buffer("directions_KA", empty_KA, persistent=False)
+
+    def begin_step(self, step: int) -> None:
+        """Draw the directions of a step, the same in all parts and processes."""
+        dim, count = self.directions_KA.shape
+        drawn_KA = random_directions(dim, count, self.settings.seed, step)
+        if self.directions_KA.device.type == "cuda":
+            drawn_KA = drawn_KA.pin_memory()
+        self.directions_KA.copy_(drawn_KA, non_blocking=True)
 
     def make_head(self, dim: int) -> nn.Module:
         own = self.settings
@@ -42,9 +60,9 @@ class LeJEPA(Objective):
 
     def forward(self, outputs: NetworkOutputs) -> LossOutput:
         outputs_VBK, own = at_least_float32(outputs.student_VBK), self.settings
-        directions_KA = random_directions(outputs_VBK.shape[-1], own.directions, own.seed, outputs.step).to(outputs_VBK)
         with torch.autocast(outputs_VBK.device.type, enabled=False):
-            invariance, sigreg = invariance_loss(outputs_VBK), sigreg_loss(outputs_VBK, directions_KA)
+            invariance = invariance_loss(outputs_VBK)
+            sigreg = sigreg_loss(outputs_VBK, self.directions_KA.to(outputs_VBK))
         value = (1 - own.sigreg) * invariance + own.sigreg * sigreg
         return LossOutput(value, lambda: {"invariance": invariance.detach(), "sigreg": sigreg.detach()})
 
@@ -62,18 +80,27 @@ def invariance_loss(outputs_VBK: torch.Tensor) -> torch.Tensor:
 
 
 def sigreg_loss(outputs_VBK: torch.Tensor, directions_KA: torch.Tensor) -> torch.Tensor:
-    """How far the outputs of each view are from a standard normal distribution, along these directions.
-
-    The sums over points are built one point at a time, which needs a seventeenth of the memory.
-    """
-    points_T = torch.linspace(0, LARGEST_T, POINTS).tolist()
-    gap = LARGEST_T / (POINTS - 1)
+    """How far the outputs of each view are from a standard normal distribution, along these directions."""
     projected_VBA = outputs_VBK @ directions_KA
-    total_VA = torch.zeros_like(projected_VBA[:, 0])
-    for place, t in enumerate(points_T):
-        normal = torch.exp(torch.tensor(-t * t / 2)).item()
-        angles_VBA = projected_VBA * t
-        error_VA = (angles_VBA.cos().mean(dim=1) - normal).square() + angles_VBA.sin().mean(dim=1).square()
-        # Both halves of the axis are alike: inner points count twice, and so does the last one with half its weight.
-        total_VA = total_VA + error_VA * normal * gap * (1 if place in (0, POINTS - 1) else 2)
-    return total_VA.mean() * outputs_VBK.shape[1]
+    points_T, normal_T, weights_T = quadrature(projected_VBA.device, projected_VBA.dtype)
+    # All points at once on a GPU, which would wait for kernels; one by one on a CPU, which would wait for memory.
+    at_once = POINTS if projected_VBA.device.type == "cuda" else 1
+    total = torch.zeros_like(projected_VBA[0, 0, 0])
+    for some in range(0, POINTS, at_once):
+        part = slice(some, some + at_once)
+        angles_TVBA = points_T[part, None, None, None] * projected_VBA
+        real_TVA = angles_TVBA.cos().mean(dim=2) - normal_T[part, None, None]
+        error_TVA = real_TVA.square() + angles_TVBA.sin().mean(dim=2).square()
+        total = total + (error_TVA.mean(dim=(1, 2)) * weights_T[part]).sum()
+    return total * outputs_VBK.shape[1]
+
+
+@cache  # copied to the device once: a step that is being recorded cannot
+def quadrature(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the points, the normal distribution's characteristic function there, and the weights of the integral."""
+    points_T = torch.linspace(0, LARGEST_T, POINTS, dtype=torch.float64)
+    normal_T = torch.exp(-points_T.square() / 2)
+    # Both halves of the axis are alike: inner points count twice, and so does the last one with half its weight.
+    weights_T = 2 * normal_T * LARGEST_T / (POINTS - 1)
+    weights_T[[0, -1]] /= 2
+    return tuple(each.to(device, dtype) for each in (points_T, normal_T, weights_T))
