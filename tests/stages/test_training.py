@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,41 @@ def test_models_made_in_turns_are_those_made_alone(trial: Trial, tmp_path: Path)
     fit_method("dsmil", trial, TRAIN, folder=tmp_path / "alone")
     assert weights_of(together) == weights_of(alone)
     assert len(set(weights_of(alone))) == 4
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_evidence_chosen_here_is_not_chosen_again_elsewhere(
+    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed: bool
+):
+    """A training that asks for a certain kind of evidence gets that one, whatever others have chosen."""
+    own = TRAIN.model_copy(update={"options": {"evidence": "negative"} if fixed else {}})
+    first, *others = trainings_of("dsmil", trial, TRAIN, tmp_path / "models")
+    asked = [(trial, each) for each in (first, *trainings_of("dsmil", trial, own, tmp_path / "own")[1:])]
+    sent: dict[str, Training] = {}
+
+    def sends(self: Engine, function: object, items: dict[str, Training], **how: object) -> list[object]:
+        sent.update(items)
+        return []
+
+    def make_one(training: Training, *given: Any) -> protocol.Model:
+        monkeypatch.setattr(pipeline_training, "WORTH_STARTING_S", 0.0)  # all others are sent
+        return make(training, *given)
+
+    make = Training.make
+    monkeypatch.setattr(Training, "make", make_one)
+    monkeypatch.setattr(Engine, "map", sends)
+    with Engine(EngineSettings(workers=2)) as engine:
+        make_models(asked, engine, BagStore("cpu"), lambda line: None)
+    monkeypatch.undo()
+    found = first.stored()
+    assert isinstance(found, protocol.Model)
+    assert [each.evidence == found.evidence for each in sent.values()] == [each.split == "fold0" for each in others]
+    training = next(each for each in sent.values() if each.split == "fold0")
+    for one in (training, dataclasses.replace(training, evidence=None, place=tmp_path / "anew")):
+        make_model(one)
+    assert weights_of([training]) == [(tmp_path / "anew" / "model.safetensors").read_bytes()]
+    kind = json.loads((tmp_path / "anew" / "config.json").read_text())["recipe"]["options"]["evidence"]
+    assert not fixed or kind == "negative"
 
 
 def test_short_trainings_start_no_process(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

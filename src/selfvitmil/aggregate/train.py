@@ -85,18 +85,21 @@ def train(
     *,
     outcome: Outcome | None = None,
     store: BagStore | None = None,
+    evidence: EvidenceChoice | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> Trained:
     """Train the method `name` on the training bags; the epoch is chosen on the validation bags.
 
     `num_classes` is 1 for two classes, else their number; `outcome` is another one than classes. `store` keeps bags on
-    its device between training runs; without one, a store for `settings.device` lives as long as this call. `report` is
-    called with each epoch's history line. Raises ConfigError or BagError for bags that cannot be trained on, naming the
-    slides.
+    its device between training runs; without one, a store for `settings.device` lives as long as this call. `evidence`
+    is the choice of the kind of evidence where it is known. `report` is called with each epoch's history line. Raises
+    ConfigError or BagError for bags that cannot be trained on, naming the slides.
     """
     given = (training, validation, num_classes, settings)
     of_epoch = None if report is None else lambda _, line: report(line)
-    (trained,) = filter(None, train_seeds(name, *given, [seed], outcome=outcome, store=store, report=of_epoch))
+    (trained,) = filter(
+        None, train_seeds(name, *given, [seed], outcome=outcome, store=store, evidence=evidence, report=of_epoch)
+    )
     return trained
 
 
@@ -110,6 +113,7 @@ def train_seeds(
     *,
     outcome: Outcome | None = None,
     store: BagStore | None = None,
+    evidence: EvidenceChoice | None = None,
     report: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> Iterator[Trained | None]:
     """Train with one seed after the other, as `train` does; yield each result, and None while the device is at work.
@@ -125,7 +129,7 @@ def train_seeds(
     store = store or BagStore.of(settings)
     bags = [*training, *validation]
     store.check([each.bag for each in bags])
-    recipe, choice = _with_evidence(recipe, bags, num_classes, store, outcome)
+    recipe, choice = _with_evidence(recipe, bags, num_classes, store, outcome, evidence)
     synchronize(store.device)  # bags may have come on another stream
     surroundings = Surroundings(bags, store.device)
 
@@ -181,6 +185,11 @@ def _with_risk_sets(recipe: Recipe, outcome: Outcome, settings: TrainSettings, n
     return replace(recipe, accumulate=accumulate, lr=recipe.lr * factor, min_lr=min_lr)
 
 
+def choice_numbers(recipe: Recipe) -> tuple[Any, ...]:
+    """Return what the choice of the kind of evidence depends on, beside the bags."""
+    return tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
+
+
 _NOT_OF_CHOICE = ("options", "source", "departs")
 """Fields of a recipe that the choice of the kind of evidence does not depend on."""
 
@@ -191,8 +200,9 @@ def _with_evidence(
     num_classes: int,
     store: BagStore,
     outcome: Outcome | None = None,
+    known: EvidenceChoice | None = None,
 ) -> tuple[Recipe, EvidenceChoice | None]:
-    """Return the recipe with `evidence` resolved where it is `auto`; the store caches the choice.
+    """Return the recipe with `evidence` resolved where it is `auto`; the store caches a choice that is not `known`.
 
     With another outcome than classes, slides with the higher half of the targets stand for the positive class.
     """
@@ -202,13 +212,14 @@ def _with_evidence(
         halves = zip(bags, outcome.is_high([each.label for each in bags]), strict=True)
         bags = [replace(each, label=high) for each, high in halves]
         plain = replace(recipe, accumulate=1)
-        found, choice = _with_evidence(plain, bags, 1, store)
+        found, choice = _with_evidence(plain, bags, 1, store, known=known)
         kind = str(found.options["evidence"])
         if num_classes > 1 and kind in ("positive", "negative"):
             kind = "free"
         return replace(recipe, options={**recipe.options, "evidence": kind}), choice
-    numbers = tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
-    key = (num_classes, numbers, tuple((each.patient, each.label, each.bag) for each in bags))
+    if known is not None:
+        return replace(recipe, options={**recipe.options, "evidence": known.evidence}), known
+    key = (num_classes, choice_numbers(recipe), tuple((each.patient, each.label, each.bag) for each in bags))
     if key not in store.evidence_choices:
         surroundings = Surroundings(bags, store.device)
         with surroundings():

@@ -37,7 +37,16 @@ from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.recipes import RecipeNote, note_of, recipe_of
 from selfvitmil.aggregate.selection import EvidenceChoice
-from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, train_seeds
+from selfvitmil.aggregate.train import (
+    BagScore,
+    BagStore,
+    LabelledBag,
+    Trained,
+    choice_numbers,
+    load_model,
+    save_model,
+    train_seeds,
+)
 from selfvitmil.aggregate.train import score as score_bags
 from selfvitmil.aggregate.train import train as train_aggregator
 from selfvitmil.bags import Bag
@@ -103,6 +112,8 @@ class Training:
     """Metadata stored with the model."""
     outcome: Outcome | None = None
     """What is predicted; None for classes."""
+    evidence: EvidenceChoice | None = None
+    """The kind of evidence, where another training has chosen it (`choice_key`)."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.split}, seed {self.seed}"
@@ -165,8 +176,13 @@ class Training:
     def _trained(self, bag_of: Callable[[Case], Bag], store: BagStore, report: Report | None) -> Trained:
         return train_aggregator(
             self.name, *self.bags(bag_of), self.num_classes, self.settings, self.seed, outcome=self.outcome,
-            store=store, report=None if report is None else partial(self.tell, report),
+            store=store, evidence=self.evidence, report=None if report is None else partial(self.tell, report),
         )  # fmt: skip
+
+    @property
+    def choice_key(self) -> tuple[Any, ...]:
+        """Equal for trainings that choose the same kind of evidence: of one split, on the same files."""
+        return self.training[0].path.parent, self.split, choice_numbers(recipe_of(self.name, self.settings))
 
     def bags(self, bag_of: Callable[[Case], Bag]) -> tuple[list[LabelledBag], list[LabelledBag]]:
         """Return the labelled bags that are trained on, and those that the epoch is chosen on."""

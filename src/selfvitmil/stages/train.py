@@ -37,6 +37,7 @@ from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
 from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name
 
 if TYPE_CHECKING:
+    from selfvitmil.aggregate.selection import EvidenceChoice
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
@@ -462,13 +463,16 @@ def make_models(
     if engine.num_local < 2:
         return {}
     outcomes: dict[Path, BuildOutcome] = {}
+    choices: dict[Any, EvidenceChoice | None] = {}
     start = time.monotonic()
     while todo and time.monotonic() - start < WORTH_STARTING_S:
         trial, training, freshness = todo.pop(0)
         with trial.labels.training(str(training)):
-            training.make(freshness, trial.bag, store, report)
+            model = training.make(freshness, trial.bag, store, report)
+        choices[training.choice_key] = choices.get(training.choice_key) or model.evidence
         outcomes[_place(training)] = outcome_of(freshness)
-    items = {str(_place(training)): training for _, training, _ in todo}
+    # What was chosen here need not be chosen by every process again.
+    items = {str(_place(each)): replace(each, evidence=choices.get(each.choice_key)) for _, each, _ in todo}
     expected = {_place(training): outcome_of(freshness) for _, training, freshness in todo}
     with ExitStack() as stack:
         for trial, training, _ in todo:
