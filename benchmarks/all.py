@@ -21,11 +21,12 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+import selfvitmil
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -61,7 +62,9 @@ BY_HAND = {
     "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",
-    "end_to_end": "takes minutes, and as long as all its cohorts with --scaling",
+    "end_to_end": "takes minutes",
+    "scaling": "takes a quarter of an hour, and writes its result itself",
+    "jpeg2000": "needs a JPEG 2000 slide, and imagecodecs beside the locked packages",
 }
 PACKAGES = (
     "selfvitmil",
@@ -78,6 +81,8 @@ PACKAGES = (
 
 def machine() -> dict[str, Any]:
     """What the figures depend on; nothing that names the machine."""
+    import torch
+
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -89,7 +94,10 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    return found | {name: metadata.version(name) for name in PACKAGES}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # a folder on PYTHONPATH
+            found[name] = metadata.version(name)
+    return {**found, "selfvitmil": selfvitmil.__version__}
 
 
 def others_share(seconds: float = 2.0) -> float | None:
@@ -103,6 +111,19 @@ def others_share(seconds: float = 2.0) -> float | None:
         int(word) - start for word, start in zip(stat.read_text(encoding="utf-8").split()[1:9], before, strict=True)
     ]
     return 1.0 - (spent[3] + spent[4]) / max(sum(spent), 1)  # idle, and waiting for disks
+
+
+def record_of(command: str, seconds: float, others: float | None, result: Any) -> dict[str, Any]:
+    """A result with what it depends on, as the page of benchmarks reads it."""
+    return {
+        "command": command,
+        "seconds": round(seconds, 1),
+        "others_share": None if others is None else round(others, 2),
+        "busy": others is None or others > BUSY,
+        "machine": machine(),
+        "versions": versions(),
+        "result": result,
+    }
 
 
 def last_json(text: str) -> dict[str, Any] | None:
@@ -129,20 +150,15 @@ def run_one(script: Path, arguments: list[str], limit_s: float) -> tuple[dict[st
     if done.returncode != 0 or result is None:
         said = (done.stderr.strip().splitlines() or ["it printed no result"])[-1]
         return None, f"failed: {said}"
-    record = {
-        "command": " ".join(["python", f"benchmarks/{script.name}", *arguments]),
-        "seconds": round(seconds, 1),
-        "others_share": None if others is None else round(others, 2),
-        "busy": others is None or others > BUSY,
-        "machine": machine(),
-        "versions": versions(),
-        "result": result,
-    }
+    command = " ".join(["python", f"benchmarks/{script.name}", *arguments])
+    record = record_of(command, seconds, others, result)
     return record, f"done in {seconds:.0f} s{', on a busy machine' if record['busy'] else ''}"
 
 
 def jobs(only: list[str] | None, limit_s: float) -> list[tuple[str, Path, list[str], float]]:
     """(name of the result, script, arguments, seconds allowed) of all that this machine can run."""
+    import torch
+
     found = [(name, HERE / f"{name}.py", arguments, limit_s) for name, arguments in CPU.items()]
     if torch.cuda.is_available():
         longer = max(limit_s, CUDA_LIMIT_S)
@@ -177,7 +193,7 @@ def main() -> None:
     if not arguments.only:
         for name, why in BY_HAND.items():
             print(f"not run: {name}, {why}")
-        if not torch.cuda.is_available():
+        if not machine()["gpus"]:
             print(f"not run: {', '.join(f'{name}_cuda' for name in CUDA)}, no CUDA device")
     sys.exit(1 if missing else 0)
 

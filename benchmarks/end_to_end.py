@@ -1,7 +1,6 @@
-"""Slides to report on a synthetic cohort: seconds and peak memory of every stage; and how they grow with the cohort.
+"""Slides to report on a synthetic cohort: seconds and peak memory of every stage.
 
     python benchmarks/end_to_end.py [--slides 140] [--size-px 2048] [--workers 2] [--steps 20] [--epochs 10] [--seeds 3]
-    python benchmarks/end_to_end.py --scaling 10 100 1000 --size-px 1024 --steps 2 --epochs 2 --seeds 1
     python benchmarks/end_to_end.py --preset quick --size-px 5376 --steps 60 --out results
 
 Settings are those of `selfvitmil demo`, or of a preset for a GPU, with a short pretraining: what is measured is
@@ -9,11 +8,11 @@ everything else. Writing the slides is timed as `synth` and belongs to no sum. M
 (resident pages that belong to no file), of the command and its workers together, looked at ten times a second; mapped
 feature files do not count.
 
-`--out` writes `end_to_end.json` into a folder after every stage, with the memory on the GPU and with where the main
-thread was: the functions in which most looks found it (the innermost of this package, and the innermost of all).
+`cpu_s` is the processor time of the command and its workers: of use where other work slows the machine down. `--out`
+writes `end_to_end.json` (on a GPU `end_to_end_cuda.json`) into a folder after every stage, as the page of benchmarks
+reads it, with the memory on the GPU and with where the main thread was: the functions in which most looks found it (the
+innermost of this package, and the innermost of all).
 
-With `--scaling` every cohort is a process of its own. The exponent of a stage is the slope of log seconds (or bytes)
-over log slides between the smallest and the largest cohort, of what it takes beyond the smallest: 1 is linear.
 Checks that every stage ended without a failure and that the page has a section for each slide it should. Ends with one
 JSON line.
 """
@@ -22,10 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,10 +31,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from all import machine, others_share, record_of
 from selfvitmil.commands.demo import start_demo
 from selfvitmil.commands.run import Request, RunStart, run
 from selfvitmil.commands.synth import synth
-from selfvitmil.engine import Engine, num_cores
+from selfvitmil.engine import Engine
 from selfvitmil.settings import StudySettings, SynthSettings
 from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.compare import CompareResult
@@ -48,10 +45,6 @@ from selfvitmil.stages.report import ReportResult
 from selfvitmil.study import CohortSource, Study, study_settings
 
 LOOK_EVERY_S = 0.1
-LEAST_S = 1.0
-"""Stages that take less for the largest cohort have no exponent of time: most of it is a constant."""
-
-
 MOST_PLACES = 12
 """Functions that are told of a stage."""
 
@@ -108,15 +101,32 @@ def tree_mb(pid: int) -> float:
     return own / 1024 + sum(map(tree_mb, children))
 
 
+def tree_cpu_s(pid: int) -> float:
+    """Processor time of a process, its children and those that have ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text(encoding="utf-8").split()
+        ]
+    except OSError:
+        return 0.0
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(tree_cpu_s, children))
+
+
 def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all stages of a new study; seconds and peak memory of each."""
     settings = settings_of(root, arguments)
-    told: dict[str, Any] = {"slides": arguments.slides, "seconds": {}, "peak_mb": {}, "gpu_mb": {}, "places": {}}
+    told: dict[str, Any] = {"slides": arguments.slides}
+    told |= {key: {} for key in ("seconds", "cpu_s", "peak_mb", "gpu_mb", "places")}
+    told["others_share"] = others_share()
     page: ReportResult | None = None
     watch = Watch()
 
     def note(name: str, seconds: float) -> None:
         told["seconds"][name] = round(seconds, 2)
+        told["cpu_s"][name] = round(tree_cpu_s(os.getpid()) - sum(told["cpu_s"].values()), 2)
         peak_mb, told["places"][name] = watch.take()
         told["peak_mb"][name] = round(peak_mb)
         if on_gpu := gpu_mb():
@@ -156,7 +166,12 @@ def settings_of(root: Path, arguments: argparse.Namespace) -> StudySettings:
     flags: dict[str, Any] = {
         "pretrain": {"steps": arguments.steps, "warmup_steps": 1},
         "train": {"seeds": arguments.seeds} | ({} if arguments.epochs is None else {"epochs": arguments.epochs}),
-        "compare": {"random_encoder": False, "mean_color": False, "supervised": "none"},
+        "compare": {
+            "random_encoder": False,
+            "mean_color": False,
+            "supervised": "none",
+            "methods": arguments.methods or (),
+        },
         "engine": {} if arguments.workers is None else {"workers": arguments.workers},
     }
     if arguments.preset == "demo":
@@ -191,50 +206,13 @@ def gpu_mb() -> float:
 
 def save(told: dict[str, Any], folder: Path | None) -> None:
     """Write what was measured so far."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"benchmark": "end_to_end", "machine": machine(), **told}, indent=1)
-        (folder / "end_to_end.json").write_text(text + "\n", encoding="utf-8")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on; nothing that names the machine."""
-    torch: Any = sys.modules.get("torch")
-    gpus = [] if torch is None else [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    version = "" if torch is None else torch.__version__
-    return {"cores": num_cores(), "gpus": gpus, "python": platform.python_version(), "torch": version}
-
-
-def exponents(cohorts: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """Stage -> slope of log `key` over log slides, between the smallest cohort and the largest."""
-    first, last = cohorts[0], cohorts[-1]
-    span = math.log(last["slides"] / first["slides"])
-    return {
-        stage: round(math.log(value / max(first[key][stage], 0.1)) / span, 2)
-        for stage, value in last[key].items()
-        if first[key].get(stage) and (key != "seconds" or value >= LEAST_S)
-    }
-
-
-def scaling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure cohorts of several sizes, each in a process of its own."""
-    cohorts: list[dict[str, Any]] = []
-    for slides in sorted(arguments.scaling):
-        command = [sys.executable, __file__, "--slides", str(slides)]
-        for name in ("preset", "size_px", "workers", "steps", "epochs", "seeds"):
-            if getattr(arguments, name) is not None:
-                command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        cohorts.append(json.loads(done.stdout.splitlines()[-1]))
-        print(json.dumps(cohorts[-1]), flush=True)
-    return {
-        "benchmark": "end_to_end",
-        "size_px": arguments.size_px,
-        "workers": arguments.workers,
-        "cohorts": cohorts,
-        "exponent_seconds": exponents(cohorts, "seconds"),
-        "exponent_mb": exponents(cohorts, "peak_mb"),
-    }
+    if folder is None or "torch" not in sys.modules:  # whose import is part of what is measured
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "end_to_end_cuda.json" if machine()["gpus"] else "end_to_end.json"
+    command = " ".join(["python benchmarks/end_to_end.py", *sys.argv[1:]])
+    record = record_of(command, sum(told["seconds"].values()), told["others_share"], told)
+    (folder / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> None:
@@ -246,13 +224,10 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="of pretraining")
     parser.add_argument("--epochs", type=int, help="of every training, at most; by default as recipes say")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--scaling", type=int, nargs="+", metavar="SLIDES", help="cohorts of these sizes")
+    parser.add_argument("--methods", nargs="+", help="rows of the comparison; by default all")
     parser.add_argument("--folder", type=Path, help="where to keep the study; by default it is thrown away")
     parser.add_argument("--out", type=Path, help="folder for end_to_end.json")
     arguments = parser.parse_args(given)
-    if arguments.scaling:
-        print(json.dumps(scaling(arguments)))
-        return
     with tempfile.TemporaryDirectory() as temporary:
         told = measure(arguments.folder or Path(temporary) / "study", arguments)
     del told["places"]

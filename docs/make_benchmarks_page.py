@@ -47,11 +47,22 @@ SECTIONS: dict[str, list[Row]] = {
             "resize; bare decoding is 10.9x", ">=", 5, 10.9, 7.5),
         Row("reading, a 40x slide with a 20x level", "reading", "ratio_with20x", "x", "the same; bare decoding is 4.4x",
             ">=", 3, 4.4, 4.0),
+        Row("JPEG 2000, imagecodecs (not used: 79 MB for this)", "jpeg2000", "ratio.imagecodecs", "x",
+            "openslide-python, whose way is ours", log=1.4),
         Row("slide to tile table", "tiling", "seconds_table", "s", "TRIDENT's Otsu: 0.76 s for 704 tiles", "<", 0.076,
             log=0.013),
         Row("memory, a slide of 100,000 x 100,000", "tiling", "peak_mb_100k", "MB", log=441),
         Row("stain, one map per slide", "stain", "ratio", "x", "torchstain on every tile", log=16),
         Row("stain, every tile for itself", "stain", "ratio_own_tile", "x", "torchstain on every tile"),
+    ],
+    "Slides to report, one GPU": [
+        Row("140 slides of 5,376 px, without pretraining", "end_to_end_cuda", "seconds_without_pretraining", "s",
+            "preset quick, 5 seeds", "<", aim=60),
+        Row("embedding them", "end_to_end_cuda", "seconds.embed", "s", "", "<", aim=4),
+        Row("comparing 13 rows with 5 seeds", "end_to_end_cuda", "seconds.compare", "s", "", "<", aim=25),
+        Row("heatmaps", "end_to_end_cuda", "seconds.localize", "s", "", "<", aim=8),
+        Row("lesions", "end_to_end_cuda", "seconds.lesions", "s", "", "<", aim=8),
+        Row("report", "end_to_end_cuda", "seconds.report", "s", "", "<", aim=8),
     ],
     "Encoders, one H200": [
         Row("DINO, ViT-B/16, 2 x 224 + 8 x 96, end to end", "pretrain_cuda", "tiles_per_s", "tiles/s",
@@ -74,6 +85,9 @@ SECTIONS: dict[str, list[Row]] = {
         Row("slide file to answer, ViT-S/16, a small slide", "predict", "cpu.slide_s", "s"),
     ],
     "Learning from labels": [
+        Row("a comparison of small bags on a GPU, 13 rows with 5 seeds", "turns_cuda", "seconds.in_turns", "s",
+            "one training after the other: see `ratio`", "<", aim=25),
+        Row("the same, trainings in turns against one after the other", "turns_cuda", "ratio", "x"),
         Row("DSMIL step, 4,576 x 3,840", "aggregate", "ratio_dense", "x", "the dense form; the byte limit is 60x",
             ">=", 20, 60),
         Row("the same, as time", "aggregate", "ms_step", "ms", "copying the same bytes: see `ms_copy`"),
@@ -109,7 +123,57 @@ def page(folder: Path = RESULTS) -> str:
     for title, rows in SECTIONS.items():
         text += f"\n## {title}\n\n| what | measured | limit | aim | beside | script |\n|---|---|---|---|---|---|\n"
         text += "".join(line(row, results.get(row.result)) for row in rows)
-    return text + machines(results)
+    return text + scaling(results.get("scaling")) + machines(results)
+
+
+STAGES = ("check", "tile", "embed", "compare", "evaluate", "localize", "lesions", "report")
+"""Those whose work grows with the slides."""
+
+
+def scaling(record: Mapping[str, Any] | None) -> str:
+    """How seconds and memory grow with the number of slides."""
+    if record is None:
+        return ""
+    cohorts, result = record["result"]["cohorts"], record["result"]
+    sizes = [f"{each['slides']:,}" for each in cohorts]
+    text = (
+        "\n## Growth with the number of slides\n\n"
+        "Tiny synthetic slides (about 8 tiles each), two workers, two steps of pretraining, three methods, one seed:\n"
+        "`scaling.py`. Seconds are processor time of all processes. The exponent is the slope between the last two\n"
+        "sizes: 1 is linear. Memory is the peak of the command with its workers, mapped files left out.\n\n"
+        "![Seconds and memory of each stage](../pictures/scaling.svg)\n\n"
+    )
+    heads = [f"{size} slides" for size in sizes]
+    text += f"| stage | {' | '.join(heads)} | exponent | memory, {sizes[-1]} slides | exponent |\n"
+    text += f"|---|{'---|' * len(sizes)}---|---|---|\n"
+    for stage in STAGES:
+        seconds = [f"{each['cpu_s'].get(stage, 0.0):,.1f} s" for each in cohorts]
+        slopes = [result[key][stage][-1] for key in ("exponent_seconds", "exponent_mb")]
+        time_slope, memory_slope = ("" if slope is None else f"{slope:.2f}" for slope in slopes)
+        cells = [stage, *seconds, time_slope, f"{cohorts[-1]['peak_mb'][stage]:,} MB", memory_slope]
+        text += f"| {' | '.join(cells)} |\n"
+    return text
+
+
+def scaling_figure(record: Mapping[str, Any]) -> str:
+    """Draw seconds and memory of every stage over the number of slides, as SVG."""
+    from matplotlib.figure import Figure
+
+    from selfvitmil.evaluate.figures import to_svg
+
+    cohorts = record["result"]["cohorts"]
+    slides = [each["slides"] for each in cohorts]
+    figure = Figure(figsize=(9, 3.6), layout="constrained", label="Seconds and memory over the number of slides")
+    panels = figure.subplots(1, 2)
+    for axes, key, words in zip(panels, ("cpu_s", "peak_mb"), ("processor seconds", "peak memory, MB"), strict=True):
+        for stage in STAGES:
+            axes.plot(slides, [max(each[key].get(stage, 0.0), 0.1) for each in cohorts], marker="o", label=stage)
+        axes.set(xscale="log", yscale="log", xlabel="slides", ylabel=words)
+    ends = [cohorts[-1]["cpu_s"]["tile"] * number / slides[-1] for number in slides]
+    panels[0].plot(slides, ends, color="0.6", linestyle="--", label="linear")
+    panels[1].set_ylim(100, 10_000)
+    panels[0].legend(fontsize="x-small", ncols=2)
+    return to_svg(figure)
 
 
 def line(row: Row, record: Mapping[str, Any] | None) -> str:
@@ -159,4 +223,8 @@ def machines(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent / "reference" / "benchmarks.md").write_text(page(), encoding="utf-8")
+    docs = Path(__file__).parent
+    (docs / "reference" / "benchmarks.md").write_text(page(), encoding="utf-8")
+    if (scaled := RESULTS / "scaling.json").exists():
+        drawn = scaling_figure(json.loads(scaled.read_text(encoding="utf-8")))
+        (docs / "pictures" / "scaling.svg").write_text(drawn, encoding="utf-8")
