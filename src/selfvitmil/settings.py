@@ -500,11 +500,15 @@ class TrainSettings(Settings):
     positive: str | None = None
     """Positive class of two, whose probability scores are; none finds it by the meaning of the names (`normal`, `wt`,
     `MSS`, `0` ... are negative), else takes the later name and says so."""
-    outcome: Literal["auto", "binary", "multiclass", "continuous", "survival", "survival-discrete"] = "auto"
+    outcome: Literal[
+        "auto", "binary", "multiclass", "ordinal", "multilabel", "continuous", "survival", "survival-discrete"
+    ] = "auto"
     """What is predicted. `auto`: classes where slides have labels, else survival where the cohort has `time` and
     `event`; of a named target, classes or a continuous value by its cells. The choice is printed."""
     target: tuple[str, ...] = ()
-    """Columns of the cohort to predict; none means `label`, or `time` and `event`."""
+    """Columns of the cohort to predict; none means `label`, or `time` and `event`. Several labels are `multilabel`."""
+    levels: tuple[str, ...] = ()
+    """Levels of an `ordinal` outcome from the lowest to the highest; none needed for numbers."""
     split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"
     """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold."""
     split_folder: Path | None = None

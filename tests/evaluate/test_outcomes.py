@@ -6,9 +6,11 @@ import json
 import math
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from helpers.cli import Done, rows_of, selfvitmil
 from helpers.planted_outcomes import planted_outcomes
@@ -16,12 +18,29 @@ from selfvitmil.aggregate import NAMES, build
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.evaluate.comparison_table import read_table
 from selfvitmil.evaluate.predictions import read_outcome, read_predictions, write_predictions
-from selfvitmil.outcomes import outcome_from_json
+from selfvitmil.localize.detection import highest_scoring_tile
+from selfvitmil.localize.heatmap import read_heatmap
+from selfvitmil.outcomes import Outcome, outcome_from_json
 from selfvitmil.outcomes.continuous import Continuous
+from selfvitmil.outcomes.multilabel import MultiLabel
+from selfvitmil.outcomes.ordinal import Ordinal, resampled_kappa
 from selfvitmil.outcomes.survival import DiscreteSurvival, Survival, cox_loss, hazard_loss
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 20, "--evaluate.bootstrap", 100)
 
+
+KINDS: dict[str, tuple[object, ...]] = {
+    "survival": ("--train.outcome", "survival"),
+    "survival-discrete": ("--train.outcome", "survival-discrete"),
+    "continuous": ("--train.target", "value", "--train.outcome", "continuous"),
+    "ordinal": ("--train.target", "grade", "--train.outcome", "ordinal",
+                "--train.levels", "low", "--train.levels", "middle", "--train.levels", "high"),
+    "multilabel": ("--train.target", "mutated", "--train.target", "inflamed", "--train.outcome", "multilabel",
+                   "--localize.of-class", "mutated"),
+}  # fmt: skip
+"""Kind -> flags of a study of the planted table."""
+PLANTED_DIMENSION = {"multilabel": 1}
+"""Dimension along which the tiles are shifted that heatmaps show evidence of; 0 with the others."""
 
 # ---------------------------------------------------------------------------------------------------- losses
 
@@ -59,6 +78,48 @@ def test_hazard_loss_is_the_likelihood_of_every_interval():
     assert float(fast) == pytest.approx(slow / 10, abs=1e-12)
 
 
+def test_ordinal_loss_is_the_likelihood_of_every_step():
+    generator = np.random.default_rng(2)
+    raw, level, slow = generator.normal(size=(8, 3)), generator.integers(0, 4, 8), 0.0
+    for i in range(8):
+        for k in range(3):
+            above = 1 / (1 + math.exp(-raw[i, k]))
+            slow -= math.log(above if level[i] > k else 1 - above)
+    outcome = Ordinal(("grade",), ("a", "b", "c", "d"))
+    fast = outcome.loss(torch.from_numpy(raw), torch.from_numpy(level.astype(float))[:, None])
+    assert float(fast) == pytest.approx(slow / 24, abs=1e-12)
+    probabilities = outcome.score(torch.from_numpy(raw)).numpy()
+    assert (np.diff(probabilities, axis=1) <= 0).all()
+
+
+def test_labels_that_are_not_known_have_no_say():
+    generator = np.random.default_rng(3)
+    raw, label = generator.normal(size=(8, 3)), generator.integers(0, 2, (8, 3)).astype(float)
+    label[generator.uniform(size=(8, 3)) < 0.3] = math.nan
+    each = [
+        -math.log(p if label[i, k] else 1 - p)
+        for i in range(8) for k in range(3) for p in [1 / (1 + math.exp(-raw[i, k]))] if not math.isnan(label[i, k])
+    ]  # fmt: skip
+    fast = MultiLabel(("a", "b", "c")).loss(torch.from_numpy(raw), torch.from_numpy(label))
+    assert 8 < len(each) < 24
+    assert float(fast) == pytest.approx(np.mean(each), abs=1e-12)
+
+
+def test_resampled_kappa_and_macro_auc_agree_with_scikit_learn():
+    generator = np.random.default_rng(4)
+    level = generator.integers(0, 4, 30)
+    called = np.clip(level + generator.integers(-1, 2, 30), 0, 3)
+    drawn = np.stack([np.ones(30, int), np.bincount(generator.integers(0, 30, 30), minlength=30)])
+    fast = resampled_kappa(level.astype(float), called.astype(float), drawn.astype(float))
+    slow = [cohen_kappa_score(level.repeat(n), called.repeat(n), weights="quadratic") for n in drawn]
+    assert fast == pytest.approx(slow, abs=1e-12)
+    outcome = MultiLabel(("a", "b"))
+    target, score = generator.integers(0, 2, (30, 2)).astype(float), generator.uniform(size=(30, 2))
+    target[:5, 0] = math.nan
+    expected = np.mean([roc_auc_score(target[5:, 0], score[5:, 0]), roc_auc_score(target[:, 1], score[:, 1])])
+    assert outcome.validation_metric([tuple(row) for row in target], score) == pytest.approx(expected, abs=1e-12)
+
+
 def test_values_are_standardized_with_training_slides_and_come_back():
     outcome = Continuous(("value",)).fitted([(10.0,), (20.0,), (30.0,)])
     (encoded,) = outcome.encoded((20.0 + math.sqrt(200 / 3),))
@@ -67,15 +128,25 @@ def test_values_are_standardized_with_training_slides_and_come_back():
 
 
 @pytest.mark.parametrize(
-    "outcome", [Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",), 2.0, 3.0)]
-)
-def test_an_outcome_comes_back_from_its_description(outcome: Survival | Continuous):
+    "outcome",
+    [
+        Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",), 2.0, 3.0),
+        Ordinal(("grade",), ("low", "high")), MultiLabel(("a", "b")),
+    ],
+)  # fmt: skip
+def test_an_outcome_comes_back_from_its_description(outcome: Outcome):
     assert outcome_from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "self-vit-mil-multiscale"])
-@pytest.mark.parametrize("outcome", [Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",))])
-def test_every_aggregator_learns_every_outcome_or_refuses(name: str, outcome: Survival | Continuous):
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Survival(), DiscreteSurvival(cuts=(1.0, 2.0, 3.0)), Continuous(("value",)),
+        Ordinal(("grade",), ("low", "middle", "high")), MultiLabel(("a", "b", "c")),
+    ],
+)  # fmt: skip
+def test_every_aggregator_learns_every_outcome_or_refuses(name: str, outcome: Outcome):
     torch.manual_seed(0)
     options = {"evidence": "free"} if name == "self-vit-mil" else {}
     if name.startswith("clam"):
@@ -87,8 +158,10 @@ def test_every_aggregator_learns_every_outcome_or_refuses(name: str, outcome: Su
     module.predict(outcome)
     bags, places = [torch.randn(7, 6) for _ in range(4)], torch.arange(14.0).reshape(7, 2)
     outputs = [module(bag, places) for bag in bags]
-    target = torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 1.0], [0.0, 1.0]])
-    loss = module.outcome_loss(outputs, target if isinstance(outcome, Survival) else target[:, :1])
+    target = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 0.0], [3.0, 1.0, 1.0], [0.0, 1.0, math.nan]])
+    if isinstance(outcome, MultiLabel):
+        target = target.clamp(max=1.0)
+    loss = module.outcome_loss(outputs, target[:, : len(outcome.target_names)])
     loss.backward()
     assert math.isfinite(loss.item())
     assert any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in module.parameters())
@@ -142,6 +215,17 @@ def test_planted_value_is_found_and_permuted_value_is_not(made: Path, permuted: 
     assert metrics_of(tmp_path / "study")["r2"] > 0.5
     assert learn("evaluate", tmp_path / "control", permuted, *asked).returncode == 0
     assert metrics_of(tmp_path / "control")["r2"] < 0.3
+
+
+def test_planted_grade_and_labels_are_found_and_permuted_ones_are_not(made: Path, permuted: Path, tmp_path: Path):
+    wanted = {"ordinal": ("kappa", 0.6, 0.35), "multilabel": ("macro_auc", 0.9, 0.75)}
+    for kind, (metric, least, most) in wanted.items():
+        asked = (*KINDS[kind], "--train.aggregator", "mean")
+        for name, data in (("study", made), ("control", permuted)):
+            done = learn("evaluate", tmp_path / f"{name}_{kind}", data, *asked)
+            assert done.returncode == 0, done.stderr
+        assert metrics_of(tmp_path / f"study_{kind}")[metric] > least
+        assert metrics_of(tmp_path / f"control_{kind}")[metric] < most
 
 
 def test_compare_writes_table_and_predictions_that_read_back(made: Path, tmp_path: Path):
@@ -199,11 +283,35 @@ def test_invalid_cells_are_named(made: Path, tmp_path: Path):
     assert "maybe" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["localize"])
-def test_commands_for_classes_say_so(command: str, made: Path, tmp_path: Path):
-    done = learn(command, tmp_path / "study", made, "--train.outcome", "survival")
-    assert done.returncode != 0
-    assert "written for classes" in done.stderr
+FIGURES = {
+    "survival": {"kaplan_meier"}, "survival-discrete": {"kaplan_meier"}, "continuous": {"scatter", "bland_altman"},
+    "ordinal": {"confusion"}, "multilabel": {"roc"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heatmaps_and_report_show_evidence_for_a_high_outcome(kind: str, made: Path, tmp_path: Path):
+    """Of slides with planted tiles, the highest-scoring tile of the heatmap is one of them."""
+    study, flags = tmp_path / "study", (*KINDS[kind], "--train.aggregator", "dsmil")
+    for command in ("evaluate", "localize"):
+        done = learn(command, study, made, *flags)
+        assert done.returncode == 0, done.stderr
+    (folder,) = study.glob("results/*")
+    assert FIGURES[kind] <= {path.stem for path in folder.glob("*.svg")}
+    hits = []
+    for path in sorted(study.glob("maps/*/*.h5")):
+        heatmap = read_heatmap(path)
+        with h5py.File(made / "features_vit" / path.name) as file:
+            planted = file["features"][:, PLANTED_DIMENSION.get(kind, 0)] > 3  # pyright: ignore
+        if planted.any() and not planted.all():
+            hits.append(bool(planted[highest_scoring_tile(heatmap)]))
+        assert heatmap.prediction.value_words
+    assert len(hits) >= 9
+    assert np.mean(hits) > 0.85
+    done = selfvitmil("report", study)
+    assert done.returncode == 0, done.stderr
+    page = (study / "report" / "index.html").read_text()
+    assert all(name in page for name in {"survival": ["Harrell"], "ordinal": ["kappa"]}.get(kind, []))
 
 
 def test_no_event_is_refused():

@@ -688,14 +688,19 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     from selfvitmil.cohort.table import order_classes
     from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
     from selfvitmil.evaluate.dataset import Case, check_two_classes
-    from selfvitmil.outcomes import Classes, choose_outcome, need_classes
+    from selfvitmil.outcomes import Classes, choose_outcome
 
     try:
         outcome, _ = choose_outcome(cohort, settings.train)
         if isinstance(outcome, Classes):
             cohort = outcome.labels(cohort)
         else:
-            need_classes(outcome, "run")
+            targets = outcome.read(cohort)
+            cohort = outcome.in_strata(cohort, targets)
+            rows = cohort.select(labelled=True).rows
+            found = [Case(row.slide, row.patient, row.path, "", targets[row.slide]) for row in rows]
+            cases = Cases(tuple(found), (), cohort, 0, "", "", outcome=outcome)
+            return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
         labelled = cohort.select(labelled=True)
         if not labelled.rows:
             how = "Give --labels with a table of slides and their labels"

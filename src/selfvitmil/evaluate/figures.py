@@ -755,7 +755,7 @@ history_figure = as_svg(draw_history)
 
 
 History = Sequence[Mapping[str, Any]]
-CURVES = ("roc", "pr", "calibration", "confusion")
+CURVES = ("roc", "pr", "calibration", "confusion", "kaplan_meier", "scatter", "bland_altman")
 """Figures of the test set."""
 
 
@@ -771,9 +771,14 @@ def write_figures(
     """Write all figures of a method; return the reasons why some were skipped. `histories` by (split, seed)."""
     reasons: list[str] = []
     splits = (None,) if are_disjoint(result.predictions) else result.splits
-    for split in splits if result.outcome is None else ():  # curves of classes
+    for split in splits:
         prefix = "" if split is None else f"{split}_"
-        for name, draw in _figures(result, split, evaluate):
+        drawn = _figures(result, split, evaluate)
+        if result.outcome is not None:
+            from selfvitmil.evaluate.outcome_figures import outcome_figures
+
+            drawn = outcome_figures(result, split, evaluate)
+        for name, draw in drawn:
             reasons += _write(folder / f"{prefix}{name}.svg", draw)
     runs = [run for run in result.runs if (run.split, run.seed) in histories]
     if runs:

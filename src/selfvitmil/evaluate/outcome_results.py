@@ -195,7 +195,8 @@ class OutcomeRow:
     p_value: float = math.nan
     test: str = ""
     training_seconds: float | None = None
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    recipe_words: str = ""
 
 
 def outcome_rows(
@@ -227,7 +228,7 @@ def _outcome_row(result: MethodResult, scores: Any, cohort: str) -> OutcomeRow:
         math.nan if spread["sd"] is None else spread["sd"],
         len(result.seeds),
         training_seconds=sum(run.seconds for run in result.runs),
-        notes=result.warnings,
+        warnings=result.warnings,
     )
 
 
@@ -278,7 +279,7 @@ def _cells(row: OutcomeRow) -> list[str]:
 def outcome_notes(rows: Sequence[OutcomeRow]) -> list[str]:
     """Return the notes below the table."""
     tests = sorted({f"p: {row.test} against {row.baseline}, two-sided." for row in rows if row.baseline})
-    warnings = dict.fromkeys(note for row in rows for note in row.notes)
+    warnings = dict.fromkeys(note for row in rows for note in row.warnings)
     return [f"Measured on {rows[0].on}.", *tests, *(f"Warning: {note}" for note in warnings)]
 
 
@@ -303,7 +304,7 @@ def outcome_csv(rows: Sequence[OutcomeRow]) -> str:
             record[f"difference_{end}"] = "" if row.difference is None else _full(getattr(row.difference, end))
         record["level"] = _full(next(iter(row.metrics.values())).level)
         record["training_seconds"] = "" if row.training_seconds is None else f"{row.training_seconds:.1f}"
-        records.append(record | {"warnings": "; ".join(row.notes)})
+        records.append(record | {"warnings": "; ".join(row.warnings)})
     return csv_text([list(records[0]), *(record.values() for record in records)])
 
 
@@ -335,7 +336,7 @@ def read_outcome_csv(text: str) -> list[OutcomeRow]:
                 p_value=_number(record["p_value"]),
                 test=record["test_against_baseline"],
                 training_seconds=float(record["training_seconds"]) if record["training_seconds"] else None,
-                notes=tuple(filter(None, record["warnings"].split("; "))),
+                warnings=tuple(filter(None, record["warnings"].split("; "))),
             )
         )
     return rows

@@ -365,6 +365,6 @@ def _cells(heatmap: Heatmap, lesions: Sequence[Lesion]) -> tuple[str, ...]:
     if heatmap.score.any():
         x, y = heatmap.coords_l0[highest_scoring_tile(heatmap)].tolist()
         highest = f"at {x}, {y}"
-    probability = f"{prediction.shown_probability:.3f} {prediction.shown}"
+    probability = prediction.value_words or f"{prediction.shown_probability:.3f} {prediction.shown}"
     number = "-" if heatmap.only_ranks else str(len(lesions))
     return probability, prediction.decision, heatmap.kind, number, measured, highest

@@ -93,6 +93,9 @@ class SlidePrediction:
     part: str
     """`test`, `val` or `train`: whether these models were trained on the slide; `new` for slides of no split."""
     seeds: tuple[int, ...]
+    value_words: str = ""
+    """The prediction in words, with another outcome than classes. `probability` is then the share of validation slides
+    with a lower prediction, `classes` are low and high."""
 
     @property
     def is_positive(self) -> bool:
@@ -189,7 +192,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
     """Write a heatmap atomically; equal heatmaps give equal bytes."""
     stored = {name: getattr(heatmap, name) for name in STORED}
     stored |= {
-        "verdict": asdict(heatmap.prediction),
+        "verdict": {key: value for key, value in asdict(heatmap.prediction).items() if key != "value_words" or value},
         "warnings": list(heatmap.warnings),
         "details": dict(heatmap.details),
     }

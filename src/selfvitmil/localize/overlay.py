@@ -228,6 +228,8 @@ def shown_words(heatmap: Heatmap) -> str:
 def prediction_words(heatmap: Heatmap) -> str:
     """Return probability, decision, and where its threshold came from."""
     prediction = heatmap.prediction
+    if prediction.value_words:
+        return f"{prediction.value_words[:1].upper()}{prediction.value_words[1:]}. Called {prediction.decision}."
     if prediction.threshold is None:
         rule = "the most probable class" if not prediction.threshold_from else prediction.threshold_from
     else:

@@ -33,6 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import metrics
 from selfvitmil.errors import BagError, ConfigError
+from selfvitmil.formatting import percent
 from selfvitmil.localize.heatmap import Floats, Frame, Heatmap, SlidePrediction
 from selfvitmil.settings import LocalizeSettings
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # these load torch, which overlays do not need
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
     from selfvitmil.evaluate.predictions import Choice
+    from selfvitmil.outcomes import Outcome
 
 AUTO = ("instance", "attention", "effect")
 """What `auto` takes where there is no evidence, the first that there is."""
@@ -241,6 +243,60 @@ def ensemble_prediction(
         part=part,
         seeds=tuple(seeds),
     )
+
+
+def outcome_prediction(
+    scores: Sequence[BagScore],
+    choice: Choice,
+    validation_VK: NDArray[np.float64],
+    of_class: str | None,
+    *,
+    split: str,
+    part: str,
+    seeds: Sequence[int],
+) -> SlidePrediction:
+    """The same with another outcome than classes; `validation_VK` are the ensemble's scores of validation slides.
+
+    Of several labels the heatmap shows `of_class`, else the most probable one. Otherwise it shows evidence for a high
+    value or risk, which means above the median of validation slides.
+    """
+    outcome = choice.outcome
+    assert outcome is not None
+    score = mean_probabilities([each.probabilities for each in scores])
+    assert score is not None
+    about = {"max_probability": None, "bag_probability": None, "split": split, "part": part, "seeds": tuple(seeds)}
+    if outcome.evidence_per_column:
+        shown = of_class or outcome.columns[int(np.argmax(score))]
+        present = score[outcome.columns.index(shown)] >= 0.5
+        words = ", ".join(f"{name} {value:.3f}" for name, value in zip(outcome.columns, score, strict=True))
+        return SlidePrediction(
+            probability=score, decision=shown if present else f"not {shown}", threshold=0.5, threshold_from="fixed 0.5",
+            classes=outcome.columns, shown=shown, value_words=f"Probabilities: {words}", **about,
+        )  # fmt: skip
+    rank, ranks = outcome.rank(np.array([score]))[0], outcome.rank(validation_VK)
+    below = float((ranks < rank).mean() + (ranks == rank).mean() / 2)
+    high = rank >= np.median(ranks) if choice.threshold is None else rank >= choice.threshold
+    (group,) = choice.decide(np.array([score]))
+    said = f"{outcome.rank_words} {rank:.3f}, higher than {percent(below)} of the validation slides"
+    if group is not None:
+        said += f"; group: {outcome.groups[group]}"
+    return SlidePrediction(
+        probability=(below,), decision=outcome.poles[int(high)], threshold=None,
+        threshold_from=choice.threshold_from if choice.threshold is not None else "median of validation slides",
+        classes=outcome.poles, shown=outcome.poles[1], value_words=said, **about,
+    )  # fmt: skip
+
+
+def check_shown(outcome: Outcome, of_class: str | None) -> None:
+    """Raise ConfigError for a class that heatmaps of an outcome cannot show."""
+    labels = outcome.columns if outcome.evidence_per_column else ()
+    if of_class is not None and of_class not in labels:
+        raise ConfigError(
+            f"localize.of_class {of_class!r}",
+            f"the labels are {', '.join(labels)}" if labels else f"heatmaps show evidence for {outcome.poles[1]}",
+            "Name one of them" if labels else "Leave it out",
+            code="unknown-class",
+        )
 
 
 def combine(tile_scores: Sequence[TileScores], column: int) -> dict[str, Floats]:

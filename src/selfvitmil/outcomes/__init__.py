@@ -15,6 +15,8 @@ from selfvitmil.cohort.table import Cohort, column_key, listing
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.outcomes.base import Outcome, Scored, Target, as_array
 from selfvitmil.outcomes.continuous import Continuous
+from selfvitmil.outcomes.multilabel import MultiLabel
+from selfvitmil.outcomes.ordinal import Ordinal
 from selfvitmil.outcomes.survival import DiscreteSurvival, Survival
 from selfvitmil.settings import TrainSettings
 
@@ -29,7 +31,9 @@ __all__ = [
     "outcome_from_json",
 ]
 
-KINDS: dict[str, type[Outcome]] = {each.kind: each for each in (Survival, DiscreteSurvival, Continuous)}
+KINDS: dict[str, type[Outcome]] = {
+    each.kind: each for each in (Survival, DiscreteSurvival, Continuous, Ordinal, MultiLabel)
+}
 MANY_VALUES = 10
 """Different numbers in a column above which `auto` takes them as continuous values."""
 FOLLOW_UP = ("time", "event")
@@ -70,7 +74,11 @@ def choose_outcome(cohort: Cohort, train: TrainSettings) -> tuple[Classes | Outc
         kind, columns, reason = _guess(cohort, train)
     if kind in ("binary", "multiclass"):
         return _classes(cohort, kind, columns), reason
+    if kind == "multilabel":
+        return MultiLabel(columns), reason
     _check_number(kind, columns, 2 if kind.startswith("survival") else 1)
+    if kind == "ordinal":
+        return Ordinal.of(columns, cohort, train.levels), reason
     return KINDS[kind](columns), reason
 
 
@@ -79,7 +87,7 @@ def need_classes(outcome: Outcome | None, command: str) -> None:
     if outcome is not None:
         raise ConfigError(
             f"{command} with the outcome {outcome.kind}",
-            "it is written for classes; train, evaluate and compare work with every outcome",
+            "it is written for classes; train, evaluate, compare, localize and report work with every outcome",
             "Use those, or set train.target and train.outcome to classes",
             code="command-needs-classes",
         )

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from selfvitmil.cohort.table import Cohort, SlideRow, column_key, listing
 from selfvitmil.errors import CohortError, ConfigError, MetricError
 from selfvitmil.metrics import Interval
+from selfvitmil.metrics.classification import bootstrap, bootstrap_p_value, percentile_interval
 from selfvitmil.settings import EvaluateSettings
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Outcome:
     kind: ClassVar[str]
     score_words: ClassVar[str]
     """What the score is, for tables and reports."""
-    evidence_words: ClassVar[str]
-    """What a heatmap shows evidence for."""
+    poles: ClassVar[tuple[str, str]]
+    """What slides below and above the median of validation slides have; heatmaps show evidence for the second."""
     primary: ClassVar[str]
     """Metric that methods are compared by."""
     primary_words: ClassVar[str]
@@ -77,8 +78,12 @@ class Outcome:
     """Metrics of a table with their heads, the primary one first."""
     needs_batch: ClassVar[bool] = False
     """Whether the loss compares the slides of an optimizer step with each other."""
-    groups: ClassVar[tuple[str, ...]] = ()
-    """Names of what a decision may be; empty where nothing is decided."""
+    rank_words: ClassVar[str]
+    """What `rank` is, in one or two words."""
+    evidence_per_column: ClassVar[bool] = False
+    """Whether heatmaps show evidence for one of the columns, each of which has an output."""
+    plots: ClassVar[tuple[str, ...]] = ()
+    """Figures of an evaluation, by their names in `evaluate.outcome_figures`."""
 
     # ------------------------------------------------------------------------------------------ targets
 
@@ -96,6 +101,11 @@ class Outcome:
     @abstractmethod
     def num_outputs(self) -> int:
         """Outputs of the network."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of what a decision may be; empty where nothing is decided."""
+        return ()
 
     @abstractmethod
     def parse(self, row: SlideRow) -> Target | None:
@@ -132,7 +142,7 @@ class Outcome:
         """Return the stored score (..., K) of raw outputs (..., C)."""
 
     def evidence(self, values_NC: Tensor) -> Tensor:
-        """Return what a heatmap shows of values per tile and output: one column, their mean."""
+        """Return what a heatmap shows of values per tile and output: one column, their mean, or one per label."""
         return values_NC.mean(1, keepdim=True)
 
     # ------------------------------------------------------------------------------------------ evaluation
@@ -269,6 +279,47 @@ def parse_number(row: SlideRow, column: str) -> float | None:
             code="target-not-a-number",
         )  # fmt: skip
     return value
+
+
+EVENT_WORDS = {"1": 1, "0": 0, "1.0": 1, "0.0": 0, "true": 1, "false": 0, "yes": 1, "no": 0}
+
+
+def two_valued(row: SlideRow, column: str, meaning: str, code: str) -> int | None:
+    """Return 1 or 0 of a cell, None if it is empty; CohortError with the `meaning` of the two for other text."""
+    cell = row.value(column)
+    if cell is None:
+        return None
+    if cell.casefold() not in EVENT_WORDS:
+        raise CohortError(
+            f"{row.slide}: {column} is {cell!r}", meaning, "Correct it, or leave it empty to exclude the slide",
+            code=code,
+        )  # fmt: skip
+    return EVENT_WORDS[cell.casefold()]
+
+
+def patient_bootstrap(scored: Scored, statistic: Callable[[Floats], Floats]) -> Interval:
+    """Return a metric with limits from resampled patients; it takes how often each slide is drawn (R, N)."""
+    value = float(statistic(np.ones((1, len(scored.targets))))[0])
+    return percentile_interval(value, _resampled(scored, statistic), scored.evaluate.confidence)
+
+
+def paired_bootstrap(
+    scored: Scored, own: Callable[[Floats], Floats], other: Callable[[Floats], Floats]
+) -> tuple[Interval, float]:
+    """Return the difference of two metrics of the same slides, and its two-sided p-value, from resampled patients."""
+
+    def difference(drawn_RN: Floats) -> Floats:
+        return own(drawn_RN) - other(drawn_RN)
+
+    value = float(difference(np.ones((1, len(scored.targets))))[0])
+    values = _resampled(scored, difference)
+    return percentile_interval(value, values, scored.evaluate.confidence), bootstrap_p_value(values)
+
+
+def _resampled(scored: Scored, statistic: Callable[[Floats], Floats]) -> Floats:
+    groups = np.unique(np.array(scored.patients), return_inverse=True)[1]
+    evaluate, one_kind = scored.evaluate, np.zeros(len(groups), dtype=np.int64)
+    return bootstrap(statistic, one_kind, groups, evaluate.bootstrap, evaluate.seed)
 
 
 def quantile_names(values: Mapping[str, float], name: str, least: int = 1) -> dict[str, str]:

@@ -34,7 +34,9 @@ class Continuous(Outcome):
 
     kind: ClassVar[str] = "continuous"
     score_words: ClassVar[str] = "predicted value, in the target's unit"
-    evidence_words: ClassVar[str] = "a higher value"
+    poles: ClassVar[tuple[str, str]] = ("a low value", "a high value")
+    rank_words: ClassVar[str] = "predicted value"
+    plots: ClassVar[tuple[str, ...]] = ("scatter", "bland_altman")
     primary: ClassVar[str] = "mae"
     primary_words: ClassVar[str] = "MAE"
     higher_is_better: ClassVar[bool] = False

@@ -23,14 +23,14 @@ from selfvitmil.cohort.table import SlideRow
 from selfvitmil.errors import CohortError
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics import survival as metrics
-from selfvitmil.outcomes.base import Floats, Outcome, Scored, Target, as_array, parse_number, quantile_names
+from selfvitmil.outcomes.base import Floats, Outcome, Scored, Target, as_array, parse_number, quantile_names, two_valued
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INTERVALS = 4
 """Intervals of `survival-discrete`; fewer where there are few different event times."""
-EVENT_WORDS = {"1": 1, "0": 0, "true": 1, "false": 0, "yes": 1, "no": 0}
+EVENT_MEANING = "an event is 1 (it happened) or 0 (censored)"
 
 
 def cox_loss(risk_N: Tensor, time_N: Tensor, event_N: Tensor) -> Tensor:
@@ -66,7 +66,9 @@ class Survival(Outcome):
 
     kind: ClassVar[str] = "survival"
     score_words: ClassVar[str] = "risk: log hazard ratio, higher means earlier events"
-    evidence_words: ClassVar[str] = "a higher risk"
+    poles: ClassVar[tuple[str, str]] = ("low risk", "high risk")
+    rank_words: ClassVar[str] = "risk"
+    plots: ClassVar[tuple[str, ...]] = ("kaplan_meier",)
     primary: ClassVar[str] = "c_index"
     primary_words: ClassVar[str] = "C-index"
     shown_metrics: ClassVar[Mapping[str, str]] = {
@@ -76,7 +78,6 @@ class Survival(Outcome):
         "hazard_ratio": "HR",
     }
     needs_batch: ClassVar[bool] = True
-    groups: ClassVar[tuple[str, ...]] = ("low", "high")
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -90,10 +91,17 @@ class Survival(Outcome):
     def num_outputs(self) -> int:
         return 1
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ("low", "high")
+
     # ------------------------------------------------------------------------------------------ targets
 
     def parse(self, row: SlideRow) -> Target | None:
-        time, event = parse_number(row, self.columns[0]), _event(row, self.columns[1])
+        time, event = (
+            parse_number(row, self.columns[0]),
+            two_valued(row, self.columns[1], EVENT_MEANING, "invalid-event"),
+        )
         if time is None or event is None:
             return None
         if time <= 0:
@@ -232,20 +240,6 @@ class DiscreteSurvival(Survival):
 
     def rank(self, scores_NK: Floats) -> Floats:
         return -np.cumprod(1 - scores_NK, axis=1).sum(axis=1)
-
-
-def _event(row: SlideRow, column: str) -> int | None:
-    cell = row.value(column)
-    if cell is None:
-        return None
-    if cell.casefold() not in EVENT_WORDS:
-        raise CohortError(
-            f"{row.slide}: {column} is {cell!r}",
-            "an event is 1 (it happened) or 0 (censored)",
-            "Correct it, or leave it empty to exclude the slide",
-            code="invalid-event",
-        )
-    return EVENT_WORDS[cell.casefold()]
 
 
 def _within(scored: Scored) -> dict[str, Any]:

@@ -365,7 +365,7 @@ class StudyFiles:
         for folder in self.heatmaps[:1]:
             for slide, info in folder.predictions.items():
                 row = self.row(slide)
-                label = row.label if row else None
+                label = row.label if row and not info.value_words else None
                 found[slide] = Decision(info.shown_probability, info.shown, info.decision, info.part, label)
         return found
 
@@ -373,7 +373,7 @@ class StudyFiles:
         """Return predictions of the ensemble, and class names, of the main method; comparisons are the last resort."""
         for one in sorted(self.results, key=lambda one: (one.is_comparison, MAIN_METHOD not in one.name)):
             methods = list(dict.fromkeys(row.method for row in one.predictions))
-            if methods:
+            if methods and not isinstance(one.predictions[0].label, tuple):  # decisions are of classes
                 main = MAIN_METHOD if MAIN_METHOD in methods else methods[0]
                 return [row for row in one.predictions if row.seed is None and row.method == main], one.class_names
         return [], ()

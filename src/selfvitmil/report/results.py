@@ -51,9 +51,35 @@ METRICS = {
     "macro_f1": "macro F1",
     "brier": "Brier score",
     "ece": "calibration error (ECE)",
+    "c_index": "Harrell's C-index",
+    "uno_c": "Uno's C-index",
+    "auc_t": "time-dependent AUC",
+    "hazard_ratio": "hazard ratio, high against low risk",
+    "log_rank_p": "p of the log-rank test",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "r2": "R²",
+    "pearson": "Pearson's correlation",
+    "spearman": "Spearman's correlation",
+    "kappa": "quadratic weighted kappa",
+    "within_one": "at most one level off",
+    "mean_distance": "mean distance in levels",
+    "macro_auc": "macro AUC",
+    "macro_ap": "macro average precision",
 }
 """Metrics of `metrics.json` that are shown, and their names."""
-FIGURES = ("auc", "roc", "pr", "calibration", "confusion", "froc", "training")
+FIGURES = (
+    "auc",
+    "kaplan_meier",
+    "scatter",
+    "bland_altman",
+    "roc",
+    "pr",
+    "calibration",
+    "confusion",
+    "froc",
+    "training",
+)
 """Order of figures; others follow."""
 
 
@@ -228,8 +254,10 @@ def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
     origin = f" ({info['positive_from']})" if info.get("positive_from") else ""
     ensemble = (info.get("slide") or {}).get("ensemble") or {}
     threshold = f"{ensemble['threshold']:.3f}, " if is_finite(ensemble.get("threshold")) else ""
+    outcome = info.get("outcome") or {}
     return {
         "method": str(info.get("method", "")),
+        "outcome": f"{outcome['kind']} ({', '.join(outcome['columns'])})" if outcome else "",
         "recipe": "; looks for ".join([str(recipe.get("kind", "")), *kinds]),
         "positive class": f"{info['positive']}{origin}" if info.get("positive") else "",
         "encoder": f"{info.get('encoder', '')}{' (transductive)' if info.get('transductive') else ''}",
@@ -243,6 +271,9 @@ def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
 
 def _test_slides(info: Mapping[str, Any]) -> str:
     """Return how many slides the metrics are of; those of splits whose test slides overlap are not summed."""
+    if info.get("outcome"):
+        parts = list((info.get("slide") or {}).get("splits", {}).values()) or [info.get("slide") or {}]
+        return "; ".join(str((one.get("ensemble") or {}).get("described", "")) for one in parts)
     counts = [((own.get("test") or {}).get("slides")) or {} for own in (info.get("slides") or {}).values()]
     if len(counts) < 2:
         return "".join(map(counted, counts))
@@ -265,7 +296,8 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
         ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
         levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
-        found = [(name, *_interval(ensemble.get(key)), _spread(seeds.get(key))) for key, name in METRICS.items()]
+        names = METRICS | {key: f"AUC of {key[4:]}" for key in ensemble if key.startswith("auc ")}
+        found = [(name, *_interval(ensemble.get(key)), _spread(seeds.get(key))) for key, name in names.items()]
         metrics = [row for row in found if row[1] or row[3]]
         header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
         notes = [f"{_capitalized(own['words'])}."] if own.get("words") else []
@@ -602,9 +634,12 @@ def _slide_facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[s
         top_tile = "does" if inside[highest_scoring_tile(heatmap)] else "does not"
         annotated = f"{int(inside.sum()):,} tiles touch annotated tumour; the highest-scoring tile {top_tile}"
     threshold = "" if predicted.threshold is None else f"{predicted.threshold:.3f}, {predicted.threshold_from}"
-    return {
-        "decision": f"{predicted.decision} (ground truth: {row.label if row and row.label else 'not known'})",
+    truth, own = row.label if row and row.label else "not known", predicted.value_words
+    said = {"prediction": own, "decision": predicted.decision} if own else {
+        "decision": f"{predicted.decision} (ground truth: {truth})",
         f"probability of {predicted.shown}": f"{predicted.shown_probability:.3f}",
+    }  # fmt: skip
+    return said | {
         "streams": ", ".join(streams),
         "threshold": threshold,
         "part": f"{predicted.part} slide of split {predicted.split}",

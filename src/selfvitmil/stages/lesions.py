@@ -203,6 +203,8 @@ class Lesions(Stage):
     done_when_nothing_pending = True
 
     def pending(self, plan: RunPlan) -> Pending:
+        if plan.labels is not None and plan.labels.outcome is not None:
+            return Pending(words="nothing: annotations mark tumour, which is scored for classes only")
         annotated = annotated_slides(plan.cohort)
         if not annotated:
             return Pending(words="nothing: no test slide has annotated lesions")

@@ -104,18 +104,20 @@ def localize(
     """Draw heatmaps by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
     from selfvitmil.evaluate import hold_out_test_labels
     from selfvitmil.localize.export import export_heatmap
-    from selfvitmil.localize.scores import shown_class
-    from selfvitmil.outcomes import need_classes
+    from selfvitmil.localize.scores import check_shown, shown_class
 
     root = study.root
     with study.lock("localize"):
         notes, learning = prepare(study, choice, "localize")
         cases, features = learning.cases, learning.features
-        need_classes(cases.outcome, "localize")
         settings, staged = with_staging(study.settings, cases.cohort)
         notes += staged
         trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
-        shown_class(trial.class_names, 0, settings.localize.of_class)  # refused before anything is computed
+        of_class = settings.localize.of_class  # refused before anything is computed
+        if cases.outcome is None:
+            shown_class(trial.class_names, 0, of_class)
+        else:
+            check_shown(cases.outcome, of_class)
         failed = {failure.slide for failure in cases.failures}
         wanted, chosen = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
         model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
@@ -370,7 +372,13 @@ class Mapper:
         trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
         stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
         modules = {key: module.to(store.device) for key, module in stored.modules.items()}
-        return SplitModels(modules, stored.fitted.choices[split.name, None])
+        validation = None
+        if self.trial.outcome is not None:
+            import numpy as np
+
+            runs = [[run.chosen_on[case.slide].probabilities for case in split.val] for run in stored.fitted.runs]
+            validation = np.mean(np.array(runs, dtype=np.float64), axis=0)
+        return SplitModels(modules, stored.fitted.choices[split.name, None], validation)
 
     @cached_property
     def _evidence(self) -> tuple[Case, ...]:
@@ -451,12 +459,14 @@ class Mapper:
         return outlines, check_annotations(outlines, placement.frame.size_l0, file.name)
 
     def _prediction(self, wanted: Wanted, models: SplitModels, scores: Sequence[TileScores]) -> SlidePrediction:
-        from selfvitmil.localize.scores import ensemble_prediction
+        from selfvitmil.localize.scores import ensemble_prediction, outcome_prediction
 
-        return ensemble_prediction(
-            [each.bag for each in scores], models.choice, self.trial.class_names, self.settings.localize.of_class,
-            split=wanted.split.name, part=wanted.part, seeds=[seed for _, seed in models.modules],
-        )  # fmt: skip
+        bags, of_class = [each.bag for each in scores], self.settings.localize.of_class
+        seeds = [seed for _, seed in models.modules]
+        place: dict[str, Any] = {"split": wanted.split.name, "part": wanted.part, "seeds": seeds}
+        if models.validation is not None:
+            return outcome_prediction(bags, models.choice, models.validation, of_class, **place)
+        return ensemble_prediction(bags, models.choice, self.trial.class_names, of_class, **place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -466,6 +476,8 @@ class SplitModels:
     modules: Mapping[tuple[str, int], Aggregator]
     """(split, seed) -> aggregator."""
     choice: Choice
+    validation: Any = None
+    """(V, K) the ensemble's scores of the validation slides, with another outcome than classes."""
 
 
 def heatmap_freshness(path: Path, now: Provenance) -> Freshness:

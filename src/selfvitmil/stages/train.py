@@ -318,7 +318,7 @@ def compared_methods(
 
 
 SHARED = {
-    "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target",
+    "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target", "levels",
 }  # fmt: skip
 """Settings that a published row shares with the others."""
 
