@@ -298,32 +298,39 @@ def _predict(result: PredictResult) -> Rendered:
     rows = []
     for slide in result.slides:
         prediction = slide.heatmap.prediction
-        own = prediction.classes.index(prediction.decision)
-        probability = prediction.probability[0 if len(prediction.probability) == 1 else own]
+        shown = f"{prediction.probability[0]:.4f}"
+        if package.outcome is not None:
+            shown = ", ".join(
+                f"{name} {value:.4g}" for name, value in zip(package.outcome.score_names, slide.score, strict=True)
+            )
+        elif len(prediction.probability) > 1:
+            shown = f"{prediction.probability[prediction.classes.index(prediction.decision)]:.4f}"
         lesions = "-" if slide.heatmap.only_ranks else str(len(slide.lesions))
         unusual = ", ".join(dict.fromkeys(each.about for each in slide.findings))
-        rows.append((slide.slide, prediction.decision, f"{probability:.4f}", str(len(slide.heatmap)), lesions, unusual))
+        rows.append((slide.slide, slide.decision, shown, str(len(slide.heatmap)), lesions, unusual))
     lines = [f"{slide.slide}: {note}" for slide in result.slides for note in slide.notes]
     if negative := sum(slide.heatmap.only_ranks for slide in result.slides):
         lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
     if choice.threshold is not None:
         chosen = sum(package.about["chosen_on"]["slides"].values())
         where = f"{choice.threshold_from}, {chosen} slides of split {package.split}"
-        lines.append(f"{positive} from {choice.threshold:.4f} on ({where})")
+        what = positive if package.outcome is None else package.outcome.groups[-1]
+        lines.append(f"{what} from {choice.threshold:.4f} on ({where})")
     model = f"{package.name} {package.identity[:12]}"
     lines.append(f"{len(result.slides)} of {result.num_asked} slides predicted by {model}; see {result.out.name}")
     lines.append(f"{RESEARCH_ONLY}.")
-    header = ("slide", "decision", f"probability{f' of {positive}' if positive else ''}", "tiles", "lesions", "OOD")
+    scored = f"probability{f' of {positive}' if positive else ''}" if package.outcome is None else "score"
+    header = ("slide", "decision", scored, "tiles", "lesions", "OOD")
     return Rendered(tuple(lines), (header, *rows))
 
 
 def _validate(result: ValidateResult) -> Rendered:
-    from selfvitmil.commands.validate import SHOWN
+    from selfvitmil.commands.validate import shown_metrics
 
     found = result.validation
     header = ("", *(f"by {level.level} (n = {level.num})" for level in found.levels))
     rows = []
-    for name in SHOWN:
+    for name in shown_metrics(result.package):
         cells = [_with_limits(level.metrics.get(name)) for level in found.levels]
         if any(cells):
             rows.append((name.replace("_", " "), *cells))
@@ -335,7 +342,8 @@ def _validate(result: ValidateResult) -> Rendered:
     for level in found.levels:
         if (each := level.comparison) is not None:
             lines.append(
-                f"by {each.level}: AUC {each.auc:.3f} of {each.model}, {each.other_auc:.3f} of {each.other}, "
+                f"by {each.level}: {each.metric} {each.value:.3f} of {each.model}, "
+                f"{each.other_value:.3f} of {each.other}, "
                 f"difference {formatting.with_limits(each.difference)}, p {formatting.p_value(each.p_value)} "
                 f"({each.test})"
             )

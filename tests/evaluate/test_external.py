@@ -128,7 +128,7 @@ def test_two_models_are_compared_on_the_slides_that_both_have():
     found = compare_models(ours, theirs, ("a", "b"), "slide", EVALUATE)
     expected = paired_auc_test(label[10:], score[10:], other[10:], resamples=100)
     assert found.num == 70
-    assert (found.auc, found.other_auc) == pytest.approx((expected.auc_a, expected.auc_b))
+    assert (found.value, found.other_value) == pytest.approx((expected.auc_a, expected.auc_b))
     assert found.p_value == pytest.approx(expected.p_value)
     assert found.difference.low == pytest.approx(expected.difference.low)
     with pytest.raises(MetricError, check=has_code("no-common-slides")):

@@ -314,6 +314,13 @@ def test_heatmaps_and_report_show_evidence_for_a_high_outcome(kind: str, made: P
     assert all(name in page for name in {"survival": ["Harrell"], "ordinal": ["kappa"]}.get(kind, []))
 
 
+def test_strata_of_few_patients_with_labels_are_at_least_two():
+    outcome, patients = MultiLabel(("a", "b")), {f"s{k}": f"p{k}" for k in range(6)}
+    for targets in ([(1.0, 0.0)] * 3 + [(0.0, 1.0)] * 3, [(1.0, 1.0)] * 6, [(1.0, 0.0)] * 5 + [(0.0, 0.0)]):
+        strata = outcome.strata(dict(zip(patients, targets, strict=True)), patients)
+        assert len(set(strata.values())) > 1
+
+
 def test_no_event_is_refused():
     with pytest.raises(CohortError) as error:
         Survival().check_training("fold0", [(1.0, 0.0), (2.0, 1.0)])

@@ -56,7 +56,6 @@ def package(
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.evaluate.protocol import validation_predictions
-    from selfvitmil.outcomes import need_classes
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
     study, settings = of.root, of.settings
@@ -65,7 +64,6 @@ def package(
     with of.lock("package"):
         lines, learning = prepare(of, choice, "package")
         cases, splits, features = learning.cases, learning.splits, learning.features
-        need_classes(cases.outcome, "package")
         chosen = _choose_split(splits, split)
         if features.by_split:
             choice = replace(choice, encoder=None)  # the split's own, which its features name
@@ -315,7 +313,8 @@ def _about(
         "name": f"{features.encoder}_{name}",
         "method": name,
         "classes": list(cases.class_names),
-        "positive": cases.class_names[1] if cases.num_classes == 1 else None,
+        "positive": cases.class_names[1] if cases.outcome is None and cases.num_classes == 1 else None,
+        **_about_outcome(cases, fitted, split),
         "encoders": [{"folder": scale.folder, "name": scale.name, "mpp": scale.mpp} for scale in scales],
         "dim": cases.dim,
         "protocol": trial.evaluate.protocol,
@@ -335,9 +334,23 @@ def _about(
     }
 
 
+def _about_outcome(cases: Cases, fitted: Fitted, split: Split) -> dict[str, Any]:
+    """Return what package.json tells of another outcome than classes; scores are sorted, so that none has a name."""
+    from selfvitmil.evaluate import ensemble_scores
+
+    if cases.outcome is None:
+        return {}
+    scores = sorted(ensemble_scores(fitted, split.val).tolist())
+    return {"outcome": cases.outcome.to_json(), "validation_scores": scores}
+
+
 def _counts(cases: Cases, slides: Sequence[str]) -> dict[str, Any]:
-    counts = Counter(cases.class_names[cases.by_slide[slide].label] for slide in slides)
     patients = {cases.by_slide[slide].patient for slide in slides}
+    if cases.outcome is not None:
+        targets = [cases.by_slide[slide].label for slide in slides]
+        described = cases.outcome.describe(targets) if targets else "no slides"
+        return {"slides": {"slides": len(slides)}, "patients": len(patients), "described": described}
+    counts = Counter(cases.class_names[cases.by_slide[slide].label] for slide in slides)
     return {"slides": {name: counts[name] for name in cases.class_names}, "patients": len(patients)}
 
 
@@ -379,9 +392,10 @@ def _evaluation(
     whole = info["slide"]["splits"].get(split, info["slide"])["ensemble"]
     if whole is None:
         return None, []
+    outcome = fitted.choices[split, None].outcome
     figures = {
         name: {key: whole[name].get(key) for key in ("value", "low", "high")}
-        for name in CARD_METRICS
+        for name in (CARD_METRICS if outcome is None else outcome.shown_metrics)
         if whole.get(name)
     }
     tested = [row for row in rows if (row.method, row.split, row.part) == (method, split, "test")]
@@ -393,5 +407,5 @@ def _references(predictions: Sequence[Prediction], cases: Cases, settings: Study
     from selfvitmil.evaluate.external import reference_scores
 
     parts: tuple[Literal["val", "test"], ...] = ("val", "test")
-    found = [reference_scores(predictions, part, cases.class_names, settings.evaluate) for part in parts]
+    found = [reference_scores(predictions, part, cases.class_names, settings.evaluate, cases.outcome) for part in parts]
     return [each.to_json() for each in found if each is not None]

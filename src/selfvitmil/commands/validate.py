@@ -13,7 +13,7 @@ predictions.csv, predictions.json and heatmaps are the same bytes with these lab
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,11 +78,19 @@ def external_labels(
     columns = dict.fromkeys(name for text in by for each in text.split(",") if (name := each.strip()))
     files = {row.slide: row.path for row in find_new_slides(slides).rows}
     how = {"label_column": label_column, "label_map": parse_label_map(label_map), "columns": tuple(columns)}
-    return read_labels(table, package.classes, files, **how)
+    return read_labels(table, package.classes, files, outcome=package.outcome, **how)
 
 
 def check_same_classes(package: Package, other: Package) -> None:
-    """Raise ConfigError unless both models have the same classes in the same order."""
+    """Raise ConfigError unless both models have the same classes in the same order, or predict the same outcome."""
+    one, two = ("classes" if each.outcome is None else each.outcome.words for each in (package, other))
+    if one != two:
+        raise ConfigError(
+            f"--against {other.name}: it predicts {two}",
+            f"{package.name} predicts {one}; scores of different outcomes cannot be compared",
+            "Compare models of the same outcome",
+            code="classes-differ",
+        )
     if package.classes != other.classes:
         raise ConfigError(
             f"--against {other.name}: its classes are {listing(other.classes)}",
@@ -119,13 +127,14 @@ def validate(
     slides = [row.slide for row in predictions]
     columns = {column: {slide: _value(labels, slide, column) for slide in slides} for column in labels.columns}
     found = validate_predictions(
-        predictions, package.classes, evaluate, references=package.references, others=others, columns=columns
-    )
+        predictions, package.classes, evaluate, references=package.references, others=others, columns=columns,
+        outcome=package.outcome,
+    )  # fmt: skip
     notes = _notes(labels, rows, package)
     outside = [slide for slide in slides if rows[slide].get("outside")]
     folder = StudyLayout(out).validation(package.tag)
     with lock_study(out, "predict"):
-        write_predictions(folder / "predictions.csv", predictions, package.classes)
+        write_predictions(folder / "predictions.csv", predictions, package.classes, package.outcome)
         info = {
             "format_version": FORMAT_VERSION,
             "model": package.to_json(),
@@ -133,7 +142,7 @@ def validate(
             **found.to_json(),
         }
         write_text(folder / "metrics.json", json.dumps(info, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        write_csv(folder / "table.csv", _table(found))
+        write_csv(folder / "table.csv", _table(found, shown_metrics(package)))
         if found.subgroups:
             write_subgroups(folder / "subgroups.csv", found.subgroups)
         else:
@@ -153,11 +162,13 @@ def labelled_predictions(
     """
     from selfvitmil.evaluate import Prediction
 
-    binary = len(package.classes) == 2
+    outcome, binary = package.outcome, len(package.classes) == 2
     endings = [""] if binary else [f"_{name}" for name in package.classes]
 
     def values(row: Mapping[str, str], stream: str) -> tuple[float, ...] | None:
         cells = [row.get(f"{stream}{ending}", "") for ending in endings]
+        if outcome is not None:
+            cells = [row.get(name, "") for name in outcome.score_names] if stream == "probability" else [""]
         return tuple(map(float, cells)) if all(cells) else None
 
     found: list[Prediction] = []
@@ -170,7 +181,7 @@ def labelled_predictions(
                 method=package.method, slide=slide, patient=own.patient, split=package.split, part="test",
                 label=own.label, seed=None, score=score, max=values(row, "max"), bag=values(row, "bag"),
                 calibrated=values(row, "calibrated"), threshold=float(row["threshold"]) if row["threshold"] else None,
-                threshold_from=row["threshold_from"], decision=package.classes.index(row["decision"]),
+                threshold_from=row["threshold_from"], decision=_decision(package, row["decision"]),
                 protocol=package.about["protocol"],
             )
         )  # fmt: skip
@@ -183,6 +194,12 @@ def labelled_predictions(
             code="no-labelled-predictions",
         )
     return found
+
+
+def _decision(package: Package, words: str) -> int | None:
+    """Return the index of a decision among the classes, or the groups of another outcome; None without any."""
+    names = package.classes if package.outcome is None else package.outcome.groups
+    return names.index(words) if names else None
 
 
 def _value(labels: ExternalLabels, slide: str, column: str) -> str | None:
@@ -213,14 +230,14 @@ def _notes(labels: ExternalLabels, rows: Mapping[str, Any], package: Package) ->
 # ---------------------------------------------------------------------------------------------------- output
 
 
-def _table(found: ExternalValidation) -> list[list[Any]]:
+def _table(found: ExternalValidation, shown: Sequence[str]) -> list[list[Any]]:
     """Return metrics of both levels and changes as rows of a CSV table."""
     rows: list[list[Any]] = [["level", "metric", "value", "low", "high", "against", "before", "difference"]]
     for level in found.levels:
-        for name in SHOWN:
+        for name in shown:
             own = level.metrics.get(name)
             if own is not None:
-                cells = [own["value"], own.get("low", ""), own.get("high", "")]
+                cells = [own["value"], *("" if own.get(end) is None else own[end] for end in ("low", "high"))]
                 rows.append([level.level, name, *cells, "", "", ""])
         if level.calibration is not None:
             for name in ("in_the_large", "slope"):
@@ -237,7 +254,12 @@ SHOWN = (
     "auc", "pr_auc", "sensitivity", "specificity", "ppv", "npv", "accuracy", "balanced_accuracy", "f1", "macro_f1",
     "brier", "ece",
 )  # fmt: skip
-"""Metrics of the table."""
+"""Metrics of the table, of classes."""
+
+
+def shown_metrics(package: Package) -> tuple[str, ...]:
+    """Return the metrics of the table."""
+    return SHOWN if package.outcome is None else tuple(package.outcome.shown_metrics)
 
 
 def _figures(
@@ -248,6 +270,12 @@ def _figures(
     from selfvitmil.evaluate.figures import calibration_figure, roc_figure
     from selfvitmil.evaluate.method_metrics import normalized
 
+    if package.outcome is not None:
+        from selfvitmil.evaluate.outcome_figures import drawn
+        from selfvitmil.evaluate.outcome_results import scored_predictions
+
+        scored = scored_predictions(package.outcome, predictions, "patient", predictions[0].threshold, evaluate)
+        return _draw(folder, dict(drawn(package.outcome, scored, package.name)))
     samples = samples_of(predictions)
     binary = len(package.classes) == 2
     scores, probabilities = (array[:, 0] if binary else array for array in (samples.scores, samples.probabilities))
@@ -264,16 +292,20 @@ def _figures(
             samples.labels, probabilities, "Calibration on the new cohort", **shared, **before
         ),
     }
-    drawn: list[str] = []
+    return _draw(folder, draw)
+
+
+def _draw(folder: Path, draw: Mapping[str, Callable[[], str]]) -> tuple[list[str], list[str]]:
+    charts: list[str] = []
     reasons: list[str] = []
     for name, make in draw.items():
         try:
-            drawn.append(make())
-            write_text(folder / f"{name}.svg", drawn[-1])
+            charts.append(make())
+            write_text(folder / f"{name}.svg", charts[-1])
         except MetricError as error:
             (folder / f"{name}.svg").unlink(missing_ok=True)
             reasons.append(f"note: {name}.svg is not drawn: {error}")
-    return drawn, reasons
+    return charts, reasons
 
 
 def _page(result: ValidateResult, charts: Sequence[str]) -> str:
@@ -285,6 +317,7 @@ def _page(result: ValidateResult, charts: Sequence[str]) -> str:
         "model": package.tag,
         "method": package.method,
         "classes": ", ".join(package.classes),
+        "outcome": "" if package.outcome is None else package.outcome.words,
         "positive class": str(package.about["positive"] or ""),
         "evaluated slides": f"{found.slide.num} of {labels} labelled",
         "patients": str(found.patient.num if found.patient is not None else found.slide.num),
@@ -294,4 +327,5 @@ def _page(result: ValidateResult, charts: Sequence[str]) -> str:
         else f"{choice.threshold:.3f}, {choice.threshold_from}, transferred",
         "calibration": choice.calibration_from,
     }
-    return render_validation(ValidationPage.of(package.name, facts, found, charts))
+    facts = {name: value for name, value in facts.items() if value}
+    return render_validation(ValidationPage.of(package.name, facts, found, charts, package.outcome))

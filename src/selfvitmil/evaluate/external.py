@@ -39,10 +39,12 @@ from selfvitmil.evaluate.method_metrics import (
     samples_of,
     score_samples,
 )
+from selfvitmil.evaluate.outcome_results import METRIC_NAMES, measure, scored_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.subgroups import SubgroupTable, subgroup_tables
 from selfvitmil.metrics import Interval, to_logits
 from selfvitmil.metrics.classification import Floats, Labels, check_groups, check_labels, normal_quantile
+from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings
 
 Json = dict[str, Any]
@@ -235,18 +237,25 @@ def reference_scores(
     part: Literal["val", "test"],
     class_names: Sequence[str],
     evaluate: EvaluateSettings,
+    outcome: Outcome | None = None,
 ) -> ReferenceScores | None:
     """Return how the ensemble scored its validation or test slides; None without such predictions."""
     rows = [row for row in predictions if row.part == part and row.seed is None]
     if not rows:
         return None
     name = "validation" if part == "val" else "test"
-    return _reference(name, [replace(row, part="test") for row in rows], class_names, evaluate)
+    return _reference(name, [replace(row, part="test") for row in rows], class_names, evaluate, outcome)
 
 
 def _reference(
-    part: str, rows: Sequence[Prediction], class_names: Sequence[str], evaluate: EvaluateSettings
+    part: str,
+    rows: Sequence[Prediction],
+    class_names: Sequence[str],
+    evaluate: EvaluateSettings,
+    outcome: Outcome | None = None,
 ) -> ReferenceScores:
+    if outcome is not None:
+        return _outcome_reference(part, rows, outcome, evaluate)
     samples, binary = samples_of(rows), len(class_names) == 2
     scored = score_samples(samples, class_names, evaluate)
     found = {name: read_interval(scored[name]) for name in COMPARED if scored.get(name) is not None}
@@ -265,6 +274,20 @@ def _reference(
         found,
         calibration,
     )
+
+
+def _outcome_reference(
+    part: str, rows: Sequence[Prediction], outcome: Outcome, evaluate: EvaluateSettings
+) -> ReferenceScores:
+    scored = scored_predictions(outcome, rows, "slide", rows[0].threshold, evaluate)
+    found = measure(outcome, scored)
+    known = {name: own for name in outcome.shown_metrics if (own := found.get(name)) and _has_limits(own)}
+    limits = {name: read_interval(own) for name, own in known.items()}
+    return ReferenceScores(part, len(rows), {}, None, Moments.of(outcome.rank(scored.scores)), {}, limits, {})
+
+
+def _has_limits(info: Mapping[str, Any]) -> bool:
+    return info.get("low") is not None and info.get("high") is not None
 
 
 def _moments(samples: Samples, class_names: Sequence[str]) -> dict[str, Moments]:
@@ -355,17 +378,18 @@ def changes_against(now: ReferenceScores, before: ReferenceScores, level: float)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same slides or patients: AUC of `model` minus AUC of `other`."""
+    """Two models on the same slides or patients: the metric of `model` minus that of `other`."""
 
     model: str
     other: str
     level: Level
     num: int
-    auc: float
-    other_auc: float
+    value: float
+    other_value: float
     difference: Interval
     test: str
     p_value: float
+    metric: str = "AUC"
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -377,6 +401,7 @@ def compare_models(
     names: tuple[str, str],
     level: Level,
     evaluate: EvaluateSettings,
+    outcome: Outcome | None = None,
 ) -> Comparison:
     """Compare two models on the slides (or patients) that both have predicted. Raises MetricError without such."""
     both = {row.slide for row in ours} & {row.slide for row in theirs}
@@ -384,6 +409,11 @@ def compare_models(
         raise MetricError(
             "no slide has predictions of both models", "they are compared on the same slides", code="no-common-slides"
         )
+    if outcome is not None:
+        first, second = (
+            sorted((row for row in rows if row.slide in both), key=lambda row: row.slide) for rows in (ours, theirs)
+        )
+        return _compare_outcome(first, second, names, level, evaluate, outcome)
     one, two = (samples_of([row for row in rows if row.slide in both], level=level) for rows in (ours, theirs))
     scores = {
         name: dict(zip(own.names, own.scores.tolist(), strict=True))
@@ -401,6 +431,22 @@ def compare_models(
     return Comparison(
         names[0], names[1], level, len(one), _auc(one), _auc(two), paired.difference, paired.test, paired.p_value
     )
+
+
+def _compare_outcome(
+    ours: Sequence[Prediction],
+    theirs: Sequence[Prediction],
+    names: tuple[str, str],
+    level: Level,
+    evaluate: EvaluateSettings,
+    outcome: Outcome,
+) -> Comparison:
+    one, two = (scored_predictions(outcome, rows, level, rows[0].threshold, evaluate) for rows in (ours, theirs))
+    difference, test, p_value = outcome.paired(one, two.scores)
+    own, other = (outcome.primary_metric(each).value for each in (one, two))
+    model, against = names
+    num, words = len(one.targets), outcome.primary_words
+    return Comparison(model, against, level, num, own, other, difference, test, p_value, words)
 
 
 def _auc(samples: Samples) -> float:
@@ -494,6 +540,7 @@ NAMES = {
     "slope": "calibration slope",
     "brier": "Brier score",
     "ece": "calibration error (ECE)",
+    **METRIC_NAMES,
 }
 """Names of metrics in words; others are their own."""
 
@@ -506,6 +553,7 @@ def validate_predictions(
     references: Sequence[ReferenceScores] = (),
     others: tuple[tuple[str, str], Sequence[Prediction]] | None = None,
     columns: Mapping[str, Mapping[str, str | None]] | None = None,
+    outcome: Outcome | None = None,
 ) -> ExternalValidation:
     """Evaluate labelled predictions (part `test`, seed None) of a frozen model on another cohort.
 
@@ -513,15 +561,15 @@ def validate_predictions(
     the second; `columns` name -> slide -> value for subgroups. Predictions are read, never changed.
     """
     several = len({row.patient for row in predictions}) < len({row.slide for row in predictions})
-    slide = _level("slide", predictions, class_names, evaluate, others)
-    patient = _level("patient", predictions, class_names, evaluate, others) if several else None
-    now = _reference("external", predictions, class_names, evaluate)
+    slide = _level("slide", predictions, class_names, evaluate, others, outcome)
+    patient = _level("patient", predictions, class_names, evaluate, others, outcome) if several else None
+    now = _reference("external", predictions, class_names, evaluate, outcome)
     return ExternalValidation(
         tuple(class_names),
         slide,
         patient,
         tuple(change for each in references for change in changes_against(now, each, evaluate.confidence)),
-        subgroup_tables(predictions, columns or {}, class_names, evaluate),
+        subgroup_tables(predictions, columns or {}, class_names, evaluate, outcome),
         evaluate.confidence,
     )
 
@@ -532,7 +580,10 @@ def _level(
     class_names: Sequence[str],
     evaluate: EvaluateSettings,
     others: tuple[tuple[str, str], Sequence[Prediction]] | None,
+    outcome: Outcome | None,
 ) -> ValidationLevel:
+    if outcome is not None:
+        return _outcome_level(level, predictions, evaluate, others, outcome)
     samples, binary = samples_of(predictions, level=level), len(class_names) == 2
     scored = score_samples(samples, class_names, evaluate)
     words = SLIDE_WORDS if level == "slide" else PATIENT_WORDS if binary else PATIENT_WORDS_MULTI
@@ -545,3 +596,21 @@ def _level(
         reasons = scored["reasons"]
         comparison = attempt(reasons, "comparison", lambda: compare_models(predictions, theirs, names, level, evaluate))
     return ValidationLevel(level, words, len(samples), scored, calibration, comparison)
+
+
+def _outcome_level(
+    level: Level,
+    predictions: Sequence[Prediction],
+    evaluate: EvaluateSettings,
+    others: tuple[tuple[str, str], Sequence[Prediction]] | None,
+    outcome: Outcome,
+) -> ValidationLevel:
+    """Return the evaluation of another outcome than classes, by the cut that the predictions carry."""
+    scored = scored_predictions(outcome, predictions, level, predictions[0].threshold, evaluate)
+    found, comparison = measure(outcome, scored), None
+    if others is not None:
+        names, theirs = others
+        compare = lambda: compare_models(predictions, theirs, names, level, evaluate, outcome)  # noqa: E731
+        comparison = attempt(found["reasons"], "comparison", compare)
+    words = SLIDE_WORDS if level == "slide" else outcome.patient_words
+    return ValidationLevel(level, words, len(scored.targets), found, None, comparison)

@@ -46,10 +46,16 @@ def outcome_figures(
     assert outcome is not None
     splits = result.splits if split is None else (split,)
     scored = _joined([scored_rows(result, None, name, "patient", evaluate) for name in splits])
-    protocol: Protocol = "optimistic" if result.protocol == "optimistic" else "honest"
+    yield from drawn(outcome, scored, result.method, "optimistic" if result.protocol == "optimistic" else "honest")
+
+
+def drawn(
+    outcome: Outcome, scored: Scored, method: str, protocol: Protocol = "honest"
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield name and function that gives SVG text of the outcome's figures."""
     for name in outcome.plots:
         draw, title = DRAWN[name]
-        yield name, lambda draw=draw, title=title: draw(outcome, scored, f"{title} of {result.method}", protocol)
+        yield name, lambda draw=draw, title=title: draw(outcome, scored, f"{title} of {method}", protocol)
 
 
 def _joined(parts: list[Scored]) -> Scored:
@@ -70,16 +76,14 @@ def draw_kaplan_meier(outcome: Outcome, scored: Scored, title: str, protocol: Pr
     """Draw survival of patients with low and high predicted risk, with limits, censoring and numbers at risk."""
     (time, event), level = scored.targets.T, scored.evaluate.confidence
     high = np.array([bool(each) for each in scored.decisions])
-    if high.all() or not high.any():
-        raise MetricError(
-            "all patients are of one risk group", "there is nothing to compare", "Use more slides", code="one-class"
-        )
     figure = Figure()
     axes, table = figure.subplots(2, 1, height_ratios=(4, 1), sharex=True)
     handles: dict[str, Any] = {}
     grid = [at for at in MaxNLocator(AT_RISK_TIMES).tick_values(0, float(time.max())) if 0 <= at <= time.max()]
     for row, (called, color, dashes) in enumerate(((False, BLUE, "-"), (True, ORANGE, (0, (5, 1.5))))):
         own = high == called
+        if not own.any():
+            continue
         curve = survival_metrics.kaplan_meier(time[own], event[own], level=level)
         times, survival = np.r_[0, curve.times], np.r_[1, curve.survival]
         name = f"{outcome.groups[int(called)]} risk ({int(own.sum())})"
@@ -96,13 +100,17 @@ def draw_kaplan_meier(outcome: Outcome, scored: Scored, title: str, protocol: Pr
     table.set_xticks(grid, [f"{at:g}" for at in grid])
     for side in ("left", "top", "right"):
         table.spines[side].set_visible(False)
-    test = survival_metrics.log_rank(time, event, high, strata=scored.folds)
-    caption = [f"Bands: {percent(level)} limits; ticks: censored. Log-rank test: p {_p(test.p_value)}."]
-    try:
-        ratio = survival_metrics.hazard_ratio(time, event, high, strata=scored.folds, level=level)
-        caption.append(f"Hazard ratio of high risk {_shown(ratio)}.")
-    except MetricError:
-        caption.append("The hazard ratio is undefined.")
+    caption = [f"Bands: {percent(level)} limits; ticks: censored."]
+    if len(handles) < 2:
+        caption.append("All patients are of one risk group: there is nothing to compare.")
+    else:
+        test = survival_metrics.log_rank(time, event, high, strata=scored.folds)
+        caption.append(f"Log-rank test: p {_p(test.p_value)}.")
+        try:
+            ratio = survival_metrics.hazard_ratio(time, event, high, strata=scored.folds, level=level)
+            caption.append(f"Hazard ratio of high risk {_shown(ratio)}.")
+        except MetricError:
+            caption.append("The hazard ratio is undefined.")
     caption.append("Groups: the cut is the median risk of validation slides.")
     return finish(figure, 3.6, title, caption, handles, protocol)
 

@@ -22,12 +22,31 @@ from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.formatting import duration, markdown_list, markdown_table, number, p_value, percent, with_limits
 from selfvitmil.metrics import Interval
 from selfvitmil.outcomes import Outcome, Scored, as_array
+from selfvitmil.outcomes.base import Floats
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import csv_text
 
 Json = dict[str, Any]
 Level = Literal["slide", "patient"]
 
+METRIC_NAMES = {
+    "c_index": "Harrell's C-index",
+    "uno_c": "Uno's C-index",
+    "auc_t": "time-dependent AUC",
+    "hazard_ratio": "hazard ratio, high against low risk",
+    "log_rank_p": "p of the log-rank test",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "r2": "R²",
+    "pearson": "Pearson's correlation",
+    "spearman": "Spearman's correlation",
+    "kappa": "quadratic weighted kappa",
+    "within_one": "at most one level off",
+    "mean_distance": "mean distance in levels",
+    "macro_auc": "macro AUC",
+    "macro_ap": "macro average precision",
+}
+"""Metrics of outcomes other than classes, in words."""
 SEVERAL_SPLITS = "mean over splits, since every split has models of its own; limits are the means of the splits' limits"
 
 
@@ -73,7 +92,7 @@ def _counts(result: MethodResult, split: str) -> Json:
 def _level(result: MethodResult, outcome: Outcome, level: Level, evaluate: EvaluateSettings) -> Json:
     seeds = (*result.seeds, None)
     by_split = {
-        split: {seed: _measure(outcome, scored_rows(result, seed, split, level, evaluate)) for seed in seeds}
+        split: {seed: measure(outcome, scored_rows(result, seed, split, level, evaluate)) for seed in seeds}
         for split in result.splits
     }
     words = "each slide by itself; intervals keep a patient's slides together"
@@ -94,13 +113,19 @@ def scored_rows(result: MethodResult, seed: int | None, split: str, level: Level
     """Return the test slides, or patients, of one split as arrays."""
     assert result.outcome is not None
     rows = [row for row in result.predictions if (row.part, row.seed, row.split) == ("test", seed, split)]
-    choice = result.choices[split, seed]
-    return _scored(result.outcome, rows, level, as_array(result.known), choice.decide, evaluate)
+    cut = result.choices[split, seed].threshold
+    return scored_predictions(result.outcome, rows, level, cut, evaluate, as_array(result.known))
 
 
-def _scored(
-    outcome: Outcome, rows: Sequence[Prediction], level: Level, known: Any, decide: Any, evaluate: EvaluateSettings
+def scored_predictions(
+    outcome: Outcome,
+    rows: Sequence[Prediction],
+    level: Level,
+    cut: float | None,
+    evaluate: EvaluateSettings,
+    known: Floats | None = None,
 ) -> Scored:
+    """Return slides, or patients, as arrays; without `known` targets of training slides these slides' own stand in."""
     targets, scores = as_array([row.label for row in rows]), as_array([row.score for row in rows])
     patients = tuple(row.patient for row in rows)
     if level == "patient":
@@ -110,10 +135,11 @@ def _scored(
         pairs = [outcome.by_patient(targets[own], scores[own]) for own in places.values()]
         targets, scores = (np.array(part) for part in zip(*pairs, strict=True))
         patients = tuple(places)
-    return Scored(targets, scores, tuple(decide(scores)), patients, None, known, evaluate)
+    decisions = tuple(outcome.decide(scores, cut))
+    return Scored(targets, scores, decisions, patients, None, targets if known is None else known, evaluate)
 
 
-def _measure(outcome: Outcome, scored: Scored) -> Json:
+def measure(outcome: Outcome, scored: Scored) -> Json:
     """Return all metrics of one set; undefined ones are None with a reason."""
     info: Json = {"num": len(scored.targets), "described": outcome.describe([tuple(row) for row in scored.targets])}
     reasons: dict[str, str] = {}

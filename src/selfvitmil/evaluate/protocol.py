@@ -416,6 +416,12 @@ class _Fitter:
         return {case.slide: score for case, score in zip(cases, scores, strict=True)}
 
 
+def ensemble_scores(fitted: Fitted, slides: Sequence[str]) -> NDArray[np.float64]:
+    """Return the mean scores (V, K) over all runs of the slides that choices were made on."""
+    runs = [[run.chosen_on[slide].probabilities for slide in slides] for run in fitted.runs]
+    return np.mean(np.array(runs, dtype=np.float64), axis=0)
+
+
 # ---------------------------------------------------------------------------------------------------- stored models
 
 

@@ -17,7 +17,7 @@ and column, are corrected together by Holm's method (1979). Where patients have 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,9 +31,11 @@ from selfvitmil import formatting
 from selfvitmil.errors import CohortError, MetricError
 from selfvitmil.evaluate.comparison import holm
 from selfvitmil.evaluate.method_metrics import Samples, are_disjoint, read_interval, samples_of, score_samples
+from selfvitmil.evaluate.outcome_results import METRIC_NAMES, scored_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics.classification import normal_quantile
+from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings
 from selfvitmil.store.files import write_csv
 
@@ -42,7 +44,8 @@ MAX_GROUPS = 50
 SIGNIFICANT = 0.05
 """Corrected p-value below which a warning is given."""
 METRICS = {"auc": "AUC", "sensitivity": "sensitivity", "specificity": "specificity", "accuracy": "accuracy"}
-"""Metrics with confidence limits that a subgroup has, and their names."""
+METRICS |= METRIC_NAMES
+"""Metrics with confidence limits that a subgroup may have, and their names."""
 
 Level = Literal["slide", "patient"]
 
@@ -202,17 +205,19 @@ def subgroup_tables(
     columns: Mapping[str, Mapping[str, str | None]],
     class_names: Sequence[str],
     evaluate: EvaluateSettings,
+    outcome: Outcome | None = None,
 ) -> tuple[SubgroupTable, ...]:
     """Return the subgroups of the ensemble's test predictions by the values (slide -> cell) of every column.
 
     A column has a table by slide; where patients have several slides a second one is by patient, with the test. Slides
-    of different splits are ranked within their split. Raises CohortError where no slide has a value, or where the
+    of different splits are ranked within their split. With another `outcome` than classes the metric is its primary
+    one, and the mean score that of its ranks. Raises CohortError where no slide has a value, or where the
     values are too many to be subgroups.
     """
     found = [
         table
         for column, values in columns.items()
-        for table in _column_tables(predictions, values, column, class_names, evaluate)
+        for table in _column_tables(predictions, values, column, class_names, evaluate, outcome)
     ]
     corrected = iter(holm([test.p_value for table in found for test in table.tests]))
     return tuple(
@@ -226,6 +231,7 @@ def _column_tables(
     column: str,
     class_names: Sequence[str],
     evaluate: EvaluateSettings,
+    outcome: Outcome | None,
 ) -> list[SubgroupTable]:
     rows = [row for row in predictions if row.part == "test" and row.seed is None]
     given = {row.slide: values.get(row.slide) or "" for row in rows}
@@ -241,10 +247,11 @@ def _column_tables(
     overlap = not are_disjoint(rows)
     tables: list[SubgroupTable] = []
     for level in levels:
-        parts = [
-            _subgroup(value, [row for row in rows if given[row.slide] == value], level, overlap, class_names, evaluate)
-            for value in groups
-        ]
+        members = {value: [row for row in rows if given[row.slide] == value] for value in groups}
+        if outcome is not None:
+            parts = [_outcome_subgroup(value, own, level, outcome, evaluate) for value, own in members.items()]
+        else:
+            parts = [_subgroup(value, own, level, overlap, class_names, evaluate) for value, own in members.items()]
         tests = _tests(parts) if level == levels[-1] else ()
         tables.append(SubgroupTable(column, level, tuple(parts), tests, without, shared))
     return tables
@@ -291,6 +298,35 @@ def _subgroup(
     shown = {name: why for name, why in reasons.items() if name in (*names, "brier")}
     num_patients = len({row.patient for row in rows})
     return Subgroup(value, len(slides), num_patients, counts, metrics, brier, mean, shown)
+
+
+def _outcome_subgroup(
+    value: str, rows: Sequence[Prediction], level: Level, outcome: Outcome, evaluate: EvaluateSettings
+) -> Subgroup:
+    """Return the primary metric of a subgroup; of several splits the mean, since each has models of its own."""
+    by_split: dict[str, list[Prediction]] = defaultdict(list)
+    for row in rows:
+        by_split[row.split].append(row)
+    parts = [scored_predictions(outcome, own, level, own[0].threshold, evaluate) for own in by_split.values()]
+    reasons: dict[str, str] = {}
+    found: list[Interval] = []
+    for part in parts:
+        try:
+            found.append(outcome.primary_metric(part))
+        except MetricError as error:
+            reasons[outcome.primary] = error.reason
+    known = [each for each in found if math.isfinite(each.low) and math.isfinite(each.high)]
+    metric = None
+    if known:
+        middle, low, high = (float(np.mean([getattr(own, end) for own in known])) for end in ("value", "low", "high"))
+        metric, reasons = Interval(middle, low, high, known[0].method, known[0].level), {}
+    elif found:
+        reasons[outcome.primary] = "its limits are undefined"
+    ranks = np.concatenate([outcome.rank(part.scores) for part in parts])
+    slides, patients = {row.slide for row in rows}, {row.patient for row in rows}
+    return Subgroup(
+        value, len(slides), len(patients), {}, {outcome.primary: metric}, None, float(ranks.mean()), reasons
+    )
 
 
 def _scored(samples: Samples, class_names: Sequence[str], evaluate: EvaluateSettings) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfvitmil import metrics
 from selfvitmil.errors import BagError, ConfigError
-from selfvitmil.formatting import percent
 from selfvitmil.localize.heatmap import Floats, Frame, Heatmap, SlidePrediction
 from selfvitmil.settings import LocalizeSettings
 
@@ -277,7 +276,7 @@ def outcome_prediction(
     below = float((ranks < rank).mean() + (ranks == rank).mean() / 2)
     high = rank >= np.median(ranks) if choice.threshold is None else rank >= choice.threshold
     (group,) = choice.decide(np.array([score]))
-    said = f"{outcome.rank_words} {rank:.3f}, higher than {percent(below)} of the validation slides"
+    said = f"{outcome.rank_words} {rank:.3f}, higher than {100 * below:.0f} % of the validation slides"
     if group is not None:
         said += f"; group: {outcome.groups[group]}"
     return SlidePrediction(

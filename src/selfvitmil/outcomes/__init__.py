@@ -87,7 +87,7 @@ def need_classes(outcome: Outcome | None, command: str) -> None:
     if outcome is not None:
         raise ConfigError(
             f"{command} with the outcome {outcome.kind}",
-            "it is written for classes; train, evaluate, compare, localize and report work with every outcome",
+            "lesions are scored against annotations of tumour; all other commands work with every outcome",
             "Use those, or set train.target and train.outcome to classes",
             code="command-needs-classes",
         )

@@ -181,6 +181,11 @@ class Outcome:
         ranked = self.rank(scores_NK)
         return [None if cut is None else int(value >= cut) for value in ranked]
 
+    def decision_words(self, score_K: Floats, cut: float | None) -> str:
+        """Return the decision of one slide in words; empty where nothing is decided."""
+        (group,) = self.decide(score_K[None], cut)
+        return "" if group is None else self.groups[group]
+
     def by_patient(self, targets_NT: Floats, scores_NK: Floats) -> tuple[Floats, Floats]:
         """Return target (T,) and score (K,) of a patient from those of the slides."""
         return targets_NT.mean(axis=0), scores_NK.mean(axis=0)
@@ -203,8 +208,8 @@ class Outcome:
 
     # ------------------------------------------------------------------------------------------ shared
 
-    def read(self, cohort: Cohort) -> dict[str, Target]:
-        """Return the targets of all slides that have one; one CohortError lists the invalid cells.
+    def read(self, cohort: Cohort, table: str = "cohort.csv") -> dict[str, Target]:
+        """Return the targets of all slides that have one; one CohortError lists the invalid cells of the `table`.
 
         Raises ConfigError for a column that the cohort does not have.
         """
@@ -221,13 +226,13 @@ class Outcome:
                 targets[row.slide] = target
         if problems:
             first = problems[0]
-            what = f"cohort.csv: {listing([each.what for each in problems], 5)}"
+            what = f"{table}: {listing([each.what for each in problems], 5)}"
             raise CohortError(what, first.why, first.how, code=first.code)
         if not targets:
             raise ConfigError(
                 f"no slide has a value in {' and '.join(self.columns)}",
                 "there is nothing to learn from",
-                "Fill the columns of cohort.csv, or give a table with --labels",
+                f"Fill these columns of {table}, or give another table with --labels",
                 code="no-labels",
             )
         return targets

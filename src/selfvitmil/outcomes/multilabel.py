@@ -27,6 +27,7 @@ from selfvitmil.outcomes.base import (
     as_array,
     paired_bootstrap,
     patient_bootstrap,
+    quantile_names,
     two_valued,
 )  # fmt: skip
 
@@ -74,16 +75,19 @@ class MultiLabel(Outcome):
         return tuple(math.nan if cell is None else float(cell) for cell in cells)
 
     def strata(self, targets: Mapping[str, Target], patient_of: Mapping[str, str]) -> dict[str, str]:
-        """Return the rarest label of each patient, of those that at least ten patients have."""
+        """Return the rarest label of each patient, of those that ten patients have, else of those that most have."""
         of_patient: dict[str, set[int]] = {patient_of[slide]: set() for slide in targets}
         for slide, target in targets.items():
             of_patient[patient_of[slide]] |= {place for place, value in enumerate(target) if value == 1}
         counts = {place: sum(place in own for own in of_patient.values()) for place in range(len(self.columns))}
-        order = sorted((place for place in counts if counts[place] >= PATIENTS_PER_STRATUM), key=lambda k: counts[k])
+        least = min(PATIENTS_PER_STRATUM, max(counts.values()))
+        order = sorted((place for place in counts if counts[place] >= least), key=lambda k: counts[k])
         names = {
             patient: next((self.columns[place] for place in order if place in own), "others")
             for patient, own in of_patient.items()
         }
+        if len(set(names.values())) < 2:
+            names = quantile_names({patient: float(len(own)) for patient, own in of_patient.items()}, "labels", 2)
         return {slide: names[patient_of[slide]] for slide in targets}
 
     def check_training(self, split: str, targets: Sequence[Target]) -> None:
@@ -127,6 +131,13 @@ class MultiLabel(Outcome):
     def rank(self, scores_NK: Floats) -> Floats:
         return scores_NK.mean(axis=1)
 
+    def choose(self, targets: Sequence[Target], scores_NK: Floats, where: str) -> tuple[float | None, str]:
+        return None, "labels with a probability of 0.5 or more"
+
+    def decision_words(self, score_K: Floats, cut: float | None) -> str:
+        found = [column for column, value in zip(self.columns, score_K, strict=True) if value >= 0.5]
+        return ", ".join(found) or "none"
+
     def primary_metric(self, scored: Scored) -> Interval:
         return self._macro(scored, resampled_auc)
 
@@ -161,7 +172,14 @@ class MultiLabel(Outcome):
             if len(set(label)) == 2:
                 parts.append((known, resampled(label, scores_NK[known, place])))
         _check_any(len(parts))
-        return lambda drawn_RN: np.nanmean([part(drawn_RN[:, known]) for known, part in parts], axis=0)
+
+        def mean(drawn_RN: Floats) -> Floats:
+            values = np.array([part(drawn_RN[:, known]) for known, part in parts])
+            defined = ~np.isnan(values)  # a resample may lack a label, or all of them
+            with np.errstate(invalid="ignore"):
+                return np.where(defined, values, 0.0).sum(axis=0) / defined.sum(axis=0)
+
+        return mean
 
     def validation_metric(self, targets: Sequence[Target], scores_NK: Floats) -> float | None:
         patients = tuple(map(str, range(len(targets))))

@@ -113,9 +113,9 @@ class Survival(Outcome):
             )
         return time, float(event)
 
-    def read(self, cohort: Any) -> dict[str, Target]:
+    def read(self, cohort: Any, table: str = "cohort.csv") -> dict[str, Target]:
         """Return the targets; CohortError also where slides of a patient have different ones."""
-        targets = super().read(cohort)
+        targets = super().read(cohort, table)
         of_patient: dict[str, Target] = {}
         for row in cohort.rows:
             if row.slide not in targets:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from selfvitmil.formatting import markdown_list, markdown_table, percent, value_and_limits
+from selfvitmil.outcomes import Outcome, outcome_from_json
 from selfvitmil.package.files import RESEARCH_ONLY
 from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import StudySettings
@@ -38,16 +39,28 @@ def model_card(about: Mapping[str, Any], ood: TrainingDistribution, settings: St
 def _what(about: Mapping[str, Any]) -> str:
     scale = " and ".join(f"{each['mpp']:g} um/px" for each in about["encoders"])
     encoders = " and ".join(dict.fromkeys(each["name"] for each in about["encoders"]))
-    classes = ", ".join(about["classes"])
+    outcome = _outcome(about)
+    what, into = f"A classifier of whole-slide images: {', '.join(about['classes'])}", "a probability"
+    if outcome is not None:
+        what, into = (
+            f"A model of whole-slide images that predicts {outcome.words}",
+            f"its score ({outcome.score_words})",
+        )
     return (
-        f"A classifier of whole-slide images: {classes}. The encoder {encoders} turns tiles at {scale} into "
+        f"{what}. The encoder {encoders} turns tiles at {scale} into "
         f"embeddings; the aggregator {about['method']}, an ensemble of {len(about['seeds'])} seeds (split "
-        f"{about['split']}), turns the embeddings of a slide into a probability and shows which tiles it is based on."
+        f"{about['split']}), turns the embeddings of a slide into {into} and shows which tiles it is based on."
     )
+
+
+def _outcome(about: Mapping[str, Any]) -> Outcome | None:
+    return outcome_from_json(about["outcome"]) if "outcome" in about else None
 
 
 def _use(about: Mapping[str, Any]) -> str:
     output = f"the probability of {about['positive']}" if about["positive"] else "the probability of each class"
+    if (outcome := _outcome(about)) is not None:
+        output = outcome.score_words
     return (
         f"{RESEARCH_ONLY}.\n\nFor slides like those it was trained on, it returns {output}, a decision, and a heatmap. "
         "Slides that are out of distribution are flagged; a slide without a flag can still be misclassified."
@@ -56,11 +69,14 @@ def _use(about: Mapping[str, Any]) -> str:
 
 def _data(about: Mapping[str, Any]) -> str:
     classes = about["classes"]
-    rows = [("slides", *classes, "patients")]
+    outcome = _outcome(about)
+    heads = classes if outcome is None else [", ".join(outcome.columns)]
+    rows: list[tuple[str, ...]] = [("slides", *heads, "patients")]
     names = {"train": "trained on", "val": "validated on (epoch, threshold)", "test": "tested on"}
     for part, name in names.items():
         own = about["data"][part]
-        rows.append((name, *(str(own["slides"][label]) for label in classes), str(own["patients"])))
+        cells = [own["described"]] if outcome is not None else [str(own["slides"][label]) for label in classes]
+        rows.append((name, *cells, str(own["patients"])))
     return markdown_table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
 
 
@@ -93,7 +109,16 @@ def _training(about: Mapping[str, Any]) -> str:
     training, choice = about["training"], about["choice"]
     chosen = sum(about["chosen_on"]["slides"].values())
     decision = "The largest probability decides."
-    if choice["threshold"] is not None:
+    if (outcome := _outcome(about)) is not None:
+        decision = "No decision is made."
+        if choice["threshold_from"] != "none":
+            decision = f"Decision: {choice['threshold_from']}."
+        if choice["threshold"] is not None:
+            decision = (
+                f"A slide is of the group {outcome.groups[1]} from {outcome.rank_words} {choice['threshold']:.4g} on: "
+                f"{choice['threshold_from']}, {chosen} slides of the split {about['split']}."
+            )
+    elif choice["threshold"] is not None:
         decision = (
             f"A slide is called {about['positive']} from a probability of {choice['threshold']:.4g} on: "
             f"{choice['threshold_from']}, {chosen} slides of the split {about['split']}, {about['protocol']} protocol."
@@ -116,10 +141,12 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     if evaluation is None:
         return NOT_EVALUATED
     rows = [("by slide", "value", "interval")]
-    for name in CARD_METRICS:
+    outcome = _outcome(about)
+    names = {name: name.replace("_", " ") for name in CARD_METRICS} if outcome is None else outcome.shown_metrics
+    for name, words in names.items():
         metric = evaluation["figures"].get(name)
         if metric is not None:
-            rows.append((name.replace("_", " "), *value_and_limits(metric)))
+            rows.append((words, *value_and_limits(metric)))
     seen = evaluation["transductive"]
     but = (
         f", except that the encoder saw {seen} of them or their patients, without labels (transductive)" if seen else ""
@@ -135,7 +162,7 @@ def _limits(ood: TrainingDistribution) -> str:
     return markdown_list(
         [
             f"it knows {ood.num_train} training slides; other scanners, stains, organs and diseases were not seen",
-            "probabilities are those of the training's mix of classes, and only calibrated where that is said above",
+            "scores are those of the training's mix of patients, and only calibrated where that is said above",
             "a heatmap shows which tiles the prediction is based on, which need not be where a pathologist would look",
             "sizes of regions are measurements of the heatmap, never a diagnosis",
         ]

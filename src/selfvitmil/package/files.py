@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import safetensors
 import safetensors.numpy
+from numpy.typing import NDArray
 
 from selfvitmil import __version__
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.metrics import Interval, Platt, Temperature
+from selfvitmil.outcomes import Outcome, outcome_from_json
 from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import (
     LARGEST_TILE_MPP,
@@ -118,6 +120,17 @@ class Package:
     def classes(self) -> tuple[str, ...]:
         return tuple(self.about["classes"])
 
+    @cached_property
+    def outcome(self) -> Outcome | None:
+        """What it predicts; None for classes."""
+        info = self.about.get("outcome")
+        return None if info is None else outcome_from_json(info)
+
+    @cached_property
+    def validation_scores(self) -> NDArray[np.float64]:
+        """(V, K) how it scored its validation slides, without their names, with another outcome than classes."""
+        return np.array(self.about["validation_scores"], dtype=np.float64)
+
     @property
     def split(self) -> str:
         return self.about["split"]
@@ -141,7 +154,7 @@ class Package:
         calibration = None
         if fitted is not None:
             calibration = Temperature(**fitted) if "temperature" in fitted else Platt(**fitted)
-        return Choice(**info, calibration=calibration)
+        return Choice(**info, calibration=calibration, outcome=self.outcome)
 
     @cached_property
     def references(self) -> tuple[ReferenceScores, ...]:
@@ -183,6 +196,7 @@ class Package:
         )
         return {
             **{key: self.about[key] for key in kept},
+            **({} if self.outcome is None else {"outcome": self.outcome.to_json()}),
             "encoder": "+".join(dict.fromkeys(each.name for each in self.encoders)),
             "selfvitmil": self.about["versions"]["selfvitmil"],
         }
@@ -301,7 +315,8 @@ def open_package(folder: Path) -> Package:
         needed = ["settings.toml", "expected.json", "expected.safetensors"]
         needed += [f"{place}/{name}" for place in places for name in ("config.json", "model.safetensors")]
         missing = [name for name in needed if name not in about["files"]]
-        if missing or not package.seeds or not package.encoders or len(package.classes) < 2:
+        predicted = len(package.classes) > 1 or (package.outcome is not None and len(package.validation_scores))
+        if missing or not package.seeds or not package.encoders or not predicted:
             raise KeyError(missing[0] if missing else "models")
         _ = package.choice, package.references  # that they can be read
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
@@ -343,6 +358,10 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
     for word in words:
         if not isinstance(word, str) or not word.isprintable() or not 0 < len(word) <= MAX_NAME:
             _refuse_name(folder, word, "it is no printable text of a name's length")
+    if (outcome := about.get("outcome")) is not None:
+        for word in (*outcome["columns"], *outcome.get("levels", ())):
+            if not isinstance(word, str) or not word.isprintable() or not 0 < len(word) <= MAX_NAME:
+                _refuse_name(folder, word, "it is no printable text of a name's length")
     # These become names of files.
     for word in (about["name"], about["method"], about["split"], *(each["name"] for each in about["encoders"])):
         if "/" in word or "\\" in word or word.startswith("."):

@@ -29,7 +29,16 @@ from selfvitmil.cohort.table import name_key
 from selfvitmil.errors import ArtefactError
 from selfvitmil.localize.detection import Lesion, find_lesions, rank_tiles
 from selfvitmil.localize.heatmap import Heatmap, place_tiles
-from selfvitmil.localize.scores import build_heatmap, ensemble_prediction, score_by_seeds, shown_class
+from selfvitmil.localize.scores import (
+    build_heatmap,
+    check_shown,
+    ensemble_prediction,
+    mean_probabilities,
+    outcome_prediction,
+    score_by_seeds,
+    shown_class,
+)
+from selfvitmil.outcomes import Outcome
 from selfvitmil.package.files import RESEARCH_ONLY, Package
 from selfvitmil.package.ood import OODFinding, SlideStatistics
 from selfvitmil.settings import LocalizeSettings
@@ -57,7 +66,11 @@ class PredictedSlide:
     file: str
     """Name of its file."""
     seeds: Mapping[int, Values]
-    """Seed -> probabilities (K,)."""
+    """Seed -> probabilities (K,), or the scores of another outcome than classes."""
+    score: Values
+    """Their mean."""
+    decision: str
+    """In words; empty where the outcome has no groups."""
     calibrated: Values | None
     heatmap: Heatmap
     """Has the prediction: probability, decision, threshold."""
@@ -97,7 +110,10 @@ class Predictor:
         self._localize = localize
         self._models: list[Aggregator] = [load_model(folder)[0] for folder in package.model_folders]
         self._store = BagStore(device, cache_gb=0)  # a bag is seen once
-        shown_class(package.classes, 0, localize.of_class)  # refused here rather than with every slide
+        if package.outcome is not None:  # refused here rather than with every slide
+            check_shown(package.outcome, localize.of_class)
+        else:
+            shown_class(package.classes, 0, localize.of_class)
 
     def predict(self, slide: str, file: str, bag: Bag, table: TileTable) -> PredictedSlide:
         """Return the prediction for a slide. Raises BagError where its bag does not fit the model."""
@@ -113,10 +129,12 @@ class Predictor:
         """Return the prediction of the ensemble from the scores of every seed."""
         package, ood = self.package, self.package.ood
         placement = place_tiles(bag, table)
-        prediction = ensemble_prediction(
-            [each.bag for each in scores], package.choice, package.classes, self._localize.of_class,
-            split=package.split, part="new", seeds=package.seeds,
-        )  # fmt: skip
+        bags, of_class = [each.bag for each in scores], self._localize.of_class
+        place: dict[str, Any] = {"split": package.split, "part": "new", "seeds": package.seeds}
+        if package.outcome is None:
+            prediction = ensemble_prediction(bags, package.choice, package.classes, of_class, **place)
+        else:
+            prediction = outcome_prediction(bags, package.choice, package.validation_scores, of_class, **place)
         statistics = SlideStatistics.of(table, self._store.moments(bag))
         heatmap = build_heatmap(
             slide, package.name, package.method, placement.frame, placement.coords_l0, scores, prediction,
@@ -132,8 +150,14 @@ class Predictor:
             for text in table.attributes.get("warnings", ())
             if text not in repeated and not (findings and text.startswith(UNFITTED))
         ]
+        score = mean_probabilities(list(seeds.values()))
+        assert score is not None
+        decision = prediction.decision
+        if package.outcome is not None:
+            decision = package.outcome.decision_words(np.array(score), package.choice.threshold)
+        calibrated = None if package.outcome is not None else self._calibrated(prediction.probability)
         return PredictedSlide(
-            slide, file, seeds, self._calibrated(prediction.probability), heatmap, regions, findings,
+            slide, file, seeds, score, decision, calibrated, heatmap, regions, findings,
             ood.to_json(statistics), (*warnings, *heatmap.warnings), short_fingerprint(table.fingerprint or ""),
             self._localize.staging,
         )  # fmt: skip
@@ -308,27 +332,36 @@ def add_predictions(
         columns,
         rows,
         (package.tag, package.to_json()),
-        [{"slide": slide.slide, "model": package.tag, **_to_json(slide)} for slide in slides],
+        [{"slide": slide.slide, "model": package.tag, **_to_json(slide, package.outcome)} for slide in slides],
         [{"model": package.tag, **asdict(failure)} for failure in failures],
         tried,
     )
 
 
-def _to_json(slide: PredictedSlide) -> dict[str, Any]:
+def _to_json(slide: PredictedSlide, outcome: Outcome | None) -> dict[str, Any]:
     prediction, heatmap = slide.heatmap.prediction, slide.heatmap
     shown = prediction.classes[1:] if len(prediction.classes) == 2 else prediction.classes
+    if outcome is not None:
+        shown = outcome.score_names
 
     def named(values: Values | None) -> dict[str, float] | None:
         return None if values is None else dict(zip(shown, values, strict=True))
 
+    scores: dict[str, Any] = {"score": named(slide.score), "in_words": prediction.value_words}
+    if outcome is None:
+        scores = {
+            "probability": named(prediction.probability),
+            "calibrated": named(slide.calibrated),
+            "max": named(prediction.max_probability),
+            "bag": named(prediction.bag_probability),
+        }
+    elif not outcome.evidence_per_column:
+        scores["higher_than_validation"] = prediction.probability[0]
     return {
         "file": slide.file,
         "fingerprint": slide.fingerprint,
-        "decision": prediction.decision,
-        "probability": named(prediction.probability),
-        "calibrated": named(slide.calibrated),
-        "max": named(prediction.max_probability),
-        "bag": named(prediction.bag_probability),
+        "decision": slide.decision,
+        **scores,
         "seeds": {str(seed): named(values) for seed, values in slide.seeds.items()},
         "threshold": prediction.threshold,
         "threshold_from": prediction.threshold_from,
@@ -376,10 +409,12 @@ def _lesion(lesion: Lesion, staging: str) -> dict[str, Any]:
 
 def predictions_table(package: Package, slides: Sequence[PredictedSlide]) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of `predictions.csv`, a row per slide; numbers read back as the same ones, bit for bit."""
-    binary = len(package.classes) == 2
+    outcome, binary = package.outcome, len(package.classes) == 2
     names = [""] if binary else [f"_{name}" for name in package.classes]
     streams = ("probability", "calibrated", "max", "bag")
     columns = [f"{stream}{name}" for stream in streams for name in names]
+    if outcome is not None:
+        columns = [*outcome.score_names, "higher_than_validation"]
     tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "ood_score", "ood_threshold")
     tail = (*tail, "warnings", "classes", "fingerprint")
     header = ["slide", "model", "file", "decision", *columns, *tail]
@@ -388,17 +423,20 @@ def predictions_table(package: Package, slides: Sequence[PredictedSlide]) -> tup
         prediction = slide.heatmap.prediction
         values = (prediction.probability, slide.calibrated, prediction.max_probability, prediction.bag_probability)
         cells = [cell for each in values for cell in ([""] * len(names) if each is None else map(repr, each))]
+        if outcome is not None:
+            cells = [*map(repr, slide.score), "" if outcome.evidence_per_column else repr(prediction.probability[0])]
         about = " ".join(dict.fromkeys(each.about for each in slide.findings))
-        threshold = "" if prediction.threshold is None else repr(prediction.threshold)
+        cut = prediction.threshold if outcome is None else package.choice.threshold
+        threshold = "" if cut is None else repr(cut)
         lesions = "" if slide.heatmap.only_ranks else len(slide.lesions)
         ood = ["" if slide.ood[key] is None else repr(slide.ood[key]) for key in ("score", "threshold")]
         decided = (threshold, prediction.threshold_from, len(slide.heatmap), lesions, about, *ood)
-        classes = " ".join(package.classes)
+        classes = " ".join(package.classes) if outcome is None else outcome.words
         row = [
             slide.slide,
             package.tag,
             slide.file,
-            prediction.decision,
+            slide.decision,
             *cells,
             *decided,
             "; ".join(slide.notes),

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.cohort.table import column_key, is_negative_name, listing, name_key
 from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.outcomes import Outcome
 
 LEAVE_OUT = ""
 """What --label-map maps a label to whose slides are left out."""
@@ -22,8 +24,8 @@ LEAVE_OUT = ""
 class ExternalLabel:
     """What the table says of a slide."""
 
-    label: int
-    """Class index of the model."""
+    label: Any
+    """Class index of the model; with another outcome than classes its target, a tuple of numbers."""
     patient: str
     values: Mapping[str, str | None]
     """Column of subgroups -> its cell."""
@@ -70,15 +72,29 @@ def read_labels(
     label_column: str | None = None,
     label_map: Mapping[str, str] | None = None,
     columns: Sequence[str] = (),
+    outcome: Outcome | None = None,
 ) -> ExternalLabels:
     """Read the labels of slides from a table of slides; `columns` are those of subgroups.
+
+    A model of another outcome than classes reads the columns that it was trained on.
 
     `slides` (name -> file) are those of this call, which the table may name by their files. Raises ConfigError for
     labels that are neither a class of the model nor mapped to one, CohortError for a table that contradicts itself.
     """
     cohort = read_cohort(path, label_column=label_column, features=slides)
     label_map = dict(label_map or {})
-    _check_labels(path.name, cohort, classes, label_map)
+    targets: Mapping[str, Any] = {}
+    if outcome is None:
+        _check_labels(path.name, cohort, classes, label_map)
+    elif label_column is not None or label_map:
+        raise ConfigError(
+            f"--label-{'map' if label_column is None else 'column'} with a model of {outcome.words}",
+            "it is about class labels, and this model has none",
+            f"Name the columns of {path.name} {listing(outcome.columns)}, and leave the flag out",
+            code="labels-of-classes",
+        )
+    else:
+        targets = outcome.read(cohort, path.name)
     known = {column_key(name) for name in cohort.extra_columns}
     if missing := [name for name in columns if column_key(name) not in known]:
         raise CohortError(
@@ -91,13 +107,15 @@ def read_labels(
     names: dict[str, str] = {}
     for row in cohort.rows:
         name = label_map.get(row.label, row.label) if row.label is not None else None
-        if name:
+        label = targets.get(row.slide) if outcome is not None else classes.index(name) if name else None
+        if label is not None:
             values = {column: row.value(column) for column in columns}
-            found[name_key(row.slide)] = ExternalLabel(classes.index(name), row.patient, values)
+            found[name_key(row.slide)] = ExternalLabel(label, row.patient, values)
             names[name_key(row.slide)] = row.slide
+    without = len(cohort.unlabelled) if outcome is None else len(cohort.rows) - len(targets)
     left_out = tuple(label for label, name in label_map.items() if name == LEAVE_OUT)
     warnings = [cohort.patient_warning] if cohort.patient_warning else []
-    return ExternalLabels(path.name, found, names, tuple(columns), len(cohort.unlabelled), left_out, tuple(warnings))
+    return ExternalLabels(path.name, found, names, tuple(columns), without, left_out, tuple(warnings))
 
 
 def _check_labels(table: str, cohort: Cohort, classes: Sequence[str], label_map: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.comparison import FORMAT_VERSION, ComparisonRow
 from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table_cells, table_notes
 from selfvitmil.evaluate.method_metrics import Estimator
+from selfvitmil.evaluate.outcome_results import METRIC_NAMES
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.formatting import percent, value_and_limits
 from selfvitmil.localize import overlay
@@ -51,21 +52,7 @@ METRICS = {
     "macro_f1": "macro F1",
     "brier": "Brier score",
     "ece": "calibration error (ECE)",
-    "c_index": "Harrell's C-index",
-    "uno_c": "Uno's C-index",
-    "auc_t": "time-dependent AUC",
-    "hazard_ratio": "hazard ratio, high against low risk",
-    "log_rank_p": "p of the log-rank test",
-    "mae": "mean absolute error",
-    "rmse": "root mean squared error",
-    "r2": "R²",
-    "pearson": "Pearson's correlation",
-    "spearman": "Spearman's correlation",
-    "kappa": "quadratic weighted kappa",
-    "within_one": "at most one level off",
-    "mean_distance": "mean distance in levels",
-    "macro_auc": "macro AUC",
-    "macro_ap": "macro average precision",
+    **METRIC_NAMES,
 }
 """Metrics of `metrics.json` that are shown, and their names."""
 FIGURES = (
@@ -296,7 +283,7 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
         ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
         levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
-        names = METRICS | {key: f"AUC of {key[4:]}" for key in ensemble if key.startswith("auc ")}
+        names = metric_names(ensemble)
         found = [(name, *_interval(ensemble.get(key)), _spread(seeds.get(key))) for key, name in names.items()]
         metrics = [row for row in found if row[1] or row[3]]
         header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
@@ -305,6 +292,11 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         undefined = (f"{METRICS.get(key, key)}: {why}" for key, why in (ensemble.get("reasons") or {}).items())
         if same_as or metrics:
             yield LevelData(level, same_as, Table.of(header, metrics), tuple(notes), tuple(undefined))
+
+
+def metric_names(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metrics that are shown of these, and their names; of several labels each has an AUC."""
+    return METRICS | {key: f"AUC of {key[4:]}" for key in found if key.startswith("auc ")}
 
 
 def _interval(info: Any) -> tuple[str, str]:

@@ -10,9 +10,10 @@ from selfvitmil.evaluate.external import NAMES, Change, ExternalValidation, Vali
 from selfvitmil.evaluate.subgroups import METRICS as SUBGROUP_METRICS
 from selfvitmil.evaluate.subgroups import SubgroupTable
 from selfvitmil.formatting import number, p_value, percent, value_and_limits, with_limits
+from selfvitmil.outcomes import Outcome
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.render import Shown, Table, chart, render_template
-from selfvitmil.report.results import METRICS
+from selfvitmil.report.results import METRICS, metric_names
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,17 @@ class ValidationPage:
     comparison: Table | None
     subgroups: tuple[SubgroupSection, ...]
     charts: tuple[Shown, ...]
+    metrics_note: str
+    """How decisions are made and intervals computed."""
 
     @classmethod
     def of(
-        cls, name: str, facts: Mapping[str, str], found: ExternalValidation, charts: Sequence[str]
+        cls,
+        name: str,
+        facts: Mapping[str, str],
+        found: ExternalValidation,
+        charts: Sequence[str],
+        outcome: Outcome | None = None,
     ) -> ValidationPage:
         undefined = [
             f"{METRICS.get(key, key)}, by {level.level}: {why}"
@@ -59,12 +67,24 @@ class ValidationPage:
             _comparison(found),
             tuple(subgroup_section(table, found.confidence) for table in found.subgroups),
             tuple(chart(svg, Names()) for svg in charts),
+            OF_CLASSES if outcome is None else _methods(found, outcome),
         )
 
 
 def render_validation(page: ValidationPage) -> str:
     """Return the page as HTML, in the report's style."""
     return render_template("validation.html.j2", page)
+
+
+OF_CLASSES = (
+    "Decisions are made by the threshold of the package. Intervals: DeLong's for the AUC, with slides of one patient "
+    "kept together; Wilson's for proportions."
+)
+
+
+def _methods(found: ExternalValidation, outcome: Outcome) -> str:
+    methods = [own.get("method") for name in outcome.shown_metrics if (own := found.slide.metrics.get(name))]
+    return f"Intervals: {'; '.join(dict.fromkeys(filter(None, methods)))}. Score: {outcome.score_words}."
 
 
 def _cell(level: ValidationLevel, key: str) -> str:
@@ -76,7 +96,8 @@ def _cell(level: ValidationLevel, key: str) -> str:
 
 
 def _metrics(found: ExternalValidation) -> Table:
-    rows = [(name, *(_cell(level, key) for level in found.levels)) for key, name in METRICS.items()]
+    names = metric_names(found.slide.metrics)
+    rows = [(name, *(_cell(level, key) for level in found.levels)) for key, name in names.items()]
     header = ("", *(f"by {level.level} (n = {level.num})" for level in found.levels))
     return Table.of(header, [row for row in rows if any(row[1:])])
 
@@ -122,8 +143,8 @@ def _comparison(found: ExternalValidation) -> Table | None:
     rows = [
         (
             f"by {each.level} (n = {each.num})",
-            number(each.auc),
-            number(each.other_auc),
+            number(each.value),
+            number(each.other_value),
             with_limits(each.difference),
             p_value(each.p_value),
             each.test,
@@ -134,7 +155,8 @@ def _comparison(found: ExternalValidation) -> Table | None:
     first = next((level.comparison for level in found.levels if level.comparison is not None), None)
     if first is None:
         return None
-    return Table.of(("", f"AUC of {first.model}", f"AUC of {first.other}", "difference", "p", "test"), rows)
+    heads = (f"{first.metric} of {name}" for name in (first.model, first.other))
+    return Table.of(("", *heads, "difference", "p", "test"), rows)
 
 
 def subgroup_section(table: SubgroupTable, confidence: float) -> SubgroupSection:

@@ -367,17 +367,14 @@ class Mapper:
 
     def _split_models(self, split: TrialSplit, store: BagStore) -> SplitModels:
         """The models of a split, and the choices that the evaluation makes after them."""
-        from selfvitmil.evaluate import stored_models
+        from selfvitmil.evaluate import ensemble_scores, stored_models
 
         trial, folder = replace(self.trial, splits=(split,)), self.features.models / self.method
         stored = stored_models(self.method, trial, self.settings.train, folder, store=store)
         modules = {key: module.to(store.device) for key, module in stored.modules.items()}
         validation = None
         if self.trial.outcome is not None:
-            import numpy as np
-
-            runs = [[run.chosen_on[case.slide].probabilities for case in split.val] for run in stored.fitted.runs]
-            validation = np.mean(np.array(runs, dtype=np.float64), axis=0)
+            validation = ensemble_scores(stored.fitted, [case.slide for case in split.val])
         return SplitModels(modules, stored.fitted.choices[split.name, None], validation)
 
     @cached_property
