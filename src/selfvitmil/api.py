@@ -252,7 +252,7 @@ class Study:
         from selfvitmil.stages.compare import CompareResult
         from selfvitmil.stages.train import results_name
 
-        folder = self.layout.results(results_name("compare", self.settings))
+        folder = self.layout.results(results_name(None, "compare", self.settings))
         if not (folder / "table.csv").exists():
             raise ArtefactError(
                 f"{self.root.name}: there is no comparison yet", how="Run study.compare() first", code="no-comparison"

@@ -39,6 +39,9 @@ class SynthSettings(Settings):
     """The same seed gives the same files, byte for byte."""
     layout: Literal["plain", "camelyon16"] = "plain"
     """`plain`: slides, annotations, labels.csv and cohort.csv; `camelyon16`: that challenge's folders and names."""
+    outcomes: bool = False
+    """Plant outcomes besides the label: patients differ in their amount of tumour, on which `time` and `event`,
+    `tumor_percent` and `grade` depend, and slides in `metastasis` and `fibrosis`."""
     hostile: bool = False
     """Also write a folder of files that are broken in the ways real ones are."""
 
@@ -736,7 +739,7 @@ PLACES = ("workers", "cluster", "batch")
 """Keys of `engine` that say where work runs: one of them given makes the user's file silent."""
 
 
-Preset = Literal["default", "quick", "paper", "authors-code", "dsmil-simclr"]
+Preset = Literal["default", "quick", "demo", "paper", "authors-code", "dsmil-simclr"]
 PRESET_METHODS = {"paper": "dino", "authors-code": "dino", "dsmil-simclr": "simclr"}
 """Method of pretraining that a published preset is about; its settings make no sense for another."""
 
@@ -745,8 +748,8 @@ class StudySettings(Settings):
     """All settings of a study."""
 
     preset: Preset = "default"
-    """`quick` trains an encoder in minutes; `paper` follows the text of Self-ViT-MIL, `authors-code` its code;
-    `dsmil-simclr` trains the ResNet-18 of DSMIL's own features."""
+    """`quick` trains an encoder in minutes, `demo` a tiny one for synthetic slides on two cores; `paper` follows the
+    text of Self-ViT-MIL, `authors-code` its code; `dsmil-simclr` trains the ResNet-18 of DSMIL's own features."""
     slide: SlideSettings = SlideSettings()
     tissue: TissueSettings = TissueSettings()
     stain: StainSettings = StainSettings()

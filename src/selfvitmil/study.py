@@ -316,6 +316,26 @@ MEAN_COLOR, UNTRAINED = "mean_color", "untrained_"
 
 def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -> Features:
     """The feature files that were asked for; ConfigError where it is not clear which those are."""
+    found = _find_features(study, choice, settings)
+    return replace(found, models=_of_target(found.models, settings.train))
+
+
+def target_name(train: TrainSettings) -> str:
+    """Name of what is predicted, for files; empty where the settings leave that to the cohort."""
+    columns = "-".join(train.target) or (train.outcome if train.outcome.startswith("survival") else "")
+    return encoder_name(columns) if columns else ""
+
+
+def models_folder(study: Path, tiling: str, features: str, train: TrainSettings) -> Path:
+    """The folder of the models that learned from features; every target has its own, so a study may have several."""
+    return _of_target(StudyLayout(study).models_on(tiling, features), train)
+
+
+def _of_target(folder: Path, train: TrainSettings) -> Path:
+    return folder / f"target_{name}" if (name := target_name(train)) else folder
+
+
+def _find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -> Features:
     from selfvitmil.bags import find_bags
 
     if choice.folder is not None:
@@ -326,7 +346,7 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
     name = choose_features(study, tiling, choice.encoder, settings)
     own = _split_features(study, tiling, name)
     if own:
-        found = {split: find_features(study, replace(choice, encoder=each), settings) for split, each in own.items()}
+        found = {split: _find_features(study, replace(choice, encoder=each), settings) for split, each in own.items()}
         first = next(iter(found.values()))
         return replace(first, encoder=name, models=first.models.with_name(name), by_split=found)
     fine = Features(name, tiling, _embedded(study, tiling, name), Path(), None, _encoder_slides(study, tiling, name))

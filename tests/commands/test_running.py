@@ -112,7 +112,7 @@ def fresh(place: Path, request: pytest.FixtureRequest) -> Path:
 # ---------------------------------------------------------------------------------------------------- init
 
 
-@pytest.mark.parametrize("preset", ["default", "quick", "paper", "authors-code", "dsmil-simclr"])
+@pytest.mark.parametrize("preset", ["default", "quick", "demo", "paper", "authors-code", "dsmil-simclr"])
 def test_init_shows_every_setting_and_uncommenting_all_changes_none(preset: str, tmp_path: Path):
     study = tmp_path / "study"
     done = selfvitmil("init", study, "--preset", preset)

@@ -271,6 +271,20 @@ def test_test_slides_have_no_say_in_the_risk_groups(made: Path, tmp_path: Path):
     assert [row["time"] for row in own] != [row["time"] for row in others]
 
 
+def test_a_study_may_have_several_targets(made: Path, tmp_path: Path):
+    """Models and results of one target stay where another is evaluated."""
+    study, mean = tmp_path / "study", ("--train.aggregator", "mean")
+    for kind in ("survival", "ordinal", "continuous"):
+        assert learn("evaluate", study, made, *KINDS[kind], *mean).returncode == 0
+    results = {path.name: (path / "predictions.csv").read_bytes() for path in study.glob("results/*")}
+    assert set(results) == {f"features_vit_mean_{name}" for name in ("survival", "grade", "value")}
+    files = {path: path.stat().st_mtime_ns for path in study.glob("models/**/model.safetensors")}
+    assert len(files) == 6
+    assert learn("evaluate", study, made, *KINDS["survival"], *mean).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in study.glob("models/**/model.safetensors")} == files
+    assert {path.name: (path / "predictions.csv").read_bytes() for path in study.glob("results/*")} == results
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
 
 

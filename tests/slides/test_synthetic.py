@@ -32,6 +32,7 @@ from selfvitmil.slides.synthetic import (
 )
 from selfvitmil.slides.synthetic.anatomy import grow_anatomy
 from selfvitmil.slides.synthetic.cohort import CohortLayout
+from selfvitmil.slides.synthetic.outcomes import follow_up
 from selfvitmil.slides.synthetic.painter import Window, paint
 
 SMALL = (1024, 1024)
@@ -405,3 +406,57 @@ def test_scanners_tell_no_label(layout: CohortLayout, slides: int) -> None:
         )
         assert (normal - tumor).total() <= 1
         assert (tumor - normal).total() <= 1
+
+
+# ---------------------------------------------------------------------------------------------------- outcomes
+
+
+def test_planted_outcomes_follow_from_the_tumour_that_was_drawn(tmp_path: Path):
+    made = make_cohort(tmp_path, slides=10, seed=4, size=(1024, 1024), positives=0.8, outcomes=True)
+    with (tmp_path / "cohort.csv").open() as file:
+        rows = {row["slide"]: row for row in csv.DictReader(file)}
+    followed: dict[str, set[tuple[str, str]]] = {}
+    for slide in made:
+        row, truth = rows[slide.name], json.loads((tmp_path / "truth" / f"{slide.name}.json").read_text())
+        tissue = np.asarray(Image.open(tmp_path / "truth" / f"{slide.name}_tissue.png")).astype(bool)
+        area = sum(shapely.Polygon(contour).area for contour in truth["lesions_l0"]) * slide.mpp**2
+        percent = 100 * area / (tissue.sum() * slide.tissue_mpp**2)
+        assert float(row["tumor_percent"]) == pytest.approx(percent, abs=0.01)
+        assert row["metastasis"] == str(int(bool(truth["lesions_l0"]))) == str(int(row["label"] == "tumor"))
+        assert row["grade"] == str(1 + (float(row["tumor_percent"]) >= 5) + (float(row["tumor_percent"]) >= 15))
+        followed.setdefault(row["patient"], set()).add((row["time"], row["event"]))
+    assert all(len(own) == 1 for own in followed.values())
+    assert len({row["tumor_percent"] for row in rows.values()}) > 5
+
+
+def test_planted_risk_orders_the_times():
+    """The hazard of many patients grows with their tumour as documented (log hazard 0.15 per percent)."""
+    generator = np.random.default_rng(0)
+    percent = generator.uniform(0, 40, 400)
+    time, event = np.array([follow_up(seed, own) for seed, own in enumerate(percent)]).T
+    assert 0.6 < event.mean() < 0.95
+    coefficient, step = 0.0, 1.0
+    for _ in range(30):  # Cox regression on one covariate by Newton's method
+        weight = np.exp(coefficient * percent)
+        at_risk = time[None, :] >= time[:, None]
+        total = at_risk @ weight
+        mean, square = at_risk @ (weight * percent) / total, at_risk @ (weight * percent**2) / total
+        step = (event * (percent - mean)).sum() / (event * (square - mean**2)).sum()
+        coefficient += step
+    assert abs(step) < 1e-6
+    assert coefficient == pytest.approx(0.15, abs=0.02)
+
+
+def test_fibrosis_adds_stroma_and_leaves_lesions_where_they_are(tmp_path: Path):
+    without, with_it = (
+        grow_anatomy(np.random.default_rng(7), (4096, 4096), 0.25, 1, (150, 300), fibrosis=own) for own in (False, True)
+    )
+    inside = without.depth_um > 60
+    assert with_it.stroma[inside].mean() > 1.5 * without.stroma[inside].mean()
+    assert np.array_equal(with_it.depth_um, without.depth_um)
+    assert all(np.array_equal(a, b) for a, b in zip(with_it.lesions_um, without.lesions_um, strict=True))
+
+
+def test_outcomes_need_tables_with_columns(tmp_path: Path):
+    with pytest.raises(ConfigError, check=has_code("outcomes-need-plain-layout")):
+        plan_cohort(layout="camelyon16", outcomes=True)

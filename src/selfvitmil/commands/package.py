@@ -310,7 +310,7 @@ def _about(
     if chosen is not None:
         recipe["options"] = {**recipe["options"], "evidence": chosen.evidence}
     return {
-        "name": f"{features.encoder}_{name}",
+        "name": results_name(None, f"{features.encoder}_{name}", settings),
         "method": name,
         "classes": list(cases.class_names),
         "positive": cases.class_names[1] if cases.outcome is None and cases.num_classes == 1 else None,
@@ -366,7 +366,7 @@ def _evaluation(
     from selfvitmil.evaluate import read_predictions
     from selfvitmil.package import CARD_METRICS
 
-    folder = StudyLayout(study).results(results_name(results or about["name"], settings))
+    folder = StudyLayout(study).results(results_name(results or about["name"], "", settings))
     if results is not None and not folder.is_dir():
         what = f"--results {results}: there is no such folder of results"
         raise ConfigError(what, how="See results/ in the study", code="unknown-results")

@@ -68,6 +68,7 @@ class PowerResult(StageResult):
 def power(study: Study, width: float = 0.1) -> PowerResult:
     """Return the intervals to expect on the test patients of the study's splits. Raises as training would."""
     from selfvitmil.commands.run import check_labels
+    from selfvitmil.outcomes import need_classes
 
     if not 0 < width < 1:
         raise ConfigError(
@@ -76,6 +77,7 @@ def power(study: Study, width: float = 0.1) -> PowerResult:
     settings, cohort = study.settings, study.cohort
     trial, level = check_labels(cohort, settings), settings.evaluate.confidence
     tests = [tuple(case.slide for case in split.test) for split in trial.splits]
+    need_classes(trial.outcome, "plan --power", "it knows intervals of AUC, sensitivity and specificity")
     overlap = len({slide for test in tests for slide in test}) < sum(map(len, tests))
     if overlap:  # repeats of one experiment: more of them are no more patients
         tests = tests[:1]

@@ -40,6 +40,7 @@ def synth(folder: Path, settings: SynthSettings, engine: Engine) -> SynthResult:
         seed=settings.seed,
         size=(settings.size_px, settings.size_px),
         layout=settings.layout,
+        outcomes=settings.outcomes,
     )
     jobs = {plan.name: (plan, folder) for plan in plans}
     written, failures = map_slides(engine, folder, "synth", _write_planned, jobs)

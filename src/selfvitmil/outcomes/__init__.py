@@ -82,13 +82,13 @@ def choose_outcome(cohort: Cohort, train: TrainSettings) -> tuple[Classes | Outc
     return KINDS[kind](columns), reason
 
 
-def need_classes(outcome: Outcome | None, command: str) -> None:
-    """Raise ConfigError where a command that is written for classes meets another outcome."""
+def need_classes(outcome: Outcome | None, command: str, why: str) -> None:
+    """Raise ConfigError where a command that is written for classes meets another outcome; `why` it is."""
     if outcome is not None:
         raise ConfigError(
             f"{command} with the outcome {outcome.kind}",
-            "lesions are scored against annotations of tumour; all other commands work with every outcome",
-            "Use those, or set train.target and train.outcome to classes",
+            why,
+            "Use other commands, or set train.target and train.outcome to classes",
             code="command-needs-classes",
         )
 

@@ -366,7 +366,8 @@ class StudyFiles:
             for slide, info in folder.predictions.items():
                 row = self.row(slide)
                 label = row.label if row and not info.value_words else None
-                found[slide] = Decision(info.shown_probability, info.shown, info.decision, info.part, label)
+                known = (info.shown_probability, info.shown, info.decision, info.part, label, info.value_words)
+                found[slide] = Decision(*known)
         return found
 
     def _main_predictions(self) -> tuple[list[Prediction], tuple[str, ...]]:

@@ -25,7 +25,7 @@ from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table
 from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.evaluate.outcome_results import METRIC_NAMES
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
-from selfvitmil.formatting import percent, value_and_limits
+from selfvitmil.formatting import p_value, percent, value_and_limits
 from selfvitmil.localize import overlay
 from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, highest_scoring_tile, rank_tiles
 from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, read_heatmap
@@ -284,7 +284,7 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
         levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
         names = metric_names(ensemble)
-        found = [(name, *_interval(ensemble.get(key)), _spread(seeds.get(key))) for key, name in names.items()]
+        found = [_metric_row(name, key, ensemble.get(key), seeds.get(key)) for key, name in names.items()]
         metrics = [row for row in found if row[1] or row[3]]
         header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
         notes = [f"{_capitalized(own['words'])}."] if own.get("words") else []
@@ -297,6 +297,12 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
 def metric_names(found: Mapping[str, Any]) -> dict[str, str]:
     """Return the metrics that are shown of these, and their names; of several labels each has an AUC."""
     return METRICS | {key: f"AUC of {key[4:]}" for key in found if key.startswith("auc ")}
+
+
+def _metric_row(name: str, key: str, own: Any, over_seeds: Any) -> tuple[str, str, str, str]:
+    if key.endswith("_p"):  # the mean of p-values says nothing
+        return name, p_value(own["value"]) if isinstance(own, Mapping) else "", "", ""
+    return name, *_interval(own), _spread(over_seeds)
 
 
 def _interval(info: Any) -> tuple[str, str]:
@@ -465,6 +471,8 @@ class Decision:
     part: str
     """`train`, `val` or `test`."""
     label: str | None
+    words: str = ""
+    """The prediction in words, with another outcome than classes."""
 
     @property
     def is_correct(self) -> bool | None:

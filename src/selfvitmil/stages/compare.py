@@ -203,7 +203,7 @@ def compare(study: Study, choice: FeatureChoice, engine: Engine, name: str | Non
             row.trial.labels.open(FINAL_SCORING)
         results = [evaluate_method(each, row.trial) for each, row in zip(fitted, rows, strict=True)]
         scores = [score_method(result, settings.evaluate) for result in results]
-        folder = study.layout.results(results_name(name or "compare", settings))
+        folder = study.layout.results(results_name(name, "compare", settings))
         notes += remove_earlier_results(folder, results)
         advice = [row.words for row in simple]
         write_results(folder, results, scores, settings.evaluate, advice)
@@ -237,7 +237,7 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
     two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
     asked = compared_methods(settings, two_scales=two_scales, outcome=cases.outcome)
     if compare.supervised != "none":
-        check_supervised(cases.class_names, cases.cohort)
+        check_supervised(cases.class_names, cases.cohort, cases.outcome)
 
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
@@ -455,16 +455,17 @@ class Compare(Stage):
         """Raise what a row would refuse once all stages before it are done."""
         settings, labels = plan.settings, plan.labels
         assert labels is not None
-        annotated = plan.has("lesions") and bool(annotated_slides(plan.cohort))
+        outcome = labels.outcome
+        annotated = plan.has("lesions") and bool(annotated_slides(plan.cohort)) and outcome is None
         with_heatmaps: list[str] = []
-        for row in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp)):
+        for row in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome):
             if annotated and row.method != TWO_SCALES and row.is_main_recipe:
                 heatmap_settings(
                     row.method, row.train, labels.num_classes, settings.localize, settings.train.aggregator
                 )
                 with_heatmaps.append(row.method)
             else:
-                try_method(row.method, row.train, labels.num_classes)
+                try_method(row.method, row.train, labels.num_classes, outcome=outcome)
         if annotated and lesion_baseline(settings) not in with_heatmaps:
             what = f"compare.baseline {settings.compare.baseline!r} has no heatmaps"
             why = "heatmaps are compared by the annotated lesions"
@@ -472,11 +473,12 @@ class Compare(Stage):
                 what, why, "Name another baseline, or add --until localize", code="baseline-without-heatmaps"
             )
         if settings.compare.supervised != "none":
-            check_supervised(labels.class_names, plan.cohort)
+            check_supervised(labels.class_names, plan.cohort, outcome)
 
     def pending(self, plan: RunPlan) -> Pending:
-        rows = plan.settings.compare
-        number = len(compared_methods(plan.settings, two_scales=bool(plan.settings.tile.parent_mpp)))
+        rows, outcome = plan.settings.compare, None if plan.labels is None else plan.labels.outcome
+        asked = compared_methods(plan.settings, two_scales=bool(plan.settings.tile.parent_mpp), outcome=outcome)
+        number = len(asked)
         number += rows.random_encoder + rows.mean_color + (rows.supervised != "none")
         return pending_models(plan, f"{number} methods")
 

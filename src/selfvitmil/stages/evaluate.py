@@ -117,7 +117,7 @@ def evaluate(study: Study, choice: FeatureChoice, engine: Engine, name: str | No
         fitted = fit_models(method, cases, trial, settings.train, features.models / method, engine)
         trial.labels.open(FINAL_SCORING)
         result = evaluate_method(fitted, trial)
-        folder = study.layout.results(results_name(name or f"{features.encoder}_{method}", settings))
+        folder = study.layout.results(results_name(name, f"{features.encoder}_{method}", settings))
         scores = score_method(result, settings.evaluate)
         notes += remove_earlier_results(folder, [result])
         write_results(folder, [result], [scores], settings.evaluate)
@@ -157,7 +157,8 @@ class Evaluate(Stage):
         assert plan.labels is not None
         train, localize = plan.settings.train, plan.settings.localize
         with nothing_done():
-            try_method(train.aggregator, train, plan.labels.num_classes, localize if plan.has("localize") else None)
+            shown = localize if plan.has("localize") else None
+            try_method(train.aggregator, train, plan.labels.num_classes, shown, plan.labels.outcome)
 
     def pending(self, plan: RunPlan) -> Pending:
         return pending_models(plan, plan.settings.train.aggregator)

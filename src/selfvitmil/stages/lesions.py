@@ -80,7 +80,7 @@ def evaluate_lesions(
         if found is None or method not in found.by_method:
             found = _lesion_cases(study, choice, [method], "evaluate")
         own, encoder, failures, notes = found.by_method[method], found.encoder, found.failures, list(found.notes)
-        folder = study.layout.results(results_name(name or f"{encoder}_{method}", settings))
+        folder = study.layout.results(results_name(name, f"{encoder}_{method}", settings))
         _remove_earlier(folder)
         scores = score_lesions(own["test"], own["val"], settings.localize, settings.evaluate)
         undrawn = write_lesion_scores(folder, scores, protocol=settings.evaluate.protocol)
@@ -106,7 +106,7 @@ def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None
     with study.lock("compare"):
         cases = _lesion_cases(study, choice, methods, "compare")
         found, failures, notes = cases.by_method, cases.failures, list(cases.notes)
-        folder = study.layout.results(results_name(name or "compare", settings))
+        folder = study.layout.results(results_name(name, "compare", settings))
         _remove_earlier(folder)
         common, warned = common_cases({method: own["test"] for method, own in found.items()})
         scores = {
@@ -136,7 +136,7 @@ def _lesion_cases(study: Study, choice: FeatureChoice, methods: Sequence[str], s
     settings = study.settings
     prepared, learning = prepare(study, choice, stage)
     cases, features = learning.cases, learning.features
-    need_classes(cases.outcome, stage)
+    need_classes(cases.outcome, stage, "annotations mark tumour, and heatmaps are scored against them")
     trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
     wanted, notes = choose_slides(trial, PARTS, (), cases.cohort)
     failures: list[Failure] = [*cases.failures]
@@ -146,7 +146,7 @@ def _lesion_cases(study: Study, choice: FeatureChoice, methods: Sequence[str], s
         train, num_classes = options_for(method, settings.train), trial.num_classes
         localize = heatmap_settings(method, train, num_classes, settings.localize, settings.train.aggregator)
         own = settings.model_copy(update={"train": train, "localize": localize})
-        model = results_name(f"{features.encoder}_{method}", settings)
+        model = results_name(None, f"{features.encoder}_{method}", settings)
         mapper = Mapper(study.root, own, trial, cases.cohort, features, model, known)
         mapped, unmapped = split_failures(mapper.map_all(wanted))
         # A slide that failed now may have a heatmap of other models: it is not scored.

@@ -104,7 +104,6 @@ def localize(
     """Draw heatmaps by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
     from selfvitmil.evaluate import hold_out_test_labels
     from selfvitmil.localize.export import export_heatmap
-    from selfvitmil.localize.scores import check_shown, shown_class
 
     root = study.root
     with study.lock("localize"):
@@ -113,14 +112,10 @@ def localize(
         settings, staged = with_staging(study.settings, cases.cohort)
         notes += staged
         trial = hold_out_test_labels(cases, learning.splits, settings.evaluate)
-        of_class = settings.localize.of_class  # refused before anything is computed
-        if cases.outcome is None:
-            shown_class(trial.class_names, 0, of_class)
-        else:
-            check_shown(cases.outcome, of_class)
+        _check_of_class(trial, settings.localize.of_class)  # refused before anything is computed
         failed = {failure.slide for failure in cases.failures}
         wanted, chosen = choose_slides(trial, settings.localize.parts, slides, cases.cohort, failed)
-        model = results_name(name or f"{features.encoder}_{settings.train.aggregator}", settings)
+        model = results_name(name, f"{features.encoder}_{settings.train.aggregator}", settings)
         mapper = Mapper(root, settings, trial, cases.cohort, features, model)
         mapped, failures = split_failures(mapper.map_all(wanted))
         record_failures(root, "localize", wanted, failures)
@@ -133,6 +128,16 @@ def localize(
     notes += [f"note: {text}" for text in (*trial.warnings, *chosen)]
     failures = (*cases.failures, *failures)
     return LocalizeResult(mapper.folder, mapped, made, failures=failures, notes=tuple(notes))
+
+
+def _check_of_class(trial: Trial, of_class: str | None) -> None:
+    """Raise ConfigError for a class, or label, that heatmaps cannot show."""
+    from selfvitmil.localize.scores import check_shown, shown_class
+
+    if trial.outcome is None:
+        shown_class(trial.class_names, 0, of_class)
+    else:
+        check_shown(trial.outcome, of_class)
 
 
 def with_staging(settings: StudySettings, cohort: Cohort) -> tuple[StudySettings, list[str]]:
@@ -539,17 +544,15 @@ class Localize(Stage):
     is_learning = True
 
     def preflight(self, plan: RunPlan) -> None:
-        from selfvitmil.localize.scores import shown_class
-
         assert plan.labels is not None
         localize = plan.settings.localize
         with nothing_done():
-            shown_class(plan.labels.class_names, 0, localize.of_class)
+            _check_of_class(plan.labels, localize.of_class)
             choose_slides(plan.labels, localize.parts, (), plan.cohort)
 
     def pending(self, plan: RunPlan) -> Pending:
-        method, optimistic = plan.settings.train.aggregator, plan.settings.evaluate.protocol == "optimistic"
-        folder = plan.layout.heatmaps(f"{plan.features}_{method}{'_optimistic' * optimistic}")
+        method = plan.settings.train.aggregator
+        folder = plan.layout.heatmaps(results_name(None, f"{plan.features}_{method}", plan.settings))
         there = sum(1 for _ in folder.glob("*.h5"))
         words = f"heatmaps of the slides of the split {', '.join(plan.settings.localize.parts)} by {method}"
         return Pending(words=words + (f"; {there} are there" if there else ""))

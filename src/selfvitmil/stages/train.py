@@ -34,7 +34,7 @@ from selfvitmil.stages.base import (
 from selfvitmil.store.failures import record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
-from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name
+from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name, models_folder, target_name
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.selection import EvidenceChoice
@@ -174,8 +174,14 @@ def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str],
     return notes, replace(found, cases=cases)
 
 
-def results_name(name: str, settings: StudySettings) -> str:
-    """Name of the folder of results, which says so where test labels took part in choices."""
+def results_name(name: str | None, default: str, settings: StudySettings) -> str:
+    """Name of the folder of results, which says so where test labels took part in choices.
+
+    Without a `name` it is the default one, and that of the target where one is set: a study may have several.
+    """
+    if name is None:
+        target = target_name(settings.train)
+        name = f"{default}_{target}" if target else default
     if encoder_name(name) != name:
         raise ConfigError(
             f"name {name!r} does not do as a folder's name", how=f"Try {encoder_name(name)!r}", code="invalid-name"
@@ -361,8 +367,15 @@ def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
             )
 
 
-def check_supervised(class_names: Sequence[str], cohort: Cohort) -> None:
+def check_supervised(class_names: Sequence[str], cohort: Cohort, outcome: Outcome | None = None) -> None:
     """ConfigError where no row of a comparison can learn from annotated lesions."""
+    if outcome is not None:
+        raise ConfigError(
+            f"compare.supervised with the outcome {outcome.kind}",
+            "annotations mark tumour, which is the label of tiles for classes only",
+            "Pass --compare.supervised none",
+            code="supervised-needs-classes",
+        )
     if len(class_names) != 2:
         raise ConfigError(
             f"compare.supervised with {len(class_names)} classes",
@@ -521,7 +534,8 @@ MODEL_BYTES = 3_000_000
 
 def pending_models(plan: RunPlan, what: str) -> Pending:
     """What a stage that trains models has before it: it decides by itself which of the stored ones it uses again."""
-    there = sum(1 for _ in plan.layout.models_on(plan.tiling, plan.features).rglob("config.json"))
+    folder = models_folder(plan.study.root, plan.tiling, plan.features, plan.settings.train)
+    there = sum(1 for _ in folder.rglob("config.json"))
     fate = (
         "the embeddings change, so they are trained again"
         if plan.pending("embed").changing

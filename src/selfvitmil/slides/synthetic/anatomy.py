@@ -203,8 +203,12 @@ def grow_anatomy(
     mpp: float,
     num_lesions: int,
     lesion_um: tuple[float, float],
+    fibrosis: bool = False,
 ) -> Anatomy:
-    """Generate the plan of a slide; lesions are `lesion_um` = (smallest, largest) microns in diameter."""
+    """Generate the plan of a slide; lesions are `lesion_um` = (smallest, largest) microns in diameter.
+
+    With `fibrosis` broad bands of collagen run through the whole node.
+    """
     step_px = max(1, round(4.0 / mpp))
     # Separate random streams, so that adding lesions changes the rest as little as possible.
     node_rng, stain_rng, cell_rng, lesion_rng, cavity_rng = rng.spawn(5)
@@ -213,7 +217,7 @@ def grow_anatomy(
     depth, hilum = _node_shape(node_rng, grid)
     near_hilum = np.exp(-0.5 * (grid.distance_to(hilum) / (0.2 * grid.short_um)) ** 2)
     bands = grid.noise(node_rng, 150)
-    stroma = _stroma(node_rng, grid, depth, bands, near_hilum)
+    stroma = _stroma(node_rng, grid, depth, bands, near_hilum, FIBROSIS * fibrosis)
     sinus = _sinus(node_rng, grid, depth, near_hilum) * (1 - stroma)
     centre, mantle = _follicles(node_rng, grid, depth)
     centre *= (1 - stroma) * (1 - sinus)
@@ -294,11 +298,18 @@ def _largest_piece(inside: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray(ndimage.binary_fill_holes(labels == sizes.argmax()), bool)
 
 
-def _stroma(rng: np.random.Generator, grid: Grid, depth: Field, bands: Field, near_hilum: Points) -> Field:
+FIBROSIS = 0.16
+"""Width that fibrosis adds to the trabeculae, in standard deviations of the noise whose zeros they follow."""
+
+
+def _stroma(
+    rng: np.random.Generator, grid: Grid, depth: Field, bands: Field, near_hilum: Points, wider: float = 0.0
+) -> Field:
     """Return the capsule, the trabeculae that run in from it, and the fibrous hilum."""
     capsule_um = np.maximum(15 + 7 * grid.noise(rng, 140), 5)
     capsule = smooth_step(depth, capsule_um + 3, capsule_um - 3)
     width = 0.07 * smooth_step(grid.noise(rng, 250), 0.1, 1.0) * smooth_step(depth, 420, 120) + 0.10 * near_hilum + 1e-3
+    width += wider
     trabeculae = np.exp(-((bands / width) ** 2)) * smooth_step(width, 0.01, 0.03)
     core = smooth_step(near_hilum + 0.12 * grid.noise(rng, 90), 0.72, 0.9)
     return np.clip(np.maximum(np.maximum(capsule, trabeculae), core), 0, 1).astype(np.float32)

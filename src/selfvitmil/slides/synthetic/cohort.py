@@ -36,6 +36,7 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.geometry import size_at_mpp
 from selfvitmil.slides.synthetic.anatomy import Anatomy, grow_anatomy, is_tissue
 from selfvitmil.slides.synthetic.colour import Palette, Stain, draw_stain, mix_palette, render
+from selfvitmil.slides.synthetic.outcomes import burden_of, has_fibrosis, planted_outcomes
 from selfvitmil.slides.synthetic.painter import Window
 from selfvitmil.slides.synthetic.pyramid import (
     FORMS,
@@ -108,13 +109,14 @@ def make_slide(
     lesions: int = 0,
     lesion_um: tuple[float, float] = (150.0, 400.0),
     layout: Layout = "svs40",
+    fibrosis: bool = False,
 ) -> SyntheticSlide:
     """Write a slide of a lymph node, `size` = (width, height) in level-0 pixels, with `lesions` metastases.
 
-    The diameters of the lesions are within `lesion_um` microns. The same arguments give identical bytes.
-    Raises ConfigError if the lesions do not fit into the tissue.
+    The diameters of the lesions are within `lesion_um` microns; with `fibrosis` bands of collagen run through the node.
+    The same arguments give identical bytes. Raises ConfigError if the lesions do not fit into the tissue.
     """
-    scene = _make_scene(seed, size, mpp, lesions, lesion_um)
+    scene = _make_scene(seed, size, mpp, lesions, lesion_um, fibrosis)
     write_pyramid(path, encode_pyramid(size, scene.render, layout, JPEG_QUALITY), mpp)
     return scene.describe(path.stem, layout)
 
@@ -152,7 +154,14 @@ class _Scene:
         )
 
 
-def _make_scene(seed: int, size: tuple[int, int], mpp: float, lesions: int, lesion_um: tuple[float, float]) -> _Scene:
+def _make_scene(
+    seed: int,
+    size: tuple[int, int],
+    mpp: float,
+    lesions: int,
+    lesion_um: tuple[float, float],
+    fibrosis: bool = False,
+) -> _Scene:
     if not 0.1 <= mpp <= 1.0 or min(size) * mpp < SMALLEST_SIDE_UM:
         raise ConfigError(
             f"invalid synthetic slide of {size[0]} x {size[1]} pixels of {mpp:g} um",
@@ -169,7 +178,7 @@ def _make_scene(seed: int, size: tuple[int, int], mpp: float, lesions: int, lesi
         )
     stain_rng, anatomy_rng = np.random.default_rng(seed).spawn(2)
     stain = draw_stain(stain_rng)
-    anatomy = grow_anatomy(anatomy_rng, size, mpp, lesions, lesion_um)
+    anatomy = grow_anatomy(anatomy_rng, size, mpp, lesions, lesion_um, fibrosis)
     return _Scene(anatomy, stain, mix_palette(anatomy, stain), seed)
 
 
@@ -309,6 +318,10 @@ class SlidePlan:
     layout: Layout
     lesions: int
     lesion_um: tuple[float, float]
+    fibrosis: bool = False
+    """Whether bands of collagen run through the node."""
+    outcomes: bool = False
+    """Whether outcomes besides the label are planted."""
 
     @property
     def path(self) -> PurePosixPath:
@@ -348,12 +361,14 @@ def plan_cohort(
     mpp: float | None = None,
     layout: CohortLayout = "plain",
     test_fraction: float = 0.33,
+    outcomes: bool = False,
 ) -> list[SlidePlan]:
     """Specify all slides of a cohort without writing any.
 
     Patients have one to `slides_per_patient` slides (one in the `camelyon16` layout), all in the same split; labels are
     per slide. `positives` and `test_fraction` are the fractions of tumour slides and of test patients. Without `mpp`,
-    slides differ in their microns per pixel, like slides of several scanners.
+    slides differ in their microns per pixel, like slides of several scanners. With `outcomes` patients differ in how
+    much tumour their slides have, and slides in fibrosis: see `outcomes.py`.
     """
     if slides < 1 or slides_per_patient < 1 or not (0 <= positives <= 1 and 0 <= test_fraction <= 1):
         raise ConfigError(
@@ -362,6 +377,13 @@ def plan_cohort(
             "counts start at 1, and fractions are between 0 and 1",
             "Correct the invalid value",
             code="invalid-synthetic-cohort",
+        )
+    if outcomes and layout != "plain":
+        raise ConfigError(
+            f"outcomes with the layout {layout}",
+            "its tables have no columns for them",
+            "Use the layout plain",
+            code="outcomes-need-plain-layout",
         )
     most = slides_per_patient if layout == "plain" else 1
     places = _places(seed, positives, test_fraction, most)
@@ -377,6 +399,9 @@ def plan_cohort(
         own_seed = int(np.random.SeedSequence(seed, spawn_key=(k,)).generate_state(1)[0])
         own_mpp = mpp or scanner_mpp
         lesions, lesion_um = _draw_lesions(own_seed, min(size) * own_mpp)
+        if outcomes:
+            lesions, lesion_um = burden_of(seed, patient, own_seed, positives).lesions(min(size) * own_mpp)
+            label = "tumor" if lesions else "normal"
         plan = SlidePlan(
             name=f"{kind}_{numbers[kind]:03d}",
             cohort_layout=layout,
@@ -389,6 +414,8 @@ def plan_cohort(
             layout=file_layout,
             lesions=lesions if label == "tumor" else 0,
             lesion_um=lesion_um,
+            fibrosis=outcomes and has_fibrosis(own_seed),
+            outcomes=outcomes,
         )
         plans.append(plan)
     return plans
@@ -450,6 +477,7 @@ def write_planned(plan: SlidePlan, folder: Path) -> CohortSlide:
         lesions=plan.lesions,
         lesion_um=plan.lesion_um,
         layout=plan.layout,
+        fibrosis=plan.fibrosis,
     )
     annotations = [Annotation(f"lesion {k}", "Tumor", ring.round(2)) for k, ring in enumerate(slide.lesions, start=1)]
     for path in plan.annotations:
@@ -459,7 +487,7 @@ def write_planned(plan: SlidePlan, folder: Path) -> CohortSlide:
     mask = io.BytesIO()
     Image.fromarray(slide.tissue_mask.astype(np.uint8) * 255).save(mask, "png")
     write_bytes(folder / "truth" / f"{plan.name}_tissue.png", mask.getvalue())
-    fields = {field.name: getattr(slide, field.name) for field in dataclasses.fields(slide)}
+    fields = {field.name: getattr(slide, field.name) for field in dataclasses.fields(SyntheticSlide)}
     return CohortSlide(**fields, plan=plan)
 
 
@@ -467,12 +495,16 @@ def finish_cohort(folder: Path, written: Sequence[CohortSlide]) -> None:
     """Write the tables of the written slides."""
     plain = [slide.plan for slide in written if slide.plan.cohort_layout == "plain"]
     if plain:
-        rows = [(plan.name, plan.patient, plan.label, plan.split) for plan in plain]
-        write_csv(folder / "labels.csv", [("slide", "patient", "label", "split"), *rows])
-        table: list[tuple[object, ...]] = [("slide", "path", "label", "patient", "split", "mpp", "annotation")]
+        planted = planted_outcomes([slide for slide in written if slide.plan.outcomes])
+        names = list(next(iter(planted.values()))) if planted else []
+        cells = {plan.name: [planted[plan.name][name] for name in names] for plan in plain if planted}
+        rows = [(plan.name, plan.patient, plan.label, plan.split, *cells.get(plan.name, ())) for plan in plain]
+        write_csv(folder / "labels.csv", [("slide", "patient", "label", "split", *names), *rows])
+        head = ("slide", "path", "label", "patient", "split", "mpp", "annotation", *names)
+        table: list[tuple[object, ...]] = [head]
         for plan in plain:
-            annotation = plan.annotations[0] if plan.annotations else ""
-            table.append((plan.name, plan.path, plan.label, plan.patient, plan.split, "", annotation))
+            annotation, own = plan.annotations[0] if plan.annotations else "", cells.get(plan.name, ())
+            table.append((plan.name, plan.path, plan.label, plan.patient, plan.split, "", annotation, *own))
         write_csv(folder / "cohort.csv", table)
     tests = [slide for slide in written if slide.plan.cohort_layout == "camelyon16" and slide.plan.split == "test"]
     if tests:
