@@ -512,12 +512,15 @@ class TrainSettings(Settings):
     """Columns of the cohort to predict; none means `label`, or `time` and `event`. Several labels are `multilabel`."""
     levels: tuple[str, ...] = ()
     """Levels of an `ordinal` outcome from the lowest to the highest; none needed for numbers."""
-    split: Literal["auto", "given", "k-fold", "monte-carlo", "files"] = "auto"
-    """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold."""
+    split: Literal["auto", "given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files"] = "auto"
+    """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold.
+    `leave-site-out`: every site is tested on models that never saw it; `site-k-fold`: folds of whole sites."""
+    site: str = "site"
+    """Column of the cohort with the site (hospital, scanner) of a slide. Where labels go with it a warning says so."""
     split_folder: Path | None = None
     """For `files`: where the splits lie, in CLAM's form."""
     folds: int = Field(default=5, ge=2)
-    """Parts of `k-fold`, or repeats of `monte-carlo`."""
+    """Parts of `k-fold` and `site-k-fold`, or repeats of `monte-carlo`."""
     validation: float = Field(default=0.2, gt=0, lt=1)
     """Share of the training patients that epoch and threshold are chosen on, where the split names none."""
     seeds: int = Field(default=5, gt=0)

@@ -190,17 +190,21 @@ def _carved(cohort: Cohort, split: Split, val: float, entropy: tuple[int, ...]) 
 
 def _patients_by_class(cohort: Cohort, slides: Iterable[str] | None = None) -> dict[str, list[str]]:
     """Return sorted patients of each class, in class order; of the given slides, or of all labelled ones."""
-    classes = cohort.class_counts
-    rarity = {label: (count, -place) for place, (label, count) in enumerate(classes.items())}
+    by_class: dict[str, list[str]] = {label: [] for label in cohort.class_counts}
+    for patient, label in rarest_class(cohort, slides).items():
+        by_class[label].append(patient)
+    return {label: patients for label, patients in by_class.items() if patients}
+
+
+def rarest_class(cohort: Cohort, slides: Iterable[str] | None = None) -> dict[str, str]:
+    """Return sorted patient -> rarest of the labels of the given slides, or of all; rarity is that in the cohort."""
+    rarity = {label: (count, -place) for place, (label, count) in enumerate(cohort.class_counts.items())}
     rows = cohort.rows if slides is None else [cohort[slide] for slide in slides]
     labels: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row.label is not None:
             labels[row.patient].add(row.label)
-    by_class: dict[str, list[str]] = {label: [] for label in classes}
-    for patient in sorted(labels):
-        by_class[min(labels[patient], key=lambda label: rarity[label])].append(patient)
-    return {label: patients for label, patients in by_class.items() if patients}
+    return {patient: min(labels[patient], key=lambda label: rarity[label]) for patient in sorted(labels)}
 
 
 def _draw(by_class: dict[str, list[str]], fraction: float, generator: np.random.Generator, side: str) -> set[str]:

@@ -32,6 +32,7 @@ import numpy as np
 
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
+from selfvitmil.cohort.sites import label_by_site, leave_one_site_out, site_folds
 from selfvitmil.cohort.splits import check_split
 from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
@@ -488,7 +489,10 @@ def make_splits(
     return draw_splits(cases.cohort, train, val, cases.usable)
 
 
-def split_kind(cohort: Cohort, train: TrainSettings) -> Literal["given", "k-fold", "monte-carlo", "files"]:
+SplitKind = Literal["given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files"]
+
+
+def split_kind(cohort: Cohort, train: TrainSettings) -> SplitKind:
     """Return the kind of splits; `auto` uses the cohort's column `split` where it is filled, else k-fold."""
     if train.split != "auto":
         return train.split
@@ -505,6 +509,10 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
         return k_fold(usable, train.folds, val=val, seed=train.seed)
     if kind == "monte-carlo":
         return monte_carlo(usable, train.folds, val=val, seed=train.seed)
+    if kind == "leave-site-out":
+        return leave_one_site_out(usable, train.site, val=val, seed=train.seed)
+    if kind == "site-k-fold":
+        return site_folds(usable, train.site, train.folds, val=val, seed=train.seed)
     if train.split_folder is None:
         raise ConfigError(
             "train.split 'files' without train.split_folder", how="Set the folder of the splits", code="no-split-folder"
@@ -516,6 +524,13 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
 def _only(split: Split, usable: Cohort) -> Split:
     sides = (split.train, split.val, split.test)
     return Split(split.name, *(tuple(slide for slide in side if slide in usable) for side in sides))
+
+
+def site_words(cases: Cases, splits: Sequence[Split], train: TrainSettings) -> str:
+    """Return a warning where the labels of the first split's training and validation slides go with the site."""
+    first = splits[0]
+    found = label_by_site(cases.cohort, train.site, (*first.train, *first.val))
+    return found.words if found is not None and found.is_associated else ""
 
 
 # ---------------------------------------------------------------------------------------------------- transduction

@@ -153,7 +153,7 @@ def announce_recipes(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
 
 def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str], LearningSet]:
     """Return notes and what to learn from; slides that cannot be used are in failures.csv by then, under `stage`."""
-    from selfvitmil.evaluate.dataset import find_transductive, transductive_words
+    from selfvitmil.evaluate.dataset import find_transductive, site_words, transductive_words
 
     settings = study.settings
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
@@ -165,7 +165,8 @@ def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str],
     cases, splits = replace(found.cases, failures=failures), found.splits
     seen = transductive_words(found.features.encoder, find_transductive(cases, splits), splits)
     # Before anything is trained; summaries come when all is over.
-    announce(*(f"warning: {warning}" for warning in (cases.usable.patient_warning, seen) if warning))
+    by_site = site_words(cases, splits, settings.train)
+    announce(*(f"warning: {warning}" for warning in (cases.usable.patient_warning, seen, by_site) if warning))
     first = splits[0]
     sizes = f"{len(first.train)} slides to train on, {len(first.val)} to choose by, {len(first.test)} to test on"
     notes = [*study.cohort_notes, *cases.lines()]
@@ -324,7 +325,7 @@ def compared_methods(
 
 
 SHARED = {
-    "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target", "levels",
+    "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target", "levels", "site",
 }  # fmt: skip
 """Settings that a published row shares with the others."""
 
