@@ -1,8 +1,8 @@
-// Rules for the viewer's own modules; `npm run lint` applies them and checks the types in their comments.
+// Rules for the modules of the viewer and the script of the report; `npm run lint` applies them and checks the types in their comments.
 import js from "@eslint/js";
 
 const browser = Object.fromEntries(
-  "window document location history navigator localStorage matchMedia getComputedStyle fetch setTimeout clearTimeout requestAnimationFrame ResizeObserver Path2D URLSearchParams HTMLElement HTMLInputElement HTMLSelectElement HTMLTextAreaElement Response"
+  "window document location history navigator localStorage matchMedia getComputedStyle fetch setTimeout clearTimeout requestAnimationFrame ResizeObserver Path2D URLSearchParams HTMLElement HTMLDetailsElement HTMLInputElement HTMLSelectElement HTMLTextAreaElement Response"
     .split(" ")
     .map((name) => [name, "readonly"]),
 );

@@ -14,14 +14,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import browser as viewing  # pyright: ignore[reportMissingImports]
 
 PICTURES = Path(__file__).parent / "pictures"
 MODEL = "demo_self-vit-mil"
-WIDTH, HEIGHT = 700, 846
+WIDTH = 700
+DESK, PHONE, PAPER = (1300, 900), (390, 960), (703, 960)
+"""Screens of a desk and a phone, and a sheet of A4 without its margins, in CSS pixels."""
 GAP = 16
 
 
@@ -37,7 +39,9 @@ def main() -> None:
         page.thumbnail((2 * WIDTH, 2 * WIDTH), Image.Resampling.LANCZOS)
         save(page, "map.png")
     with viewing.browsing() as browser:
-        save(beside(*shots(browser, study / "report" / "index.html", slide)), "report.png")
+        report = study / "report" / "index.html"
+        save(shot(browser, report, *DESK), "report.png")
+        save(beside(shot(browser, report, *PHONE), shot(browser, report, *PAPER, media="print")), "report_small.png")
 
 
 def median_slide(study: Path) -> str:
@@ -51,20 +55,27 @@ def median_slide(study: Path) -> str:
     return order[len(order) // 2]
 
 
-def shots(browser: Any, page_file: Path, slide: str) -> list[Image.Image]:
-    """The top of the report, and the section of the slide."""
-    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", reduced_motion="reduce")
+def shot(browser: Any, page_file: Path, width: int, height: int, media: str = "screen") -> Image.Image:
+    """The top of the report on a screen of this size, or on paper."""
+    size = {"width": width, "height": height}
+    page = browser.new_page(viewport=size, color_scheme="light", reduced_motion="reduce")
+    page.emulate_media(media=media)
     page.goto(page_file.resolve().as_uri())
-    taken = [page.screenshot()]
-    page.locator("article.slide", has=page.locator("h3", has_text=slide)).evaluate("part => part.scrollIntoView()")
-    taken.append(page.screenshot())
-    return [Image.open(io.BytesIO(shot)).convert("RGB") for shot in taken]
+    taken = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    page.close()
+    return taken
 
 
 def beside(*parts: Image.Image) -> Image.Image:
-    sheet = Image.new("RGB", (sum(part.width + GAP for part in parts) - GAP, HEIGHT), "white")
-    for number, part in enumerate(parts):
-        sheet.paste(part, (number * (WIDTH + GAP), 0))
+    """Pictures beside each other, with a thin frame."""
+    framed = [ImageOps.expand(part, 1, "#b0b8be") for part in parts]
+    sheet = Image.new(
+        "RGB", (sum(part.width + GAP for part in framed) - GAP, max(part.height for part in framed)), "white"
+    )
+    left = 0
+    for part in framed:
+        sheet.paste(part, (left, 0))
+        left += part.width + GAP
     return sheet
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import uvicorn
 from numpy.typing import NDArray
 
@@ -164,3 +165,20 @@ def browsing() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield browser
         browser.close()
+
+
+AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+"""Rules of accessibility, as npm installs them."""
+
+
+def accessibility_problems(page: Any) -> list[str]:
+    """Return what axe-core finds serious or critical on a page, one line per rule with the first elements."""
+    if not AXE.exists():
+        pytest.skip("no axe-core: run npm ci")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{rule['id']}: {rule['help']}: {[node['html'][:160] for node in rule['nodes'][:4]]}"
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+    ]

@@ -152,6 +152,10 @@ PUBLISHED: dict[str, Published] = {
 # ---------------------------------------------------------------------------------------------------- rows
 
 
+UNTRAINED_ROW, COLOR_ROW = "untrained encoder", "mean colour"
+"""Rows of the main method on embeddings of an untrained network, and on the tiles' colours."""
+
+
 @dataclass(frozen=True)
 class EvaluatedOn:
     """Test set and protocol, shared by all rows of a table."""

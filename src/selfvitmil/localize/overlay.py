@@ -408,6 +408,25 @@ def draw_layer(
     return _marked(layer, _marks(annotations, lesions, None), view, 1)
 
 
+def draw_panel(
+    heatmap: Heatmap,
+    thumbnail: Pixels,
+    thumbnail_mpp: float,
+    *,
+    annotations: Sequence[Annotation] = (),
+    lesions: Sequence[Lesion] = (),
+    box_l0: BoxL0 | None = None,
+    frame_l0: BoxL0 | None = None,
+    painted: bool = True,
+) -> Image.Image:
+    """Draw the tissue with tiles (where `painted`) and lines and without words; arguments as for `draw_overlay`."""
+    origin = (0.0, 0.0) if box_l0 is None else box_l0[:2]
+    view = _View(origin, thumbnail_mpp, heatmap.frame.slide_mpp)
+    pixels = paint_tiles(heatmap, thumbnail, thumbnail_mpp, "red", origin) if painted else thumbnail
+    line = max(1, round(max(pixels.shape[:2]) / 220))
+    return _marked(Image.fromarray(pixels), _marks(annotations, lesions, frame_l0), view, line)
+
+
 _DARKENED = 512
 """Added to the index of pixels on the edge of a tile."""
 

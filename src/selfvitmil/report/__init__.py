@@ -1,9 +1,12 @@
-"""One self-contained HTML page of a study: what was run, on what, how well it does, and where the evidence lies.
+"""One self-contained HTML page of a study: the answer first, then the evidence, then how it was made.
 
+answer.py     the first screen: how good, compared with what, three heatmaps, what limits the conclusion
 data.py       the study, read once into what the page shows; `write_report` writes that page
 encoders.py   pretraining curves, quality and views;  neighbors.py  tiles with similar embeddings
 results.py    comparisons, evaluations and lesion scores, and the section of one slide
-render.py     the page from that data, by the templates in templates/ and style.css
+subgroups.py  metrics by site, scanner and other columns;  validation.py  the page of an external validation
+definitions.py  what the metrics mean
+render.py     the page from that data, by the templates in templates/, style.css and page.js
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.formatting import duration
 from selfvitmil.localize.heatmap import MAIN_METHOD, main_first, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
+from selfvitmil.report.answer import AnswerData, answer_data
 from selfvitmil.report.encoders import EncoderData, EncoderFolder, describe_encoder, encoder_data, sample_views
 from selfvitmil.report.neighbors import NeighborData, neighbor_data, shown_features
 from selfvitmil.report.render import Shown, Table, picture_file, render_page
@@ -47,6 +48,7 @@ from selfvitmil.report.results import (
     read_results,
     slide_data,
 )
+from selfvitmil.report.subgroups import SubgroupsData, subgroups_data
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, read_failures
@@ -54,10 +56,10 @@ from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 
 MAX_SLIDES = 40
-"""Slides with a section of their own, unless more are asked for: about 20 MB."""
+"""Slides with a section of their own, unless more are asked for: a page of less than 10 MB."""
 WORTH_WORKERS = 8
 """Sections from which on workers are asked: as long as they take to start."""
-GALLERY_PX = 300
+GALLERY_PX = 240
 """Longer edge of a tissue picture."""
 PACKAGES = ("torch", "timm", "numpy", "scipy", "matplotlib", "pillow", "h5py", "openslide-python", "openslide-bin")
 PACKAGES += ("tifffile", "simplejpeg", "safetensors", "shapely")
@@ -81,6 +83,8 @@ class TissueData:
     tiling: str
     other_tilings: tuple[str, ...]
     pictures: tuple[TissuePicture, ...]
+    num_left_out: int
+    """Further slides with a picture."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,17 @@ class SlideEntry:
     tiles: str
     decision: Decision | None
 
+    @property
+    def is_wrong_test(self) -> bool:
+        return self.decision is not None and self.decision.is_wrong_test
+
 
 @dataclass(frozen=True)
 class ReportData:
     """All that the page shows."""
 
     name: str
+    answer: AnswerData
     stages: Table
     """Every artefact."""
     changed_settings: Table
@@ -118,6 +127,7 @@ class ReportData:
     comparisons: tuple[ComparisonData, ...]
     evaluations: tuple[EvaluationData, ...]
     localization: LocalizationData
+    subgroups: SubgroupsData
     slides: tuple[SlideEntry, ...]
     decided_by: str
     """Whose predictions the table of slides has; empty where there are none."""
@@ -130,6 +140,11 @@ class ReportData:
     versions: Table
     problems: tuple[str, ...]
     """Files that could not be read."""
+
+    @property
+    def num_tested(self) -> int:
+        """Test slides with a prediction."""
+        return sum(entry.decision is not None and entry.decision.part == "test" for entry in self.slides)
 
 
 def read_report_data(
@@ -155,12 +170,13 @@ def read_report_data(
     anchors = {slide: f"slide{number}" for number, slide in enumerate(chosen, start=1)}
     data = ReportData(
         name=study.resolve().name,
+        answer=answer_data(files, decisions, anchors, settings, names),
         stages=Table.of(("stage", "what there is", ""), _stages(files)),
         changed_settings=Table.of(("setting", "value", "default", "where"), _changed_settings(files.settings)),
         all_settings=tuple(_all_settings(files.settings)),
         notes=(*(files.cohort.warnings if files.cohort else ()), *files.problems),
         cohort=_cohort(files.cohort) if files.cohort else None,
-        tissue=_tissue(files.tilings, names),
+        tissue=_tissue(files.tilings, names, most_slides),
         encoders=tuple(_encoders(files, names)),
         neighbors=tuple(
             neighbor_data(files.layout, files.cohort, features, settings.slide.reader, names)
@@ -174,6 +190,7 @@ def read_report_data(
             if not one.is_comparison and one.methods
         ),
         localization=localization_data(files.results, names),
+        subgroups=subgroups_data(files, settings.evaluate),
         slides=tuple(_slide_entries(files, decisions, anchors, names)),
         decided_by=_decided_by(files) if decisions else "",
         has_heatmaps=bool(files.heatmaps),
@@ -360,7 +377,7 @@ class StudyFiles:
         found: dict[str, Decision] = {}
         predictions, class_names = self._main_predictions()
         for row in predictions:
-            if row.slide not in found or row.part == "test":
+            if row.decision is not None and (row.slide not in found or row.part == "test"):
                 found[row.slide] = decision_of(row, class_names)
         for folder in self.heatmaps[:1]:
             for slide, info in folder.predictions.items():
@@ -503,12 +520,16 @@ def _cohort(cohort: Cohort) -> Table:
     return Table.of(header, [*rows, count("all", cohort.rows)])
 
 
-def _tissue(tilings: Sequence[Tiling], names: Names) -> TissueData | None:
+def _tissue(tilings: Sequence[Tiling], names: Names, most: int) -> TissueData | None:
+    """Return pictures of tissue and tiles; where there are too many, of slides with warnings first."""
     tiling = next((one for one in tilings if one.pictures), None)
     if tiling is None:
         return None
     found: list[TissuePicture] = []
-    for slide in sorted(tiling.pictures, key=names.slide):  # the order says nothing of the real names
+    ordered = sorted(tiling.pictures, key=names.slide)  # the order says nothing of the real names
+    warned = [slide for slide in ordered if tiling.rows.get(slide, {}).get("warnings")]
+    chosen = {*[*warned, *(slide for slide in ordered if slide not in set(warned))][:most]}
+    for slide in (slide for slide in ordered if slide in chosen):
         shown, row = names.slide(slide), tiling.rows.get(slide, {})
         image = picture_file(tiling.pictures[slide], f"tissue and tiles of {shown}", edge_px=GALLERY_PX, quality=72)
         area = _float(row.get("tissue_mm2", ""))
@@ -518,7 +539,7 @@ def _tissue(tilings: Sequence[Tiling], names: Names) -> TissueData | None:
             )
         )
     others = tuple(one.name for one in tilings if one is not tiling and one.pictures)
-    return TissueData(tiling.name, others, tuple(found))
+    return TissueData(tiling.name, others, tuple(found), len(ordered) - len(found))
 
 
 def _float(text: str) -> float | None:

@@ -1,8 +1,9 @@
 """The page from its data by Jinja2 templates, and what these can show: pictures and tables.
 
-Every value is escaped. The page forbids itself every connection: its policy allows pictures that are data inside it and
-the one style sheet whose hash it names. An SVG stands in the page as a picture of its own, so that nothing in it runs
-or loads. Pictures are encoded from their pixels alone: metadata that a file may carry stays behind.
+Every value is escaped. The page forbids itself every connection: its policy allows pictures that are data inside it,
+and the one style sheet and the one script (sorting and filtering of tables) whose hashes it names. An SVG figure stands
+in the page as a picture of its own, so that nothing in it runs or loads. Pictures are encoded from their pixels alone:
+metadata that a file may carry stays behind.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from selfvitmil.pseudonyms import Names
+from selfvitmil.report.definitions import DEFINITIONS, definition_id, definition_of
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import ReportData
@@ -42,8 +44,7 @@ def render_page(data: ReportData) -> str:
 
 def render_template(name: str, data: Any, further_css: str = "") -> str:
     """Return a page by one of the templates, with the style sheet, rules of its own and their hash."""
-    css = _packaged("style.css") + further_css
-    digest = base64.b64encode(hashlib.sha256(css.encode("utf-8")).digest()).decode("ascii")
+    css, script = _packaged("style.css") + further_css, _packaged("page.js")
     environment = Environment(
         loader=FunctionLoader(lambda name: _packaged(f"templates/{name}")),
         autoescape=True,
@@ -52,7 +53,20 @@ def render_template(name: str, data: Any, further_css: str = "") -> str:
         lstrip_blocks=True,
     )
     environment.filters["limits_below"] = limits_below
-    return environment.get_template(name).render(data=data, css=Markup(css), style_hash=digest)
+    environment.filters["definition"] = lambda cell: definition_of(str(cell))
+    return environment.get_template(name).render(
+        data=data,
+        css=Markup(css),
+        style_hash=_hash(css),
+        script=Markup(script),
+        script_hash=_hash(script),
+        definitions=[(definition_id(name), name, text) for name, text in DEFINITIONS.items()],
+    )
+
+
+def _hash(text: str) -> str:
+    """Return what the page's policy names a style or script by."""
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 def _backdrop_rule(section: SlideData) -> str:
@@ -124,10 +138,13 @@ def picture(pixels: Image.Image | NDArray[np.uint8], alt: str, *, edge_px: int, 
 
 
 def layer_picture(layer: Image.Image, alt: str) -> Picture:
-    """Encode a picture with transparent parts and few colours as it is."""
-    content = io.BytesIO()
-    layer.save(content, "WEBP", lossless=True, quality=20, method=2)
-    return Picture("image/webp", content.getvalue(), alt, layer.width, layer.height)
+    """Encode a picture with transparent parts: as it is where it has few tiles, else with some loss."""
+    found: list[bytes] = []
+    for how in ({"lossless": True, "quality": 20}, {"quality": 40, "alpha_quality": 40}):
+        content = io.BytesIO()
+        layer.save(content, "WEBP", method=2, **how)
+        found.append(content.getvalue())
+    return Picture("image/webp", min(found, key=len), alt, layer.width, layer.height)
 
 
 def picture_file(path: Path, alt: str, *, edge_px: int, quality: int = 76) -> Picture | None:

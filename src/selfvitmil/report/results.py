@@ -115,9 +115,10 @@ class ResultsFolder:
         doubts += ", transductive" if any(info.get("transductive") for info in self.methods) else ""
         return (str(self.methods[0].get("method", "")) if number == 1 else f"{number} methods compared") + doubts
 
-    def charts(self, names: Names, *, froc: bool | None = None) -> tuple[Shown, ...]:
-        """Return the figures; with `froc` only those that are FROC curves, or only the others."""
-        found = [key for key in self.figures if froc is None or froc == _is_named(key, "froc")]
+    def charts(self, names: Names, *, only: Sequence[str] = (), but: Sequence[str] = ()) -> tuple[Shown, ...]:
+        """Return the figures; `only` those of these names, or all `but` them, in all splits."""
+        found = [key for key in self.figures if not only or any(_is_named(key, word) for word in only)]
+        found = [key for key in found if not any(_is_named(key, word) for word in but)]
         texts = [self.figures[key].read_text(encoding="utf-8", errors="replace") for key in sorted(found, key=_order)]
         return tuple(chart(text, names) for text in texts)
 
@@ -176,7 +177,8 @@ class ComparisonData(ResultsData):
 
 
 def _common(results: ResultsFolder, names: Names) -> dict[str, Any]:
-    charts = results.charts(names, froc=False if results.lesions else None)
+    elsewhere = ("calibration", "training") if not results.is_comparison else ()
+    charts = results.charts(names, but=(*elsewhere, *(("froc",) if results.lesions else ())))
     info = {"is_optimistic": results.is_optimistic, "is_stale": results.is_stale}
     return {"name": results.name, **info, "charts": charts}
 
@@ -216,23 +218,51 @@ class LevelData:
 
 
 @dataclass(frozen=True)
+class CalibrationData:
+    """Whether probabilities agree with frequencies."""
+
+    words: str
+    table: Table
+    charts: tuple[Shown, ...]
+
+
+@dataclass(frozen=True)
 class EvaluationData(ResultsData):
     """The metrics of one method."""
 
     facts: tuple[tuple[str, str], ...]
     levels: tuple[LevelData, ...]
     warnings: tuple[str, ...]
+    calibration: CalibrationData | None
+    training: tuple[Shown, ...]
+    """Curves of the training."""
 
 
 def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
     """Return metrics with confidence intervals, and curves, of a method that was evaluated by itself."""
     info = results.methods[0]
+    calibration, training = (results.charts(names, only=(word,)) for word in ("calibration", "training"))
     return EvaluationData(
         **_common(results, names),
         facts=tuple(_evaluation_facts(info).items()),
         levels=tuple(_levels(info)),
         warnings=tuple(info.get("warnings") or ()),
+        calibration=_calibration(info, calibration),
+        training=training,
     )
+
+
+def _calibration(info: Mapping[str, Any], charts: tuple[Shown, ...]) -> CalibrationData | None:
+    rows, words = [], ""
+    for level in ("slide", "patient"):
+        own = (info.get(level) or {}).get("ensemble") or {}
+        words = words or str(own.get("probabilities", ""))
+        found = {key: _interval(own.get(key))[0] for key in ("brier", "ece")}
+        if any(found.values()):
+            rows.append((f"by {level}", *found.values()))
+    if not rows and not charts:
+        return None
+    return CalibrationData(words, Table.of(("", METRICS["brier"], METRICS["ece"]), rows), charts)
 
 
 def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
@@ -365,7 +395,7 @@ def localization_data(results: Iterable[ResultsFolder], names: Names) -> Localiz
             one.name,
             _table(lesion_cells(one.lesions, intervals=True)),
             tuple(lesion_notes(one.lesions)),
-            one.charts(names, froc=True),
+            one.charts(names, only=("froc",)),
         )
         for one in compared
     ]
@@ -376,7 +406,7 @@ def localization_data(results: Iterable[ResultsFolder], names: Names) -> Localiz
         tuple(tables),
         tuple(_lesion_model(one.name, one.lesions, names) for one in single),
         Table.of(("", *(one.name for one in single)), rows),
-        tuple(drawn for one in single for drawn in one.charts(names, froc=True)),
+        tuple(drawn for one in single for drawn in one.charts(names, only=("froc",))),
     )
 
 
@@ -409,13 +439,13 @@ def _lesion_model(name: str, info: Mapping[str, Any], names: Names) -> LesionMod
 
 # ---------------------------------------------------------------------------------------------------- single slides
 
-NUM_TILES = 10
+NUM_TILES, NUM_LOWEST = 8, 4
 """Highest- and lowest-ranked tiles shown of a slide."""
-TILE_PX = 224
-"""Largest edge of a tile on the page; smaller ones stay as the encoder saw them."""
-OVERLAY_PX = 860
+TILE_PX = 112
+"""Largest edge of a tile on the page, about as large as it is shown."""
+OVERLAY_PX = 640
 """Longer edge of the first model's overlay."""
-OTHER_PX = 280
+OTHER_PX = 220
 """Longer edge of the heatmaps of other models."""
 MOST_REGIONS = 12
 REGION_COLUMNS = {"lesion": "region", "score": "score", "area_mm2": "area, mm²", "size": "size"}
@@ -480,6 +510,10 @@ class Decision:
         return None if self.label is None else self.label == self.predicted
 
     @property
+    def is_wrong_test(self) -> bool:
+        return self.part == "test" and self.is_correct is False
+
+    @property
     def is_positive(self) -> bool:
         return self.predicted == self.shown
 
@@ -533,6 +567,13 @@ class SlideData:
     lowest: tuple[TilePicture, ...]
     tiles_missing: str
     """Why no tiles are shown."""
+    why: tuple[str, ...]
+    """Of a misclassified slide: what is known of the reasons."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is a test slide that was misclassified."""
+        return self.decision is not None and self.decision.is_wrong_test
 
 
 def order_of(decision: Decision | None, shown_name: str) -> tuple[bool, float, str]:
@@ -572,7 +613,7 @@ def slide_data(job: SectionJob) -> SlideData:
     """Return the section of a slide."""
     slide, anchor, folders, row, decision, agreements, settings, names = job
     first, heatmap = folders[0], read_heatmap(folders[0].files[slide])
-    opened, problem = _open(row, heatmap, settings)
+    opened, problem = open_mapped(row, heatmap, settings)
     try:
         main = HeatmapPicture(
             first.model,
@@ -580,7 +621,8 @@ def slide_data(job: SectionJob) -> SlideData:
             _agreement(agreements.get(first.model, {})),
         )
         backdrop, others = _other_heatmaps(folders[1:], slide, row, opened, agreements, names)
-        highest, lowest = (_tiles(heatmap, rows, opened) for rows in ends(heatmap, NUM_TILES)) if opened else ((), ())
+        high, low = ends(heatmap, NUM_TILES)
+        highest, lowest = (_tiles(heatmap, rows, opened) if opened else () for rows in (high, low[:NUM_LOWEST]))
     finally:
         if opened is not None:
             opened.close()
@@ -603,10 +645,11 @@ def slide_data(job: SectionJob) -> SlideData:
         highest=highest,
         lowest=lowest,
         tiles_missing=problem,
+        why=error_words(heatmap, decision),
     )
 
 
-def _open(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tuple[Slide | None, str]:
+def open_mapped(row: SlideRow | None, heatmap: Heatmap, settings: StudySettings) -> tuple[Slide | None, str]:
     """Open the slide with the microns per pixel of its heatmap; or say why that is not possible."""
     if row is None:
         return None, "the cohort does not name it"
@@ -652,6 +695,36 @@ def _slide_facts(heatmap: Heatmap, row: SlideRow | None, names: Names) -> dict[s
     }
 
 
+BORDERLINE = 0.1
+"""A probability no further than this from the threshold is called borderline."""
+LEAST_TUMOUR_TILES = 10
+"""Fewer tiles with annotated tumour than this are called few."""
+
+
+def error_words(heatmap: Heatmap, decision: Decision | None) -> tuple[str, ...]:
+    """Return what the heatmap and the annotation tell about a wrong decision; nothing for others."""
+    if decision is None or decision.is_correct is not False or not len(heatmap):
+        return ()
+    found: list[str] = []
+    predicted = heatmap.prediction
+    if predicted.threshold is not None:
+        gap = predicted.shown_probability - predicted.threshold
+        side = "above" if gap >= 0 else "below"
+        near = "a borderline case" if abs(gap) <= BORDERLINE else "not a borderline case"
+        found.append(f"The probability of {predicted.shown} is {abs(gap):.2f} {side} the threshold: {near}.")
+    if heatmap.annotated is not None and (heatmap.annotated > 0).any():
+        inside = heatmap.annotated > 0
+        few = " only" if inside.sum() < LEAST_TUMOUR_TILES else ""
+        found.append(f"Annotated tumour touches{few} {int(inside.sum()):,} of {len(heatmap):,} tiles.")
+        if inside[highest_scoring_tile(heatmap)]:
+            found.append("The highest-scoring tile lies in it: the region was noticed, but not rated highly enough.")
+        else:
+            found.append("The highest-scoring tile lies outside it: the model looked elsewhere.")
+    elif decision.is_positive:
+        found.append("The highest-ranked tiles below are what made it positive.")
+    return tuple(found)
+
+
 def _rounded(text: str) -> str:
     with suppress(ValueError):
         value = float(text)
@@ -675,14 +748,14 @@ def _overlay(
     """Return the overlay: the stored picture, or a new one where that shows a name or is missing."""
     alt = f"heatmap of {names.slide(heatmap.slide)} by {folder.model}"
     stored = folder.stored_overlay(heatmap.slide)
-    shown = picture_file(stored, alt, edge_px=OVERLAY_PX) if stored and not names.hidden else None
+    shown = picture_file(stored, alt, edge_px=OVERLAY_PX, quality=70) if stored and not names.hidden else None
     if shown is None and opened is not None:
         with suppress(SelfVitMilError):
             mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OVERLAY_PX)
-            marks = {"annotations": _annotations(row), "lesions": folder.lesions(heatmap)}
+            marks = {"annotations": annotations_of(row), "lesions": folder.lesions(heatmap)}
             title = names.slide(heatmap.slide)
             drawn = overlay.draw_overlay(heatmap, opened.thumbnail(mpp), mpp, title=title, **marks)
-            shown = picture(drawn, alt, edge_px=OVERLAY_PX)
+            shown = picture(drawn, alt, edge_px=OVERLAY_PX, quality=70)
     why = "the stored one shows the slide's name" if stored and names.hidden else "none is stored"
     return shown or f"No picture of this heatmap: {why}, and the slide's file cannot be used."
 
@@ -706,7 +779,7 @@ def _other_heatmaps(
     assert backdrop.width is not None
     assert backdrop.height is not None
     size_px = backdrop.width, backdrop.height
-    annotations, found = _annotations(row), []
+    annotations, found = annotations_of(row), []
     for folder in folders:
         heatmap = read_heatmap(folder.files[slide])
         drawn = overlay.draw_layer(heatmap, size_px, mpp, annotations=annotations, lesions=folder.lesions(heatmap))
@@ -715,7 +788,8 @@ def _other_heatmaps(
     return backdrop, tuple(found)
 
 
-def _annotations(row: SlideRow | None) -> Sequence[Annotation]:
+def annotations_of(row: SlideRow | None) -> Sequence[Annotation]:
+    """Return the annotations of a slide, none where they cannot be read."""
     with suppress(SelfVitMilError):
         if row is not None and row.annotation is not None:
             return read_annotations(row.annotation, repair=True)
@@ -737,7 +811,7 @@ def _tiles(heatmap: Heatmap, rows: NDArray[np.int64], opened: Slide) -> tuple[Ti
         score = float(heatmap.score[row])
         try:
             pixels = opened.read_tile(x, y, frame.size_px, frame.tile_mpp)
-            shown: Shown = picture(pixels, f"tile at x {x}, y {y}, score {score:.3f}", edge_px=TILE_PX, quality=70)
+            shown: Shown = picture(pixels, f"tile at x {x}, y {y}, score {score:.3f}", edge_px=TILE_PX, quality=68)
         except SelfVitMilError:
             shown = "cannot be read"
         tumour = heatmap.annotated is not None and bool(heatmap.annotated[row] > 0)

@@ -295,11 +295,13 @@ def _fit_supervised(study: Study, cases: Cases, trial: Trial, features: Features
 
 def _baselines(choice: FeatureChoice, settings: StudySettings, encoder: str) -> dict[str, str]:
     """Title of the row -> name of its features, for the baselines that were asked for beside those of `encoder`."""
+    from selfvitmil.evaluate.comparison import COLOR_ROW, UNTRAINED_ROW
+
     rows: dict[str, str] = {}
     if settings.compare.random_encoder:
-        rows["untrained encoder"] = UNTRAINED + encoder
+        rows[UNTRAINED_ROW] = UNTRAINED + encoder
     if settings.compare.mean_color:
-        rows["mean colour"] = MEAN_COLOR
+        rows[COLOR_ROW] = MEAN_COLOR
     if rows and choice.folder is not None:
         raise ConfigError(
             "compare.random_encoder and compare.mean_color need the slides",

@@ -1,0 +1,75 @@
+"""How the main method does in subgroups: by the further columns of the cohort, and by format of the slide files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfvitmil.errors import SelfVitMilError
+from selfvitmil.evaluate.subgroups import SubgroupTable, subgroup_tables
+from selfvitmil.report.answer import main_result
+from selfvitmil.report.validation import SubgroupSection, subgroup_section
+from selfvitmil.settings import EvaluateSettings
+
+if TYPE_CHECKING:
+    from selfvitmil.report.data import StudyFiles
+
+MOST_COLUMNS = 6
+"""Columns that are shown: of many comparisons some differ by chance."""
+
+
+@dataclass(frozen=True)
+class SubgroupsData:
+    """Metrics by the values of each column."""
+
+    sections: tuple[SubgroupSection, ...]
+    warnings: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Columns whose values are no subgroups, and why."""
+
+
+def subgroups_data(files: StudyFiles, evaluate: EvaluateSettings) -> SubgroupsData:
+    """Return the subgroups of the method that the answer is about; none without predictions of classes."""
+    found = main_result(files.results)
+    if found is None or found[1].get("outcome"):
+        return SubgroupsData((), (), ())
+    folder, info = found
+    rows = [row for row in folder.predictions if row.method == info.get("method")]
+    tested = {row.slide for row in rows if row.part == "test" and row.seed is None}
+    usable: dict[str, Mapping[str, str | None]] = {}
+    left_out: list[str] = []
+    for column, values in _columns(files).items():
+        own = {slide: value for slide, value in values.items() if slide in tested}
+        if len({value for value in own.values() if value}) < 2:
+            continue
+        try:
+            subgroup_tables(rows, {column: own}, folder.class_names, evaluate)
+        except SelfVitMilError as error:
+            left_out.append(f"{column}: {error.what.partition(': ')[2] or error.what}")
+            continue
+        if len(usable) < MOST_COLUMNS:
+            usable[column] = own
+        else:
+            left_out.append(f"{column}: only {MOST_COLUMNS} columns are shown")
+    tables: tuple[SubgroupTable, ...] = ()
+    if usable:
+        tables = subgroup_tables(rows, usable, folder.class_names, evaluate)
+    return SubgroupsData(
+        tuple(subgroup_section(table, evaluate.confidence) for table in tables),
+        tuple(warning for table in tables for warning in table.warnings),
+        tuple(left_out),
+    )
+
+
+def _columns(files: StudyFiles) -> dict[str, dict[str, str | None]]:
+    """Return the columns that may form subgroups: name -> slide -> value."""
+    found: dict[str, dict[str, str | None]] = {}
+    cohort = files.cohort
+    if cohort is not None:
+        for column in cohort.extra_columns:
+            found[column] = {row.slide: row.value(column) for row in cohort.rows}
+    formats = {slide: row.get("format") or None for slide, row in files.checked.items()}
+    if formats:
+        found.setdefault("file format", formats)
+    return found
