@@ -150,3 +150,9 @@ def test_summaries_escape_what_users_named(study: sv.Study):
     assert "&lt;b&gt;" in html_table([("a",), ("<b>",)])
     assert "&lt;i&gt;" in StageResult(notes=("<i>",))._repr_html_()
     assert "<table>" in study._repr_html_()
+
+
+def test_dir_shows_what_the_package_offers():
+    import selfvitmil
+
+    assert {*selfvitmil.__all__} <= {*dir(selfvitmil)}

@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"selfvitmil.{_HOME[name]}"), name)
     raise AttributeError(f"module 'selfvitmil' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -7,6 +7,7 @@ import contextlib
 import json
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import huggingface_hub
@@ -164,6 +165,34 @@ def test_embed_equals_embed_tokens(tmp_path, form):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_all_ways_to_give_pixels_mean_the_same():
+    encoder = tiny_encoder()
+    size = encoder.config.size_px
+    assert size is not None
+    pixels = np.random.default_rng(0).integers(0, 256, (3, size, size, 3), np.uint8)
+    expected = encoder.embed(pixels)
+    rows_first = torch.from_numpy(pixels)
+    channels_first = rows_first.permute(0, 3, 1, 2)
+    for images in (rows_first, channels_first, pixels / 255, channels_first.float() / 255, list(pixels)):
+        torch.testing.assert_close(encoder.embed(images), expected, rtol=0, atol=0)
+    encoder.eval()
+    with torch.no_grad():
+        for images in (rows_first, channels_first, encoder.normalize(channels_first)):
+            torch.testing.assert_close(encoder(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pixels_from_0_to_1_are_not_taken_as_normalized_in_silence():
+    size = tiny_encoder().config.size_px
+    pixels = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), pytest.warns(UserWarning, match="taken as normalized already"):
+        tiny_encoder()(pixels)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny_encoder()(pixels - 0.5)
+        encoder = tiny_encoder()
+        encoder(encoder.normalize((255 * pixels).to(torch.uint8)))
+
+
 def test_embed_keeps_the_mode_and_takes_no_images():
     encoder = tiny_encoder().train()
     assert encoder.embed([]).shape == (0, encoder.dim)
@@ -175,7 +204,7 @@ def test_embed_keeps_the_mode_and_takes_no_images():
     [
         (np.zeros((32, 32, 3), np.uint8), "not-a-batch"),
         (Image.new("RGB", (32, 32)), "not-a-batch"),
-        (np.zeros((1, 32, 32, 3), np.float32), "not-uint8"),
+        (np.full((1, 32, 32, 3), 1.5, np.float32), "not-uint8"),
         (np.zeros((1, 32, 16, 3), np.uint8), "image-size-mismatch"),
         (np.zeros((1, 32, 32, 4), np.uint8), "image-size-mismatch"),
     ],

@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -115,6 +116,7 @@ class Encoder(nn.Module):
         self.config = config
         self.warnings = warnings
         """What had to be assumed while loading."""
+        self._is_new = True
         mean, std = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (config.mean, config.std))
         self.register_buffer("scale_311", (1 / (255 * std)).float(), persistent=False)
         self.register_buffer("shift_311", (-mean / std).float(), persistent=False)
@@ -160,8 +162,9 @@ class Encoder(nn.Module):
         Pixels are normalized here; stains are not (see `selfvitmil.stain`). Runs in evaluation mode, without gradients.
 
         Args:
-            images: A uint8 array (N, H, W, 3) or a sequence of uint8 arrays or PIL images, RGB, each of
-                `config.size_px` x `config.size_px` pixels at `config.mpp` microns per pixel.
+            images: An array or tensor of RGB images, (N, H, W, 3) or (N, 3, H, W), or a sequence of such images or of
+                PIL images: uint8, or floats from 0 to 1. Each has `config.size_px` x `config.size_px` pixels at
+                `config.mpp` microns per pixel.
             batch_size: Images per forward pass.
             device: Moves the encoder there, for instance `"cuda"`; None leaves it where it is.
 
@@ -181,10 +184,22 @@ class Encoder(nn.Module):
         return torch.cat(parts)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        """Return the embeddings (B, dim) of normalized images (B, 3, H, W).
+        """Return the embeddings (B, dim) of normalized images (B, 3, H, W), or of uint8 images, also (B, H, W, 3).
 
-        For weights in half precision call `encoder.backbone.bfloat16()`: then mean and std stay exact.
+        Floats are taken as normalized by `normalize`; a warning says so where they look like pixels from 0 to 1. For
+        weights in half precision call `encoder.backbone.bfloat16()`: then mean and std stay exact.
         """
+        if images_B3HW.dtype == torch.uint8:
+            last = images_B3HW.shape[-1] == 3 and images_B3HW.shape[1] != 3
+            images_B3HW = self.normalize(images_B3HW.permute(0, 3, 1, 2) if last else images_B3HW)
+        elif self._is_new and not torch.compiler.is_compiling():  # once: on a GPU it waits for the images
+            self._is_new = False
+            if _looks_like_pixels(images_B3HW):
+                warnings.warn(
+                    "these images have values from 0 to 1 and are taken as normalized already: give uint8 images, or "
+                    "call encoder.embed(images), which normalizes them",
+                    stacklevel=2,
+                )
         images_B3HW = images_B3HW.to(next(self.backbone.parameters()).dtype)
         if self.config.layout == POOLED:
             return self.backbone(images_B3HW)
@@ -342,6 +357,18 @@ def check_sequence(images: Images) -> None:
         )
 
 
+_RANGE_OF_PIXELS = 0.5
+"""Images from 0 to 1 that differ by more than this are hardly normalized ones: those have negative values."""
+
+
+def _looks_like_pixels(images: Tensor) -> bool:
+    """Return whether all values lie from 0 to 1 and spread over that range."""
+    if not images.numel():
+        return False
+    least, most = images.aminmax()
+    return bool((least >= 0) & (most <= 1) & (most - least > _RANGE_OF_PIXELS))
+
+
 def to_tiles(images: Iterable[Any], size_px: int) -> Tensor:
     """Return RGB images of `size_px` x `size_px` pixels as a uint8 tensor (B, 3, H, W).
 
@@ -354,8 +381,17 @@ def _to_tile(image: Any, size_px: int) -> Tensor:
     if hasattr(image, "convert") and hasattr(image, "getbands"):
         image = image.convert("RGB")
     pixels = image if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    if pixels.is_floating_point() and pixels.numel() and pixels.min() >= 0 and pixels.max() <= 1:
+        pixels = (255 * pixels).round().to(torch.uint8)
     if pixels.dtype != torch.uint8:
-        raise EncoderError(f"image of dtype {pixels.dtype}", "pixels are expected as uint8, 0 to 255", code="not-uint8")
+        raise EncoderError(
+            f"image of dtype {pixels.dtype}",
+            "pixels are expected as uint8, 0 to 255, or as floats from 0 to 1",
+            "Images that are normalized already go to encoder(images)",
+            code="not-uint8",
+        )
+    if tuple(pixels.shape) == (3, size_px, size_px):
+        return pixels
     if tuple(pixels.shape) != (size_px, size_px, 3):
         what, why = f"image of shape {tuple(pixels.shape)}", f"the encoder takes ({size_px}, {size_px}, 3)"
         raise EncoderError(
