@@ -136,4 +136,4 @@ def test_only_the_command_line_prints():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
-    assert printing <= {"cli/__init__.py", "cli/output.py", "engine/__init__.py", "store/failures.py"}
+    assert printing <= {"cli/__init__.py", "cli/output.py", "engine/progress.py", "store/failures.py"}

@@ -140,7 +140,8 @@ def test_a_wrong_flag_would_be_seen():
 @cache
 def all_flags() -> set[str]:
     arguments = [each for name in COMMANDS for each in app[name].assemble_argument_collection()]
-    return {"--help", "--version"} | {flag for each in arguments for flag in each.names if flag.startswith("--")}
+    common = {"--help", "--help-all", "--version", "--quiet", "--json", "--log-file"}
+    return common | {flag for each in arguments for flag in each.names if flag.startswith("--")}
 
 
 @pages

@@ -43,7 +43,9 @@ class ConfigError(SelfVitMilError):
 
 
 class CohortError(SelfVitMilError):
-    """A cohort table that contradicts itself or the files it names."""
+    """A cohort table that contradicts itself or the files it names, or that cannot be split as asked for."""
+
+    exit_status = 2
 
 
 class CohortProblems(CohortError):

@@ -7,6 +7,7 @@ function per kind of result. Only `cli` prints them; `_repr_html_` of a result s
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,6 +19,7 @@ import numpy as np
 from selfvitmil import formatting
 from selfvitmil.cohort.table import listing
 from selfvitmil.formatting import html_table
+from selfvitmil.store.failures import fold_failures
 from selfvitmil.store.provenance import UP_TO_DATE, BuildOutcome, BuildStatus
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ def to_html(result: StageResult) -> str:
     words = render(result)
     lines = "<br>".join(map(escape, (*words.lines, *map(failure_line, result.failures))))
     return (html_table(words.table) if words.table else "") + f"<p>{lines}</p>"
+
+
+def command(name: str, study: Path | str) -> str:
+    """Return a command on a study as it can be pasted into a shell."""
+    return f"selfvitmil {name} {shlex.quote(str(study))}"
 
 
 def _plain(result: StageResult) -> Rendered:
@@ -217,18 +224,18 @@ def _metric_cells(level: Mapping[str, Any], name: str) -> tuple[str, str, str, s
 
 
 def _compare(result: CompareResult) -> Rendered:
-    from selfvitmil.evaluate.comparison_table import has_figure, table_cells, table_notes
+    from selfvitmil.evaluate.comparison_table import has_figure, short_cells, short_notes
 
     baselines = [line for each in result.baselines for line in render(each).lines]
-    below = [*(f"note: {text}" for text in result.advice), *table_notes(result.table)]
+    below = [*(f"note: {text}" for text in result.advice), *short_notes(result.table)]
     where = _last_parts(result.folder, 2)
     files = (
         "table.csv, table.md, auc.svg, predictions.csv"
         if has_figure(result.table)
         else "table.csv, table.md, predictions.csv"
     )
-    below.append(f"{files} and metrics.json in {where}")
-    table = tuple(tuple(row) for row in table_cells(result.table))
+    below.append(f"all columns and notes: {files} and metrics.json in {where}")
+    table = tuple(tuple(row) for row in short_cells(result.table))
     return Rendered((*baselines, *result.notes, *below), table)
 
 
@@ -396,15 +403,16 @@ def _init(result: InitResult) -> Rendered:
     study = result.study
     lines = [f"study.toml written to {study}: every setting, what it means and what holds, behind a #"]
     if not result.has_cohort:
-        lines.append(f"next: selfvitmil plan {study} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
+        lines.append(f"next: {command('plan', study)} --cohort FOLDER_OR_TABLE, then `run` in place of `plan`")
     return Rendered(tuple(lines))
 
 
 def _status(result: StatusResult) -> Rendered:
     slides = "no readable cohort.csv" if result.slides is None else f"{result.slides} slides in the cohort"
     lines = [f"{result.study}: {slides}; {result.running or 'nobody works on it'}"]
-    for stage in sorted({failure.stage for failure in result.failed}):
-        first, *others = [failure for failure in result.failed if failure.stage == stage]
+    causes = [failure for failure, _ in fold_failures(result.failed)]
+    for stage in sorted({failure.stage for failure in causes}):
+        first, *others = [failure for failure in causes if failure.stage == stage]
         lines.append(f"failed in {stage}: {1 + len(others)}, for instance {first.reason}. {first.remedy}")
     rows = [
         (
@@ -568,8 +576,10 @@ def _run_outcome(result: RunOutcome) -> Rendered:
         lesions = result.lesions.comparison if result.lesions is not None else None
         table = _outcome_table(rows, lesions)
         lines += [_outcome_line(row) for row in rows if row["display_name"] == result.method]
+        if any(map(_is_transductive, rows)):
+            lines.append("*: transductive, the encoder was trained, without labels, on slides of test patients")
     if result.page is not None:
-        lines += [f"report: {result.page}", f"viewer: selfvitmil view {result.study}"]
+        lines += [f"report: {result.page}", f"viewer: {command('view', result.study)}"]
     return Rendered(tuple(lines), table)
 
 
@@ -579,11 +589,10 @@ def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
     decided = SEVERAL if _auc_column(first) == "macro_auc" else BINARY
     auc = _auc_title(first)
     method = "method, OPTIMISTIC" if first["protocol"] == "optimistic" else "method"
-    header = (method, "recipe", f"{auc} [{level}]", f"{auc} of seeds", *decided.values(), "top tile in a lesion")
+    header = (method, f"{auc} [{level}]", "of seeds", *decided.values(), "top tile\nin a lesion")
     body = [
         (
-            row["display_name"] + " (transductive)" * _is_transductive(row),
-            row.get("recipe") or "-",
+            formatting.shorten(row["display_name"], 19) + " *" * _is_transductive(row),
             _interval(row),
             f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}",
             *(_number(row, name) for name in decided),

@@ -840,10 +840,12 @@ def resolve_settings(toml_file: Path | None = None, flags: Mapping[str, Any] | N
     preset = typed.get("preset", from_file.get("preset", "default"))
     merged: dict[str, Any] = {}
     if preset in get_args(Preset) and preset != "default":
-        merged = _overlay(merged, read_toml(Path(str(resources.files("selfvitmil") / "presets" / f"{preset}.toml"))))
+        merged = overlay_settings(
+            merged, read_toml(Path(str(resources.files("selfvitmil") / "presets" / f"{preset}.toml")))
+        )
         if any(_section(info, "pretrain").get("init", "scratch") != "scratch" for info in (from_file, typed)):
             merged["pretrain"] = {k: v for k, v in _section(merged, "pretrain").items() if k not in FROM_SCRATCH}
-    merged = _overlay(_overlay(merged, from_file), typed)
+    merged = overlay_settings(overlay_settings(merged, from_file), typed)
     return parse(merged, source=str(toml_file) if toml_file is not None else "the command line")
 
 
@@ -871,7 +873,7 @@ def with_user_engine(flags: Mapping[str, Any], in_study: Any = None) -> dict[str
             code="engine-file-sections",
         )
     parse(info, str(path))
-    return _overlay({"engine": info.get("engine", {})}, flags)
+    return overlay_settings({"engine": info.get("engine", {})}, flags)
 
 
 def check_study_engine(info: Mapping[str, Any], source: str) -> None:
@@ -910,7 +912,9 @@ def parse(values: Mapping[str, Any], source: str) -> StudySettings:
         return StudySettings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            f"{source}: {describe(error)}", how="`selfvitmil run --help` lists all settings", code="invalid-settings"
+            f"{source}: {describe(error)}",
+            how="`selfvitmil run --help-all` lists all settings",
+            code="invalid-settings",
         ) from None
 
 
@@ -959,11 +963,11 @@ def _section(info: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], section) if isinstance(section, Mapping) else {}
 
 
-def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def overlay_settings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key in above:
         both = isinstance(above[key], Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _overlay(merged[key], above[key]) if both else above[key]
+        merged[key] = overlay_settings(merged[key], above[key]) if both else above[key]
     return merged
 
 

@@ -23,13 +23,15 @@ from selfvitmil.settings import (
     TokenLayout,
     TrainSettings,
     check_study_engine,
+    flags_to_toml,
+    overlay_settings,
     read_toml,
     resolve_settings,
     tiling_name,
     with_user_engine,
 )
 from selfvitmil.store.failures import Failure, read_failures, record_failures
-from selfvitmil.store.files import remove_leftovers
+from selfvitmil.store.files import remove_leftovers, write_text
 from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout, study_lock
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class CohortSource:
     slides_folder: Path | None = None
     features: Path | None = None
     """A folder of feature files that stand for slides which are not at hand."""
+    replace_labels: bool = False
+    """Labels of `labels` replace those that the study has."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,40 @@ def study_settings(root: Path, flags: Mapping[str, Any]) -> StudySettings:
     return resolve_settings(toml_file, with_user_engine(flags, info.get("engine")))
 
 
+KEPT_HEAD = "# Settings that were given as flags when they were first used on this study.\n"
+"""First line of a study.toml that was written by a command; others are the user's own and are never changed."""
+
+
+def remember_settings(root: Path, flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keep settings that were given as flags in study.toml, so that later commands mean the same; return notes.
+
+    What is stored there holds: a flag that differs from it is for its command only, and so are all flags where
+    study.toml is the user's own.
+    """
+    path = StudyLayout(root).settings
+    given = {key: value for key, value in _with_absolute_paths(flags).items() if key != "engine"}
+    if not given:
+        return ()
+    if not path.exists():
+        write_text(path, KEPT_HEAD + flags_to_toml(given))
+        return ("study.toml written: the settings given now hold for all later commands on this study",)
+    if not path.read_text(encoding="utf-8").startswith(KEPT_HEAD):
+        return ()
+    stored = read_toml(path)
+    merged = overlay_settings(given, stored)
+    if flags_to_toml(merged) == flags_to_toml(stored):
+        return ()
+    write_text(path, KEPT_HEAD + flags_to_toml(merged))
+    return ("study.toml has the new settings given now too: they hold for all later commands on this study",)
+
+
+def _with_absolute_paths(value: Any) -> Any:
+    """Return settings whose paths mean the same wherever a later command is typed."""
+    if isinstance(value, Mapping):
+        return {key: _with_absolute_paths(each) for key, each in value.items()}
+    return value.absolute() if isinstance(value, Path) else value
+
+
 @contextmanager
 def lock_study(root: Path, command: str) -> Iterator[None]:
     """Hold the lock of a folder, with what a killed run left behind swept away."""
@@ -264,15 +302,16 @@ def _find_cohort(
         slides_folder=source.slides_folder,
         features=_feature_files(source.features),
         targets=targets,
+        replace_labels=source.replace_labels,
     )
     notes: list[str] = []
     if stored is not None:
-        cohort, report = merge_cohorts(stored, cohort)
+        cohort, report = merge_cohorts(stored, cohort, replace_labels=source.replace_labels)
         notes = [
             f"cohort.csv: {text}: {', '.join(slides)}"
             for text, slides in (
                 ("new slides", report.added),
-                ("fields filled", report.filled),
+                ("fields filled or replaced" if source.replace_labels else "fields filled", report.filled),
                 ("files found in a new place", report.moved),
                 ("not in the given table, but kept", report.only_old),
             )
@@ -289,6 +328,13 @@ def _refuse_idle_flags(source: CohortSource) -> None:
             "the study's cohort.csv names the files of its slides itself",
             "Give the table with --cohort, or correct the column path of cohort.csv",
             code="slides-folder-without-table",
+        )
+    if source.replace_labels and source.labels is None:
+        raise ConfigError(
+            "--replace-labels without a table of labels",
+            "there is nothing to replace labels by",
+            "Give the table with --labels",
+            code="label-column-without-table",
         )
     if source.label_column is not None and source.labels is None:
         raise ConfigError(

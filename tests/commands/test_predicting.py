@@ -13,12 +13,14 @@ import pytest
 from helpers.cli import Done, rows_of, selfvitmil
 from helpers.error_codes import has_code
 from helpers.tiny_package import make_package
+from selfvitmil.commands import view
 from selfvitmil.commands.predict import find_new_slides, predict
 from selfvitmil.errors import ConfigError
 from selfvitmil.package import PredictionFiles, open_package
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import synthetic
 from selfvitmil.store.layout import study_lock
+from selfvitmil.study import Study
 
 
 def slides_in(folder: Path, *names: str) -> Path:
@@ -134,6 +136,22 @@ def test_maps_and_their_tables_are_kept_by_model(place: Path, out: Path):
         assert files == [f"maps/{package.tag}/a.h5"]
         assert (out / files[0]).is_file()
         assert (out / "maps" / package.tag / "points.csv").is_file()
+
+
+def test_predictions_can_be_viewed(place: Path, out: Path):
+    flags = ("--localize.no-pictures", "--localize.geojson", "none")
+    assert ask(place, "model", out, "a", flags=flags).returncode == 0
+    assert ask(place, "model", out, "b", flags=flags).returncode == 0
+    viewed = view._viewed(Study(out, StudySettings()), pseudonyms=False)
+    listed = {row["name"]: row for row in viewed.study_data()["slides"]}
+    assert {"a", "b"} <= set(listed)
+    assert listed["a"]["status"] == "ok"
+    tag = open_package(place / "model").tag
+    (model,) = viewed.study_data()["models"]
+    assert model["name"] == tag
+    shown = listed["a"]["predictions"][model["id"]]
+    assert shown["probability"] == pytest.approx(float(answers(out)["a", tag]["probability"]), abs=1e-6)
+    assert shown["part"] == "new"
 
 
 def test_a_failure_takes_no_answer_away(place: Path, out: Path, tmp_path: Path):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from selfvitmil import engine
-from selfvitmil.engine import Bar, NotebookBar, Progress, in_notebook, show_progress
+from selfvitmil.engine import progress
+from selfvitmil.engine.progress import Bar, NotebookBar, Progress, in_notebook, show_progress
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_notebook_shows_one_bar_that_is_updated(shown: list[str], capsys: pyte
 
 
 def test_a_notebook_is_not_updated_for_every_slide(shown: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine, "_NOTEBOOK_EVERY_S", 1000.0)
+    monkeypatch.setattr(progress, "_NOTEBOOK_EVERY_S", 1000.0)
     with show_progress("embed", "tiles", 500) as bar:
         for _ in range(500):
             bar.advance(False, 1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+from selfvitmil.data.loader import order_of
 from selfvitmil.data.sources import ImageTiles
 from selfvitmil.data.views import ViewRecipe, make_views
 from selfvitmil.encoder import load_encoder
@@ -533,14 +535,34 @@ def test_the_report_says_which_weights_were_kept(told: dict[str, int], words: li
     assert describe_steps(told) == words
 
 
-def test_the_first_alarm_is_printed_at_once(capsys: pytest.CaptureFixture[str]):
-    show = stage._training_lines()
-    for step in range(4):
-        show({"step": step, "loss": 1.0} | ({"alarm": "it got worse"} if step >= 2 else {}))
-    assert capsys.readouterr().err.splitlines() == [
-        "pretrain: step 0, loss 1",
-        "pretrain: step 2, warning: it got worse",
-    ]
+def test_watching_a_run_shows_its_length_and_the_first_alarm(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    settings = tiny(steps=None, epochs=2)
+    order = order_of(ImageTiles(images), settings)
+    total = 2 * order.steps_per_epoch
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with stage._watched(ImageTiles(images), tmp_path, settings) as show:
+        for step in range(total):
+            clock[0] += 30.0
+            show({"step": step, "loss": 1.0} | ({"alarm": "it got worse"} if step >= 1 else {}))
+    first, *_, last = (lines := capsys.readouterr().err.splitlines())
+    assert first.startswith(f"pretrain: 1/{total} steps, ")
+    assert f"{settings.batch / 30:.2f} tiles/s" in first or f"{settings.batch / 30:.1f} tiles/s" in first
+    left = 30 * (total - 1)
+    assert first.endswith(f"loss 1, 0:00:30 so far, about {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
+    assert [line for line in lines if "warning" in line] == ["pretrain: step 1, warning: it got worse"]
+    assert last.startswith(f"pretrain: {total}/{total} steps")
+
+
+def test_watching_a_resumed_run_counts_from_where_it_was(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    with stage._watched(ImageTiles(images), tmp_path, tiny(steps=10)) as show:
+        show({"step": 7, "loss": 1.0})
+    assert "pretrain: 8/10 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", ["paper", "authors-code", "dsmil-simclr"])

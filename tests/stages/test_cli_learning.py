@@ -109,7 +109,7 @@ def test_compare_puts_all_rows_into_one_table(study: Path):
     assert list(rows) == ["dsmil", "abmil", "mean"]
     assert rows["dsmil"]["published_auc"] == "0.8944"
     assert not rows["mean"]["published_auc"]
-    assert "published" in done.stdout
+    assert "p Holm" in done.stdout
     assert {row["method"] for row in rows_of(folder / "predictions.csv")} == {"dsmil", "abmil", "mean"}
     ElementTree.parse(folder / "auc.svg")
     assert "| dsmil" in (folder / "table.md").read_text()

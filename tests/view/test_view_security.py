@@ -23,6 +23,7 @@ import pytest
 
 from helpers.viewer import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil.cohort import read_cohort
+from selfvitmil.errors import ConfigError
 from selfvitmil.pseudonyms import names_of
 from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.store.failures import Failure, record_failures
@@ -381,6 +382,65 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(study: Path) -> None:
     for target in addresses(app_of(study)[0]).values():
         assert ask(app, target, headers={"cookie": f"a=b; {parts[0]}"}).status == 200
     assert ask(app, "/", host="evil.example", headers={"cookie": parts[0]}).status == 403
+
+
+@pytest.mark.parametrize("passed_on", [True, False])
+def test_a_proxy_may_pass_its_path_on_or_take_it_away(study: Path, passed_on: bool) -> None:
+    hosts = guard.names_for("127.0.0.1", ["pathology.example"])
+    app, _ = app_of(study, token="right-token", cookie="c", hosts=hosts, base_path="/slides/viewer/")
+    base = "/slides/viewer" if passed_on else ""
+    entered = ask(app, f"{base}/?token=right-token", host="pathology.example")
+    assert (entered.status, entered.headers["location"]) == (303, "/slides/viewer/")
+    parts = [part.strip() for part in entered.headers["set-cookie"].split(";")]
+    assert "Path=/slides/viewer/" in parts  # not sent to what else the proxy offers
+    for target in addresses(app_of(study)[0]).values():
+        answer = ask(app, f"{base}{target}", host="pathology.example", headers={"cookie": parts[0]})
+        assert answer.status == 200, target
+        assert ask(app, f"{base}{target}", host="pathology.example").status == 401
+        assert ask(app, f"{base}{target}", host="evil.example", headers={"cookie": parts[0]}).status == 403
+
+
+def test_base_path_without_its_slash_leads_to_the_page(study: Path) -> None:
+    app, _ = app_of(study, base_path="/viewer/")
+    answer = ask(app, "/viewer?token=x")
+    assert (answer.status, answer.headers["location"]) == (303, "/viewer/?token=x")
+    assert ask(app, "/viewers").status == 404
+
+
+def test_people_get_a_page_that_says_what_to_do(study: Path) -> None:
+    app, _ = app_of(study, token="right-token")
+    asked = {"accept": "text/html,application/xhtml+xml"}
+    missing = ask(app, "/", headers=asked)
+    assert (missing.status, missing.headers["content-type"]) == (401, "text/html; charset=utf-8")
+    assert b"open the whole address" in missing.body
+    other = ask(app, "/", host="<b>.example", headers=asked)
+    assert other.status == 403
+    assert b"--allowed-host" in other.body
+    assert b"<b>" not in other.body
+    assert b"&lt;b&gt;.example" in other.body
+
+
+@pytest.mark.parametrize("name", ["https://a.example", "a.example:443", "", "a b", "a/b"])
+def test_allowed_hosts_are_plain_names(name: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        server.listen("127.0.0.1", 0, allowed_hosts=[name])
+    assert found.value.code == "allowed-host"
+
+
+@pytest.mark.parametrize("path", ["/a b", "/..", "/a/../b", "/a?b", "/ä"])
+def test_base_paths_are_plain_paths(path: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        server.listen("127.0.0.1", 0, base_path=path)
+    assert found.value.code == "base-path"
+
+
+def test_who_lets_others_in_by_a_name_needs_a_token() -> None:
+    address = server.listen("127.0.0.1", 0, allowed_hosts=["a.example"], base_path="viewer")
+    with address.listener:
+        assert address.token is not None
+        assert address.base_path == "/viewer/"
+        assert address.url == f"http://127.0.0.1:{address.port}/viewer/?token={address.token}"
+        assert address.proxied == (f"//a.example/viewer/?token={address.token}",)
 
 
 def test_tokens_are_compared_in_constant_time(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:

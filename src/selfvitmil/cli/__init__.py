@@ -3,10 +3,12 @@
     overview.py   the commands and what each does, in one table
     parser.py     the commands with their flags
     flags.py      flags that several commands share
+    help.py       which options help shows first
+    lists.py      list options by spaces and commas
     output.py     what is printed
 
-Exit status: 0 everything asked for exists; 2 the command or a setting is wrong; 3 some slides, or all, could not be
-done (see `failures.csv`); 130 interrupted.
+Exit status: 0 everything asked for exists; 2 the command, a setting or the cohort is wrong; 3 some slides, or all,
+could not be done (see `failures.csv`); 130 interrupted.
 
 `main` answers `--help` and `--version` itself and loads the parser for everything else. Libraries that take seconds to
 load are imported by the commands that need them, when they need them; PyTorch is announced.

@@ -42,6 +42,10 @@ LabelsOption = Annotated[
 LabelColumnOption = Annotated[
     str | None, Parameter(help="Column of --labels that holds the label, if it is not `label`.")
 ]
+ReplaceLabelsOption = Annotated[
+    bool,
+    Parameter(help="Labels of --labels replace those that the study has, instead of contradicting them.", negative=""),
+]
 ResultsOption = Annotated[str | None, Parameter(help="Name of the results folder.")]
 LesionsOption = Annotated[
     bool,
@@ -75,11 +79,14 @@ class SlideFlags:
     slides_folder: Annotated[Path | None, Parameter(help="Where the slides lie that a table names without a path.")] = (
         None
     )
+    replace_labels: ReplaceLabelsOption = False
 
     def source(self) -> Any:
         from selfvitmil.study import CohortSource
 
-        return CohortSource(self.cohort, self.labels, self.label_column, self.slides_folder)
+        return CohortSource(
+            self.cohort, self.labels, self.label_column, self.slides_folder, replace_labels=self.replace_labels
+        )
 
 
 @Flat
@@ -92,6 +99,7 @@ class LabelFlags:
     ] = None
     labels: LabelsOption = None
     label_column: LabelColumnOption = None
+    replace_labels: ReplaceLabelsOption = False
 
 
 @Flat
@@ -194,7 +202,7 @@ def to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
     cohort, labels = given.cohort, given.labels
     if inputs.features is not None and cohort is None:
         cohort, labels = labels, None  # the table of labels is then all there is
-    source = CohortSource(cohort, labels, given.label_column, None, inputs.features)
+    source = CohortSource(cohort, labels, given.label_column, None, inputs.features, given.replace_labels)
     return source, FeatureChoice(inputs.encoder, inputs.features, inputs.coarse_encoder, two_scales)
 
 

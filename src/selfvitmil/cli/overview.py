@@ -48,7 +48,13 @@ GROUPS = {
 
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 
-FLAGS = {"-h, --help": "Print this, or after a command its flags.", "--version": "Print the version."}
+FLAGS = {
+    "-h, --help": "Print this, or after a command the options that are used first; --help-all prints all of them.",
+    "--quiet": "With any command: print failures and errors alone.",
+    "--json": "With any command: print one JSON object instead of text.",
+    "--log-file": "With any command: append all that is printed to this file.",
+    "--version": "Print the version.",
+}
 
 BOLD, CYAN, PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 

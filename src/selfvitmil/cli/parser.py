@@ -6,7 +6,7 @@ Stages are imported when their command runs, so that a command's `--help` and it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +40,9 @@ from selfvitmil.cli.flags import (
     to_learn_from,
     typed,
 )
-from selfvitmil.cli.output import complain, end, print_json, say, show
+from selfvitmil.cli.help import asked_for, formatter
+from selfvitmil.cli.lists import split_lists
+from selfvitmil.cli.output import complain, end, print_json, print_results, printing, say, show
 from selfvitmil.cli.overview import COMMANDS, SUMMARY
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.settings import (
@@ -68,6 +70,8 @@ app = App(
     version=__version__,
     help=SUMMARY,
     help_format="markdown",
+    help_formatter=formatter,
+    default_parameter=Parameter(consume_multiple=True),
 )
 
 
@@ -230,7 +234,8 @@ def train(
     from selfvitmil.stages.train import train as train_models
 
     source, choice = to_learn_from(inputs, labels)
-    opened = _open(study, source, preset=preset, train=train, evaluate=evaluate, tile=tile, engine=engine)
+    flags = {"train": train, "evaluate": evaluate, "tile": tile, "engine": engine}
+    opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
         return end([train_models(opened, choice, workers)])
 
@@ -290,16 +295,16 @@ def compare(
     from selfvitmil.stages.lesions import compare_lesions
 
     source, choice = to_learn_from(inputs, labels)
-    opened = _open(
-        study, source,
-        preset=preset, compare=compare, train=train, evaluate=evaluate, supervised=supervised, embed=embed,
-        localize=localize, tile=tile, stain=stain, slide=slide, engine=engine,
-    )  # fmt: skip
+    flags = {
+        "compare": compare, "train": train, "evaluate": evaluate, "supervised": supervised, "embed": embed,
+        "localize": localize, "tile": tile, "stain": stain, "slide": slide, "engine": engine,
+    }  # fmt: skip
+    opened = _open(study, source, preset=preset, **flags)
     with _workers(opened, with_encoder=True) as workers:
         steps: list[Callable[[], StageResult]] = [lambda: compare_methods(opened, choice, workers, name)]
         if lesions:
             steps.append(lambda: compare_lesions(opened, choice, name))
-        return end(step() for step in steps)
+        return end(_keeping(opened, steps, {"preset": preset, **flags}))
 
 
 @command
@@ -408,7 +413,7 @@ def doctor(study: Annotated[Path | None, Parameter(help=STUDY_FOLDER_HELP)] = No
 
 @command
 def view(
-    study: Annotated[Path, Parameter(help="Folder of the study.")],
+    study: Annotated[Path, Parameter(help="Folder of the study, or the --out folder of `predict`.")],
     /,
     *,
     export: Annotated[
@@ -430,6 +435,16 @@ def view(
             help="Require a token on the loopback address too, for machines that several people use.", negative=""
         ),
     ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Further names under which browsers reach the viewer, for instance that of a reverse proxy; these "
+            "need a token."
+        ),
+    ] = None,
+    base_path: Annotated[
+        str, Parameter(help="Path below which a reverse proxy offers the viewer, for instance /viewer.")
+    ] = "/",
     browser: Annotated[bool, Parameter(help="Open a browser.")] = True,
     slide: SlideSettings = SlideSettings(),
 ):
@@ -442,6 +457,7 @@ def view(
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides", code="conflicting-flags")
     place = {"host": host, "port": port, "require_token": require_token}
+    place |= {"allowed_hosts": allowed_host or (), "base_path": base_path}
     return end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=say)])
 
 
@@ -580,6 +596,27 @@ def _open(root: Path, source: Any = None, **sections: Any) -> Any:
     return open_study(root, typed(**sections), source)
 
 
+KEPT = ("preset", "train", "evaluate", "tile", "stain", "slide")
+"""Sections that a comparison shares with the commands after it: with other values these would not find its models."""
+ONE_COMMAND = ("aggregator", "options")
+"""Training settings that choose a method, so that they are for one command."""
+
+
+def _keeping(study: Any, steps: Iterable[Callable[[], StageResult]], flags: dict[str, Any]) -> Iterator[StageResult]:
+    """Yield the results of steps; what was given as flags is kept in the study once the first step was done."""
+    from selfvitmil.stages.base import StageResult
+    from selfvitmil.study import remember_settings
+
+    given = {key: value for key, value in typed(**flags).items() if key in KEPT}
+    if "train" in given:
+        given["train"] = {key: value for key, value in given["train"].items() if key not in ONE_COMMAND}
+    kept = {key: value for key, value in given.items() if value}
+    for number, step in enumerate(steps):
+        yield step()
+        if number == 0:
+            yield from (StageResult(notes=(note,)) for note in remember_settings(study.root, kept))
+
+
 def _workers(study: Any, *, with_encoder: bool = False) -> Any:
     """Return the workers of a study, for a `with` statement: fewer where each needs a GPU for its encoder."""
     from selfvitmil.engine import Engine
@@ -592,22 +629,69 @@ def _workers(study: Any, *, with_encoder: bool = False) -> Any:
     return Engine(workers_for(settings.engine, settings.embed.device))
 
 
+OWN_JSON = ("status", "doctor", "predict")
+"""Commands whose `--json` prints data of their own."""
+
+
 def call(arguments: Sequence[str]) -> int:
     """Run the command that the arguments ask for; return the exit status."""
+    try:
+        given, how = _output_flags(asked_for(split_lists(arguments)))
+        with printing(**how):
+            status, error = _run(given)
+            if how["as_json"]:
+                print_results(next(iter(given), ""), status, error)
+    except SelfVitMilError as error:
+        complain(str(error))
+        status = error.exit_status
+    return status
+
+
+def _run(arguments: Sequence[str]) -> tuple[int, dict[str, str] | None]:
+    """Run a command; return the exit status, and the error that ended it."""
     # Messages name folders, and `.` is no name.
     given = [str(Path(each).resolve()) if each.rstrip("/") in (".", "..") else each for each in arguments]
     try:
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
     except cyclopts.CycloptsError as error:
-        complain(_usage(error))
-        status = 2
+        complain(message := _usage(error))
+        return 2, {"what": message, "code": "usage"}
     except SelfVitMilError as error:
         complain(str(error))
-        status = error.exit_status
+        parts = {"what": error.what, "why": error.why, "how": error.how, "code": error.code}
+        return error.exit_status, parts
     except KeyboardInterrupt:
-        complain("interrupted; finished work is kept, and the same command resumes")
-        status = 130
-    return status if isinstance(status, int) else 0
+        complain(INTERRUPTED)
+        return 130, None
+    status = status if isinstance(status, int) else 0
+    if status == 130:
+        complain(INTERRUPTED)
+    return status, None
+
+
+INTERRUPTED = "interrupted; finished work is kept, and the same command resumes"
+
+
+def _output_flags(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments without the flags that every command has, and what these say."""
+    how: dict[str, Any] = {"quiet": False, "as_json": False, "log_file": None}
+    rest: list[str] = []
+    given = iter(arguments)
+    command = next(iter(arguments), "")
+    for each in given:
+        name, _, value = each.partition("=")
+        if each == "--quiet":
+            how["quiet"] = True
+        elif each == "--json" and command not in OWN_JSON:
+            how["as_json"] = True
+        elif name == "--log-file":
+            value = value or next(given, "")
+            if not value:
+                raise ConfigError("--log-file needs the name of a file", code="log-file")
+            how["log_file"] = Path(value)
+        else:
+            rest.append(each)
+    return rest, how
 
 
 def _usage(error: cyclopts.CycloptsError) -> str:

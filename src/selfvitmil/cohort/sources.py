@@ -55,6 +55,7 @@ def read_cohort(
     slides_folder: Path | None = None,
     features: Mapping[str, Path] | None = None,
     targets: Sequence[str] = (),
+    replace_labels: bool = False,
 ) -> Cohort:
     """Read a cohort; tables are .csv, .tsv or .xlsx, and columns are recognized by name, ignoring case.
 
@@ -66,7 +67,8 @@ def read_cohort(
     read_cohort("slide_table.csv", "clini_table.xlsx", label_column="isMSIH", slides_folder="slides/")      STAMP
 
     `labels` has a column for the slide (name, file name or feature file name), or else one for the patient, and fills
-    the empty fields of `source`; a row for an unknown slide is an error, a patient without slides is a warning.
+    the empty fields of `source`; a row for an unknown slide is an error, a patient without slides is a warning. With
+    `replace_labels` its labels replace those of `source`, which a warning counts.
     `label_column` names the column of the label; by default `label`, or the only column of unknown meaning.
     `slides_folder` contains the slides of a table without paths, and is the base of relative paths of a table with
     paths. `features` (slide -> feature file) replace the slides of a table without paths if no slides are available; a
@@ -99,7 +101,8 @@ def read_cohort(
         official = read_camelyon16(source) if labels is None else None
         cohort = official if official is not None else _from_folder(source, problems, hint=labels is None)
     if labels is not None:
-        cohort = _with_labels(cohort, read_sheet(_existing(labels)), label_column, targets, problems)
+        sheet = read_sheet(_existing(labels))
+        cohort = _with_labels(cohort, sheet, label_column, targets, problems, replace_labels=replace_labels)
     if problems:  # report everything at once
         raise_problems([*problems, *cohort.common_problems], source.name)
     return cohort
@@ -296,8 +299,9 @@ _LOST_LABEL = (
 
 
 def _with_labels(
-    cohort: Cohort, sheet: Sheet, label_column: str | None, targets: Sequence[str], problems: list[CohortError]
-) -> Cohort:
+    cohort: Cohort, sheet: Sheet, label_column: str | None, targets: Sequence[str], problems: list[CohortError], *,
+    replace_labels: bool = False,
+) -> Cohort:  # fmt: skip
     """Fill empty fields of the cohort from a table of slides or, if it has no column for them, of patients."""
     label_index, chosen = _label_index(sheet, label_column, targets, all_labelled=not cohort.unlabelled)
     by_slide = sheet.find("slide") is not None or sheet.find("path") is not None
@@ -313,12 +317,19 @@ def _with_labels(
     warnings = [*specific_warnings(cohort), *sheet.warnings, *chosen]
     conflicts: list[str] = []
     missing: list[str] = []
+    replaced: dict[str, bool] = {}
+    """Slides whose label is replaced -> whether it is another one."""
     for where, name, addition in additions:
         if addition is None:
             missing.append(f"{where} ({name})")
             continue
+        if replace_labels and addition.label and name not in replaced:
+            replaced[name] = rows[name].label not in (None, addition.label)
+            rows[name] = replace(rows[name], label=None)
         rows[name], disagreements = combine(rows[name], replace(addition, path=rows[name].path))
         conflicts += [f"{where}: {disagreement}" for disagreement in disagreements]
+    if changed := sum(replaced.values()):
+        warnings.append(f"{sheet.name}: {changed} labels were replaced by others.")
     if missing and by_slide:
         what = f"{sheet.name}: labels of unknown slides: {listing(missing)}"
         problems.append(CohortError(what, *_LOST_LABEL, code="slides-not-found"))
@@ -327,6 +338,11 @@ def _with_labels(
     if conflicts:
         what = f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}"
         why, how = "the right value is ambiguous", "Correct one of the two"
+        if all("(label: " in each for each in conflicts):
+            how += (
+                ", or replace the labels with --replace-labels; to predict another column beside the label, name it "
+                "with --train.target"
+            )
         problems.append(CohortError(what, why, how, code="conflicting-values"))
     return make_cohort(list(rows.values()), sheet.name, warnings=warnings, problems=problems)
 
@@ -417,9 +433,10 @@ class MergeReport:
     """Old slides that are not in the new cohort; they are kept."""
 
 
-def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
+def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> tuple[Cohort, MergeReport]:
     """Add to the cohort of a study: old rows are kept, their empty fields are filled, new slides are appended.
 
+    With `replace_labels` the labels of `new` hold where both have one.
     Conflicting fields raise one CohortError that lists them all. A path may change only if the old file is gone and the
     new one exists.
     """
@@ -438,10 +455,13 @@ def merge_cohorts(old: Cohort, new: Cohort) -> tuple[Cohort, MergeReport]:
         elif not os.path.exists(row.path) and os.path.exists(addition.path):
             row = replace(row, path=addition.path)
             moved.append(row.slide)
+        before = row
+        if replace_labels and addition.label:
+            row = replace(row, label=None)
         combined, disagreements = combine(row, addition)
         conflicts += disagreements
         rows.append(combined)
-        if combined != row:
+        if combined != before:
             filled.append(row.slide)
     if conflicts:
         raise CohortError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfvitmil.cohort import Cohort, SlideRow
+from selfvitmil.cohort import Cohort, SlideRow, read_cohort, write_cohort
 from selfvitmil.cohort.files import find_slides
 from selfvitmil.cohort.table import listing, make_cohort, name_key
 from selfvitmil.engine import Engine
@@ -99,12 +99,22 @@ def predict(
         predicted = call.predict(predictor, rows)
         if maps:
             predicted = call.localize(rows, predicted)
+        _list_slides(out, rows)
         for stage in ("open", *map(call.stage, STEPS)):
             record_failures(out, stage, tried, [each for each in failures if each.stage == stage])
         # Read again: somebody may have written remarks into the table meanwhile.
         add_predictions(PredictionFiles.read(out), package, predicted, failures, tried).write(out, JSON_HEAD)
     own = add_predictions(PredictionFiles(), package, predicted, failures, tried).json_text(JSON_HEAD)
     return PredictResult(tuple(predicted), len(tried), package, out, own, failures=tuple(failures))
+
+
+def _list_slides(out: Path, rows: Sequence[SlideRow]) -> None:
+    """Add slides to those that the folder has predictions for, so that `view` finds their files."""
+    table = StudyLayout(out).work.cohort
+    listed = {row.slide: row for row in (read_cohort(table).rows if table.exists() else ())}
+    listed |= {row.slide: row for row in rows}
+    if listed:
+        write_cohort(table, make_cohort(list(listed.values()), table.name))
 
 
 # ---------------------------------------------------------------------------------------------------- slides

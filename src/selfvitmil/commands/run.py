@@ -33,8 +33,9 @@ from selfvitmil.cohort.camelyon16 import compare_tile_counts, is_camelyon16_name
 from selfvitmil.cohort.files import is_slide
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine
+from selfvitmil.engine.progress import placed
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError, raise_problems
-from selfvitmil.settings import StudySettings, flags_to_toml, tiling_name
+from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.stages import STAGES
 from selfvitmil.stages.base import Engines, Pending, Stage, StageResult, say_nothing_done
 from selfvitmil.stages.compare import CompareResult
@@ -51,7 +52,7 @@ from selfvitmil.stages.pretrain import (
 from selfvitmil.stages.report import ReportResult
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import CONFIG_FILE, StudyLayout
-from selfvitmil.study import Study, encoder_name, encoder_sources, features_name
+from selfvitmil.study import Study, encoder_name, encoder_sources, features_name, remember_settings
 
 if TYPE_CHECKING:
     from selfvitmil.evaluate import Trial
@@ -132,10 +133,7 @@ def run(
     pending = {stage.name: plan.pending(stage.name) for stage in plan.stages}
     yield RunStart(pending, len(plan.cohort), notes=(*plan.lines(), *device_lines(plan, before)))
     _store_cohort(study)
-    if _remember(study.root, typed or {}):
-        yield StageResult(
-            notes=("study.toml written: the settings given now hold for all later commands on this study",)
-        )
+    yield from (StageResult(notes=(note,)) for note in remember_settings(study.root, typed or {}))
     course = _Course(plan, new_record(tuple(pending), _relative(request, study.root), request.name, _device()))
     with _device_engine(plan.settings, engine) as device_engine:
         for stage in plan.stages:
@@ -168,9 +166,10 @@ class _Course:
             self.stages[stage.name] = StageReport(StageState.UP_TO_DATE, pending)
             return
         self._note(replace(self.record, now=stage.name))
-        begin = time.perf_counter()
+        begin, names = time.perf_counter(), [each.name for each in self.plan.stages]
         try:
-            result = stage.run(self.plan, engines)
+            with placed(f"{names.index(stage.name) + 1}/{len(names)}"):
+                result = stage.run(self.plan, engines)
         except SelfVitMilError:
             self._end(stage.name, begin, StageReport(StageState.STOPPED, pending), "stopped")
             yield self.closing()
@@ -256,23 +255,6 @@ def _store_cohort(study: Study) -> None:
             f"{error.how}. `selfvitmil status` and `plan` need to read only",
             code="not-writable",
         ) from None
-
-
-def _remember(study: Path, typed: Mapping[str, Any]) -> bool:
-    """Write flags of a study without a study.toml as one, so that later commands mean the same; whether it was done."""
-    kept = {key: value for key, value in typed.items() if key != "engine"}
-    if not kept or StudyLayout(study).settings.exists():
-        return False
-    head = "# The settings that the first `selfvitmil run` of this study was given.\n"
-    write_text(StudyLayout(study).settings, head + flags_to_toml(_absolute(kept)))
-    return True
-
-
-def _absolute(value: Any) -> Any:
-    """Settings whose paths mean the same wherever a later command is typed."""
-    if isinstance(value, Mapping):
-        return {key: _absolute(each) for key, each in value.items()}
-    return value.absolute() if isinstance(value, Path) else value
 
 
 def _device() -> str:

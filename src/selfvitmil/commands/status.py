@@ -7,6 +7,7 @@ answers at once. Only its stage knows whether an artefact is up to date (`plan` 
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -108,7 +109,7 @@ def _next(study: Path, stages: tuple[Progress, ...], record: RunRecord | None, r
         if record is not None and record.alive and record.now in record.stages:
             left = record.stages[record.stages.index(record.now) + 1 :]
         return f"wait; after this come {', '.join(left)}" if left else "wait for it"
-    again = f"selfvitmil run {study.name}"
+    again = f"selfvitmil run {shlex.quote(study.name)}"
     if record is not None and record.ended != "finished":
         how = {"interrupted": "was interrupted", "stopped": "stopped at an error"}.get(record.ended or "", "was killed")
         return f"the last run {how} in {record.now or 'its beginning'}: `{again}` resumes there"
@@ -123,4 +124,4 @@ def _next(study: Path, stages: tuple[Progress, ...], record: RunRecord | None, r
     ]
     if missing:
         return f"`{again}` does what is missing ({', '.join(missing)}); `plan` says what that takes"
-    return f"all stages have results: `selfvitmil view {study.name}` shows them"
+    return f"all stages have results: `selfvitmil view {shlex.quote(study.name)}` shows them"

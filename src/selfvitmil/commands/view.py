@@ -35,6 +35,8 @@ def view(
     port: int = 8000,
     browser: bool = True,
     require_token: bool = False,
+    allowed_hosts: Sequence[str] = (),
+    base_path: str = "/",
     pseudonyms: bool = False,
     say: Callable[[str], None],
 ) -> ViewResult:
@@ -42,7 +44,8 @@ def view(
     from selfvitmil.view.server import listen, serve
 
     viewed = _viewed(study, pseudonyms)
-    serve(viewed, listen(host, port, require_token=require_token), open_browser=browser, say=say)
+    reached = {"require_token": require_token, "allowed_hosts": allowed_hosts, "base_path": base_path}
+    serve(viewed, listen(host, port, **reached), open_browser=browser, say=say)
     return ViewResult()
 
 
@@ -68,13 +71,15 @@ def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
     from selfvitmil.pseudonyms import names_of
     from selfvitmil.view.study import ViewedStudy
 
-    if not study.layout.cohort.is_file():
+    # The output of `predict` is looked at as a study is; its slides are listed among the working files.
+    table = next((own.cohort for own in (study.layout, study.layout.work) if own.cohort.is_file()), None)
+    if table is None:
         raise ConfigError(
-            f"{study.name}: there is no study here",
+            f"{study.name}: there is no study here, and no predictions",
             "it has no cohort.csv",
-            "Name a study; `selfvitmil demo` creates one",
+            "Name a study, or the --out folder of `predict`; `selfvitmil demo` creates a study",
             code="no-study",
         )
-    cohort = read_cohort(study.layout.cohort)
+    cohort = read_cohort(table)
     names = names_of(study.root, cohort, pseudonyms=pseudonyms)
     return ViewedStudy(study.root, cohort, study.settings, names)

@@ -51,6 +51,43 @@ def table_cells(rows: Sequence[ComparisonRow], *, intervals: bool = False) -> li
     return [_header(rows, intervals=intervals), *_lines(rows, marks, intervals=intervals)]
 
 
+def short_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
+    """Return header and rows for a terminal of 80 columns; `table_cells` has all of them."""
+    if rows and isinstance(rows[0], OutcomeRow):
+        return outcome_cells(rows)  # pyright: ignore[reportArgumentType]
+    check_rows(rows)
+    on = rows[0].evaluated_on
+    several = len(on.counts) > 2
+    auc = "macro AUC" if several else "AUC"
+    decided = ("acc.", "bal.\nacc.") if several else ("sens.", "spec.")
+    method = "method\nOPTIMISTIC" if on.protocol == "optimistic" else "method"
+    header = [method, f"{auc} [{percent(rows[0].auc.level)}]", "of seeds", *decided, "p Holm"]
+    lines: list[list[str]] = []
+    for row in rows:
+        pair = (row.accuracy, row.balanced_accuracy) if several else (row.sensitivity, row.specificity)
+        lines.append(
+            [
+                shorten(row.display_name, 19) + (" *" if row.transductive else ""),
+                with_limits(row.auc),
+                number(row.auc_mean) if np.isnan(row.auc_sd) else f"{row.auc_mean:.3f} ± {row.auc_sd:.3f}",
+                *(number(part.value if part else None) for part in pair),
+                p_value(row.paired.holm_p_value) if row.paired else "-",
+            ]
+        )
+    return [header, *lines]
+
+
+def short_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return what must be known to read `short_cells`: the test set, what p is, which encoders have seen it."""
+    if rows and isinstance(rows[0], OutcomeRow):
+        return outcome_notes(rows)  # pyright: ignore[reportArgumentType]
+    notes = [_test_set_note(rows[0].evaluated_on)]
+    notes += list(dict.fromkeys(filter(None, map(_paired_note, rows))))[:1]
+    if any(row.transductive for row in rows):
+        notes.append("*: transductive, the encoder was trained, without labels, on slides of test patients")
+    return notes
+
+
 def has_figure(rows: Sequence[ComparisonRow]) -> bool:
     """Whether a comparison has a figure of AUCs: only that of classes."""
     return not (rows and isinstance(rows[0], OutcomeRow))

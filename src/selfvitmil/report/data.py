@@ -51,7 +51,7 @@ from selfvitmil.report.results import (
 from selfvitmil.report.subgroups import SubgroupsData, subgroups_data
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
-from selfvitmil.store.failures import Failure, read_failures
+from selfvitmil.store.failures import Failure, fold_failures, read_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 
@@ -212,8 +212,11 @@ def read_report_data(
         ),
         num_mapped=len(mapped),
         failures=Table.of(
-            ("slide", "stage", "reason", "what to do"),
-            sorted((names.slide(one.slide), one.stage, one.reason, one.remedy) for one in files.failures),
+            ("slide", "stage", "reason", "what to do", "so also missing in"),
+            sorted(
+                (names.slide(one.slide), one.stage, one.reason, one.remedy, ", ".join(later))
+                for one, later in fold_failures(files.failures)
+            ),
         ),
         timings=Table.of(("what", "time"), _timings(files)),
         versions=Table.of(("", "version"), _versions()),

@@ -10,11 +10,9 @@ Where the cohort has no split, a held-out test set is proposed (`propose_split`)
 from __future__ import annotations
 
 import json
-import math
 import os
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil.cohort import Cohort, SlideRow, Split, hold_out
 from selfvitmil.cohort.splits import patients_by_class, split_table
 from selfvitmil.cohort.table import listing
-from selfvitmil.engine import announce
+from selfvitmil.engine import announce, show_progress
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, to_toml
 from selfvitmil.stages.base import (
@@ -115,8 +113,9 @@ def _train(source: Any, study: Study, name: str, trained_on: str) -> TrainedEnco
 
     first, settings = os.environ.get("RANK", "0") == "0", study.settings
     out = study.layout.encoder(name)
-    origin, show = Origin(trained_on, settings.preset), _training_lines() if first else None
-    trained = train(source, out, settings.pretrain, origin, report=show)
+    origin = Origin(trained_on, settings.preset)
+    with _watched(source, out, settings.pretrain) if first else nullcontext() as show:
+        trained = train(source, out, settings.pretrain, origin, report=show)
     if first:
         # The encoder whose weights it started from may have seen others.
         seen = {*source.names, *slides_of(Path(settings.pretrain.init) / SLIDES_FILE)}
@@ -140,25 +139,34 @@ def training_tiles(study: Study, run: EncoderRun) -> tuple[Any, list[str], str]:
     return source, lines, f"{run.words}, {len(slides)} slides"
 
 
-def _training_lines(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
-    """Return a function that prints how training goes, the first line at once and then every `seconds` at most.
+@contextmanager
+def _watched(source: Any, out: Path, settings: PretrainSettings) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that shows each line of metrics: steps of how many, tiles per second, time left, loss.
 
     The first alarm is printed at once, so that whoever watches can end a run that gets worse.
     """
-    last, alarmed = -math.inf, False
+    begun, alarmed = last_metrics(out).get("step", -1) + 1, False
+    with show_progress("pretrain", "tiles", total_steps(source, settings), "steps", begun=begun) as progress:
+        reached = begun
 
-    def show(line: dict[str, Any]) -> None:
-        nonlocal last, alarmed
-        if "alarm" in line and not alarmed:
-            alarmed = True
-            announce(f"pretrain: step {line['step']}, warning: {line['alarm']}")
-        if time.monotonic() - last < seconds:
-            return
-        last = time.monotonic()
-        parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
-        announce(f"pretrain: step {line['step']}, {', '.join(parts)}")
+        def show(line: dict[str, Any]) -> None:
+            nonlocal alarmed, reached
+            if "alarm" in line and not alarmed:
+                alarmed = True
+                announce(f"pretrain: step {line['step']}, warning: {line['alarm']}")
+            parts = [f"{key.replace('_', ' ')} {line[key]:.3g}" for key in SHOWN_METRICS if key in line]
+            amount = (line["step"] + 1 - reached) * settings.batch
+            reached = line["step"] + 1
+            progress.reach(reached, amount, ", ".join(parts))
 
-    return show
+        yield show
+
+
+def total_steps(source: Any, settings: PretrainSettings) -> int:
+    """Return the length of a run in steps; a fall of the encoder's quality may end it sooner."""
+    from selfvitmil.data.loader import order_of
+
+    return settings.steps or settings.epochs * order_of(source, settings).steps_per_epoch
 
 
 SHOWN_METRICS = (
@@ -168,9 +176,9 @@ SHOWN_METRICS = (
     "quality",
     "knn20",
     "linear",
-    "tiles_per_s",
     "data_wait_share",
 )
+"""Metrics beside the counts, the most telling ones."""
 
 
 def check_encoder(folder: Path, seen: Collection[str], settings: StudySettings) -> None:

@@ -114,6 +114,27 @@ def read_failures(study: Path) -> list[Failure]:
     return [Failure(*row) for row in rows]
 
 
+MISSING_INPUT = ("no tile table", "no feature file")
+"""What a failure says whose cause is that an earlier stage did not do the slide."""
+
+
+def fold_failures(failures: Iterable[Failure]) -> list[tuple[Failure, tuple[str, ...]]]:
+    """Return the failures that have a cause of their own, each with the stages that lack the slide because of it.
+
+    Failures of one slide with equal reasons are one. A slide that is only missing keeps its first failure.
+    """
+    by_slide: dict[str, list[Failure]] = {}
+    for failure in failures:
+        by_slide.setdefault(failure.slide, []).append(failure)
+    folded: list[tuple[Failure, tuple[str, ...]]] = []
+    for own in by_slide.values():
+        causes = [each for each in own if not any(words in each.reason for words in MISSING_INPUT)] or own[:1]
+        distinct = list({each.reason: each for each in reversed(causes)}.values())[::-1]
+        stages = [each.stage for each in own if each not in distinct]
+        folded += [(each, tuple(stages) if number == 0 else ()) for number, each in enumerate(distinct)]
+    return folded
+
+
 def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Iterable[Failure]) -> None:
     """Update `failures.csv` for the slides that `stage` has just tried; other rows stay.
 

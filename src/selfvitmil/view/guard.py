@@ -12,6 +12,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Collection
+from html import escape
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -50,11 +51,20 @@ HEADERS = {
 class Guard:
     """ASGI middleware; without a token everybody who reaches it by an allowed name may look."""
 
-    def __init__(self, app: ASGIApp, hosts: HostNames, token: str | None = None, cookie: str = "selfvitmil"):
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: HostNames,
+        token: str | None = None,
+        cookie: str = "selfvitmil",
+        base_path: str = "/",
+    ):
         self.app = app
         self.hosts = hosts
         self.token = token
         self.cookie = cookie
+        self.base_path = base_path
+        """Path below which a proxy offers the viewer; the proxy may pass it on or take it away."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -71,20 +81,23 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
+        outer, scope = scope["path"], self._below_base(scope)
         refusal = self._refusal(scope)
         if refusal is not None:
-            await _refuse(send_marked, *refusal)
+            await _refuse(scope, send_marked, *refusal)
+        elif f"{outer}/" == self.base_path:  # addresses of the page are relative, so it needs the slash
+            await _redirect(send_marked, self._home(scope))
         elif self.token is not None and self._brings_token(scope):
             await self._let_in(send_marked)
         elif self.token is not None and not self._has_cookie(scope):
-            await _refuse(send_marked, 401, "Open the address that `selfvitmil view` printed when it was started")
+            await _refuse(scope, send_marked, 401, TOKEN_MISSING)
         else:
             await self.app(scope, receive, send_marked)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         names = _headers(scope, b"host")
         if len(names) != 1 or not self.hosts.allow(names[0]):
-            return 403, "This viewer does not answer under that name"
+            return 403, NAME_REFUSED.format(host_of(names[0]) if len(names) == 1 else "")
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "This viewer can only be looked at"
         lengths = [length.strip() for length in _headers(scope, b"content-length")]
@@ -97,6 +110,18 @@ class Guard:
         if _headers(scope, b"sec-fetch-site") == ["cross-site"] and scope["path"] != "/":
             return 403, "Other sites may not use this viewer"
         return None
+
+    def _below_base(self, scope: Scope) -> Scope:
+        """Return the request with the path as the viewer knows it."""
+        path, base = scope["path"], self.base_path
+        if base == "/" or not f"{path}/".startswith(base):
+            return scope
+        inner = f"/{path[len(base) :]}"
+        return {**scope, "path": inner, "raw_path": inner.encode("utf-8")}
+
+    def _home(self, scope: Scope) -> str:
+        query = scope["query_string"].decode("latin-1")
+        return self.base_path + (f"?{query}" if query else "")
 
     def _brings_token(self, scope: Scope) -> bool:
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
@@ -115,10 +140,14 @@ class Guard:
 
     async def _let_in(self, send: Send) -> None:
         """Keep the token as a cookie and take it out of the address, where it could be copied along with a link."""
-        cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-        headers = [(b"location", b"/"), (b"set-cookie", cookie.encode()), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 303, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+        cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path={self.base_path}"
+        await _redirect(send, self.base_path, (b"set-cookie", cookie.encode()))
+
+
+async def _redirect(send: Send, place: str, *headers: tuple[bytes, bytes]) -> None:
+    all_headers = [(b"location", place.encode("latin-1")), *headers, (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 303, "headers": all_headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 class HostNames:
@@ -141,12 +170,12 @@ class HostNames:
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
-def names_for(host: str) -> HostNames:
-    """What a viewer bound to `host` may be called."""
+def names_for(host: str, further: Collection[str] = ()) -> HostNames:
+    """What a viewer bound to `host` may be called; `further` names are a proxy's, or other ones of the machine."""
     if is_loopback(host):
-        return HostNames({*LOOPBACK_NAMES, host})
+        return HostNames({*LOOPBACK_NAMES, host, *further})
     machine = {socket.gethostname(), socket.getfqdn()}
-    return HostNames({*LOOPBACK_NAMES, host, *machine}, any_address=True)
+    return HostNames({*LOOPBACK_NAMES, host, *machine, *further}, any_address=True)
 
 
 def host_of(header: str) -> str:
@@ -180,10 +209,22 @@ def _headers(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
 
 
-async def _refuse(send: Send, status: int, reason: str) -> None:
-    body = json.dumps({"error": reason}).encode()
+TOKEN_MISSING = (
+    "This viewer needs its token: open the whole address that `selfvitmil view` printed when it was started, up to its "
+    "end (?token=...). Ask whoever started it. Cookies must be allowed, since the browser keeps the token in one."
+)
+NAME_REFUSED = (
+    "This viewer does not answer under the name {!r}. Whoever starts it can allow that: selfvitmil view STUDY "
+    "--allowed-host NAME. Behind a proxy the name is the one in the address of the browser."
+)
+
+
+async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:
+    """Answer with the reason: a page for people, JSON for programs."""
+    for_people = any("text/html" in accepted for accepted in _headers(scope, b"accept"))
+    body = (_page(status, reason) if for_people else json.dumps({"error": reason})).encode()
     headers = [
-        (b"content-type", b"application/json"),
+        (b"content-type", b"text/html; charset=utf-8" if for_people else b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
     ]
@@ -191,3 +232,13 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _page(status: int, reason: str) -> str:
+    title = {401: "The token is missing", 403: "Not allowed"}.get(status, "Not possible")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"></head>'
+        f"<body><main><h1>{title}</h1><p>{escape(reason)}</p></main></body></html>"
+    )

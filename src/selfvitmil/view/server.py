@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from starlette.types import ASGIApp
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.view import tiles
 from selfvitmil.view.export import StaticFile, static_files
-from selfvitmil.view.guard import MAX_HEADER_BYTES, Guard, HostNames, is_loopback, names_for
+from selfvitmil.view.guard import MAX_HEADER_BYTES, Guard, HostNames, is_address, is_loopback, names_for
 from selfvitmil.view.study import FileState, ViewedSlide, ViewedStudy, to_json
 
 if TYPE_CHECKING:
@@ -247,6 +247,7 @@ def make_app(
     hosts: HostNames,
     token: str | None = None,
     cookie: str = "selfvitmil",
+    base_path: str = "/",
 ) -> ASGIApp:
     """Return the whole application behind its guard."""
     viewer = Viewer(study, static)
@@ -272,7 +273,7 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.viewer = viewer
-    return Guard(app, hosts, token, cookie)
+    return Guard(app, hosts, token, cookie, base_path)
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
@@ -319,6 +320,9 @@ class Address:
     host: str
     port: int
     token: str | None
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which browsers reach it."""
+    base_path: str = "/"
 
     @property
     def url(self) -> str:
@@ -327,16 +331,39 @@ class Address:
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{host}:{self.port}{self.base_path}{self._query}"
+
+    @property
+    def proxied(self) -> tuple[str, ...]:
+        """Return what to open behind a proxy, by the names that were allowed."""
+        return tuple(f"//{name}{self.base_path}{self._query}" for name in self.allowed_hosts)
+
+    @property
+    def _query(self) -> str:
+        return f"?token={self.token}" if self.token else ""
 
 
-def listen(host: str, port: int, *, require_token: bool = False) -> Address:
-    """Take the port at once, so that one that is taken is an error before anything else is done."""
+def listen(
+    host: str,
+    port: int,
+    *,
+    require_token: bool = False,
+    allowed_hosts: Collection[str] = (),
+    base_path: str = "/",
+) -> Address:
+    """Take the port at once, so that one that is taken is an error before anything else is done.
+
+    Who names further hosts lets others in, through a proxy or a name of the machine: they need the token.
+    """
+    base_path = _checked_base_path(base_path)
+    for name in allowed_hosts:
+        _check_host_name(name)
     if not 0 <= port <= 65_535:
         raise ConfigError(
             f"port {port} was asked for", "ports go from 0 to 65535", "Choose another --port", code="invalid-port"
         )
-    token = secrets.token_urlsafe(32) if require_token or not is_loopback(host) else None
+    needed = require_token or bool(allowed_hosts) or not is_loopback(host)
+    token = secrets.token_urlsafe(32) if needed else None
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -351,7 +378,34 @@ def listen(host: str, port: int, *, require_token: bool = False) -> Address:
     bound = listener.getsockname()
     if token is None and not ipaddress.ip_address(bound[0]).is_loopback:
         token = secrets.token_urlsafe(32)  # a localhost that is none
-    return Address(listener, host, bound[1], token)
+    return Address(listener, host, bound[1], token, tuple(allowed_hosts), base_path)
+
+
+HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
+BASE_PATH = re.compile(r"/(?:[\w.~-]+/)*", re.ASCII)
+
+
+def _checked_base_path(path: str) -> str:
+    """Return a base path with a slash at both ends. Raises ConfigError for one that is no path of plain words."""
+    whole = f"/{path.strip('/')}/".replace("//", "/")
+    if not BASE_PATH.fullmatch(whole) or ".." in whole.split("/"):
+        raise ConfigError(
+            f"--base-path {path}",
+            "it is no path of letters, digits and -._~",
+            "Give for instance /viewer",
+            code="base-path",
+        )
+    return whole
+
+
+def _check_host_name(name: str) -> None:
+    if not HOST_NAME.fullmatch(name) and not is_address(name):
+        raise ConfigError(
+            f"--allowed-host {name}",
+            "it is no name of a host",
+            "Give the name alone, without https:// and without a port",
+            code="allowed-host",
+        )
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
@@ -379,11 +433,14 @@ def serve(
     app = make_app(
         study,
         static_files(),
-        hosts=names_for(address.host),
+        hosts=names_for(address.host, address.allowed_hosts),
         token=address.token,
+        base_path=address.base_path,
         cookie=f"selfvitmil-{address.port}",  # browsers keep one jar for all ports of a machine
     )
     say(f"Open {address.url} in a browser; Ctrl-C ends the viewer.")
+    for place in address.proxied:
+        say(f"Behind your proxy: https:{place}")
     if open_browser and _has_screen():
         threading.Timer(0.5, webbrowser.open, [address.url]).start()
     try:
