@@ -64,6 +64,7 @@ from selfvitmil.report.data import StudyFiles, decision_of
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide
 from selfvitmil.stages import report as report_stage
+from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import write_csv, write_text
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.store.provenance import UP_TO_DATE
