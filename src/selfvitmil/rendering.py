@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from selfvitmil.commands.power import PowerResult
     from selfvitmil.commands.predict import PredictResult
     from selfvitmil.commands.run import RunOutcome, RunResult, RunStart, StageReport
+    from selfvitmil.commands.sbatch import SbatchResult
+    from selfvitmil.commands.shards import ShardResult
     from selfvitmil.commands.status import StatusResult
     from selfvitmil.commands.synth import SynthResult
     from selfvitmil.commands.validate import ValidateResult
@@ -551,6 +553,21 @@ def _run(result: RunResult) -> Rendered:
     return Rendered(tuple(lines), (("stage", "what was done", "time"), *rows))
 
 
+def _shard(result: ShardResult) -> Rendered:
+    rows = [(stage, f"{done}", f"{result.left.get(stage, 0)}") for stage, done in result.done.items()]
+    lines = [*result.notes, *map(failure_line, result.failed_here)]
+    if result.left:
+        lines.append("other shards work on the slides that are left; the last of them assembles the results")
+    if result.encoder_missing:
+        lines.append("nothing was embedded: train the encoder with `selfvitmil pretrain`, then run the shards again")
+    return Rendered(tuple(lines), ((f"shard {result.shard}", "slides", "left to others"), *rows))
+
+
+def _sbatch(result: SbatchResult) -> Rendered:
+    lines = (*result.notes, f"submit with: bash {result.script}")
+    return Rendered(lines, (("job", "command"), *result.jobs))
+
+
 def _stage_words(report: StageReport) -> str:
     if report.state.name == "UP_TO_DATE":
         return report.pending.line
@@ -703,5 +720,7 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "RunStart": _run_start,
     "RunResult": _run,
     "RunOutcome": _run_outcome,
+    "ShardResult": _shard,
+    "SbatchResult": _sbatch,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

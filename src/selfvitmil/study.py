@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from selfvitmil.cohort import Cohort, Split, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
-from selfvitmil.engine import Engine
+from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import (
     StudySettings,
@@ -31,8 +32,9 @@ from selfvitmil.settings import (
     with_user_engine,
 )
 from selfvitmil.store.failures import Failure, read_failures, record_failures
-from selfvitmil.store.files import remove_leftovers, write_text
-from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout, study_lock
+from selfvitmil.store.files import hash_of, remove_leftovers, write_text
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout
+from selfvitmil.store.lock import study_lock
 
 if TYPE_CHECKING:
     from selfvitmil.evaluate import Cases
@@ -133,6 +135,23 @@ class Study:
         other = copy.copy(self)
         other.settings = settings
         return other
+
+    def claims_folder(self, stage: str) -> Path:
+        """Return where shards of a run agree on the slides of a stage (`embed`, or `embed dino 0.5mpp_224px_0px`) under
+        these settings."""
+        settings = self.settings.model_dump(mode="json", include={"slide", "tissue", "stain", "tile", "embed"})
+        return self.layout.shards / f"{stage.partition(' ')[0]}-{hash_of(stage, settings)[:12]}"
+
+    def claims(self, stage: str) -> list[Path]:
+        """Return the folders of what shards have done of a stage and nobody has assembled yet."""
+        return sorted(self.layout.shards.glob(f"{stage}-*"))
+
+    def forget_claims(self, stage: str) -> None:
+        """Remove what shards noted on a stage, which is assembled now. Call only while the study is locked."""
+        for folder in self.claims(stage):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other stages are in it, or there were no shards
+            self.layout.shards.rmdir()
 
     def lock(self, command: str):
         """Hold the study's lock in a `with` statement."""
@@ -248,7 +267,7 @@ def _with_absolute_paths(value: Any) -> Any:
 @contextmanager
 def lock_study(root: Path, command: str) -> Iterator[None]:
     """Hold the lock of a folder, with what a killed run left behind swept away."""
-    with study_lock(root, command):
+    with study_lock(root, command, announce):
         remove_leftovers(root)
         yield
 

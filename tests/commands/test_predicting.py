@@ -19,7 +19,7 @@ from selfvitmil.errors import ConfigError
 from selfvitmil.package import PredictionFiles, open_package
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import synthetic
-from selfvitmil.store.layout import study_lock
+from selfvitmil.store.lock import study_lock
 from selfvitmil.study import Study
 
 

@@ -45,7 +45,7 @@ from selfvitmil.slides import synthetic
 from selfvitmil.stages.base import Basis, Estimate
 from selfvitmil.stages.train import heatmap_settings, lesion_baseline
 from selfvitmil.store.failures import Failure, record_failures
-from selfvitmil.store.layout import study_lock
+from selfvitmil.store.lock import study_lock
 from selfvitmil.study import Study, open_study, study_settings
 
 STAGES = tuple(stage.name for stage in all_stages.STAGES if stage.in_run)

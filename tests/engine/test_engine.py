@@ -276,7 +276,7 @@ def run_pretending(deadly: set[str], exit_code: int) -> tuple[dict[str, Outcome[
     """Outcomes and history of a map over seven slides."""
     workers = PretendedWorkers(deadly, exit_code)
     items = {str(k): k for k in range(100, 107)}
-    mapping: _Map[int] = _Map(workers, square, items, "tile", retries=0)
+    mapping: _Map[int] = _Map(workers, square, items, "tile", retries=0, admit=lambda name: True)
     found = by_name(mapping.outcomes(Progress("tile", "slides", len(items))))
     mapping.stop()
     assert found.keys() == items.keys()
@@ -727,3 +727,48 @@ def test_a_terminal_gets_a_bar_and_prints_pass(
         screen = terminal.read()
     assert "2/2 slides, 1 failed" in screen
     assert capsys.readouterr().out == "done a\ndone b\n"  # standard output is no terminal here: it stays clean
+
+
+@pytest.mark.parametrize(
+    ("kind", "walltime", "seconds"),
+    [
+        ("slurm", "90", 5400),
+        ("slurm", "90:30", 5430),
+        ("slurm", "04:00:00", 14400),
+        ("slurm", "2-12", 216000),
+        ("slurm", "1-00:30", 88200),
+        ("slurm", "1-02:03:04", 93784),
+        ("pbs", "3600", 3600),
+        ("pbs", "04:00:00", 14400),
+        ("lsf", "90", 5400),
+        ("lsf", "4:30", 16200),
+        ("slurm", "UNLIMITED", None),
+    ],
+)
+def test_time_limits_of_batch_systems(kind: Any, walltime: str, seconds: float | None):
+    """As their manuals say: sbatch --time, qsub -l walltime, bsub -W."""
+    from selfvitmil.engine.cluster import time_limit_s
+
+    assert time_limit_s(ClusterSettings(kind=kind, walltime=walltime)) == seconds
+
+
+def test_a_worker_close_to_its_time_limit_gets_no_more_slides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from selfvitmil.engine import cluster
+
+    class Scheduler:
+        def nthreads(self) -> dict[str, int]:
+            return dict.fromkeys(addresses, 1)
+
+    clock = 0.0
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: clock)
+    addresses = ["old"]
+    batch = ClusterSettings(kind="slurm", walltime="01:00:00")
+    workers = cluster.BatchWorkers(Scheduler(), None, batch, cluster.Answers(), tmp_path)  # type: ignore[arg-type]
+    assert workers.free() == ["old"]
+    clock, addresses = 3300.0, ["old", "new"]
+    assert workers.free() == ["new"]
+    options = cluster._options(batch, tmp_path)["worker_extra_args"]
+    lifetime = options[options.index("--lifetime") + 1]
+    stagger = options[options.index("--lifetime-stagger") + 1]
+    assert (lifetime, stagger) == ("3420s", "90s")
+    assert 3420 + 90 < 3600, "it ends before its job is killed"

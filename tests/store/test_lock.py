@@ -13,13 +13,13 @@ import pytest
 
 from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError, LockError
-from selfvitmil.store import layout
-from selfvitmil.store.layout import study_lock
+from selfvitmil.store import lock
+from selfvitmil.store.lock import study_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from selfvitmil.store.layout import study_lock
+from selfvitmil.store.lock import study_lock
 with study_lock(Path(sys.argv[1]), "tile"):
     print("held", flush=True)
     time.sleep(60)
@@ -60,7 +60,7 @@ def test_on_a_file_system_without_locks_the_name_in_the_file_counts(
     def no_locks(*arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(layout.fcntl, "flock", no_locks)
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
     with study_lock(tmp_path, "tile"):
         with (
             pytest.raises(
@@ -82,7 +82,7 @@ def test_a_drive_that_fails_at_locking_is_not_taken_for_another_process(
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(layout.fcntl, "flock", broken)
+    monkeypatch.setattr(lock.fcntl, "flock", broken)
     with pytest.raises(
         ArtefactError, match=r"\.lock cannot be written, input/output error", check=has_code("not-writable")
     ) as caught:

@@ -18,6 +18,7 @@ GROUPS = {
         "init": "Write a commented study.toml with every setting, its meaning and its value.",
         "plan": "Print what `run` would do: slides, tiles, disk, memory and time per stage. Writes nothing.",
         "run": "Run all stages from slides to the report, skipping what is up to date; resumes a stopped run.",
+        "sbatch": "Write a script that submits the study to Slurm: arrays for tiles and features, then the rest.",
         "status": "Print what a study has done, what failed and what is next; also while another process works on it.",
         "report": "Write a self-contained HTML report: cohort, settings, metrics, heatmaps.",
         "view": "Show slides and heatmaps in a browser.",

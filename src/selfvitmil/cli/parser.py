@@ -351,15 +351,59 @@ def run(
     dry_run: Annotated[
         bool, Parameter(help="Only print what would be done and what it takes, like `plan`.", negative="")
     ] = False,
+    shard: Annotated[
+        str | None,
+        Parameter(
+            help="`3/40`: be the third of forty processes, on any machines that see the folder, that share the slides. "
+            "Does check, tile, and embed where the encoder exists; the last one writes the tables."
+        ),
+    ] = None,
+    shard_expiry: Annotated[
+        float, Parameter(help="With --shard: seconds without a sign of life after which a shard counts as dead.")
+    ] = 300.0,
 ):
     from selfvitmil.commands import run as run_command
     from selfvitmil.study import open_study
 
     if dry_run:
         return plan(study, way=way)
+    if shard is not None:
+        return _run_shard(study, way, shard, shard_expiry)
     opened = open_study(study, way.flags(), way.source())
     with _workers(opened) as workers:
         return end(run_command.run(opened, way.request(), workers, way.flags()))
+
+
+def _run_shard(study: Path, way: WholeWay, shard: str, expiry_s: float) -> int:
+    from selfvitmil.commands.shards import Shard, run_shard
+    from selfvitmil.study import open_study
+
+    which = Shard.parse(shard, expiry_s)
+    opened = open_study(study, way.flags(), way.source())
+    with _workers(opened) as workers:
+        return end(run_shard(opened, way.request(), which, workers, way.flags()))
+
+
+@command
+def sbatch(
+    study: Study,
+    /,
+    *,
+    way: WholeWay = NOTHING_TYPED,
+    shards: Annotated[int, Parameter(help="Jobs of the array that tiles.")] = 10,
+    embed_shards: Annotated[int, Parameter(help="Jobs of the array that embeds, each with one GPU.")] = 1,
+    gpus: Annotated[int, Parameter(help="GPUs of the job that pretrains the encoder.")] = 1,
+    cpus: Annotated[int, Parameter(help="CPUs of each job, for pretraining of each GPU.")] = 4,
+    gpu: Annotated[str, Parameter(help="What Slurm calls a GPU: `gpu`, or with its kind `gpu:a100`.")] = "gpu",
+):
+    """Partition, account, memory, time limit, further directives and prologue are those of `--batch` (engine.toml)."""
+    from selfvitmil.commands.sbatch import Jobs
+    from selfvitmil.commands.sbatch import sbatch as write_script
+    from selfvitmil.study import open_study
+
+    opened = open_study(study, way.flags(), way.source())
+    jobs = Jobs(shards, embed_shards, gpus, cpus, gpu)
+    return end([write_script(opened, way.request(), jobs, way.flags())])
 
 
 @command

@@ -124,7 +124,7 @@ def run(
 
     `typed` are the settings that came as flags: a study that has no study.toml gets one of them.
     """
-    _refuse_torchrun()
+    refuse_torchrun()
     before = read_record(study.root)
     request = as_before(request, before, study.root)
     plan = plan_run(study, request)
@@ -135,9 +135,9 @@ def run(
     _store_cohort(study)
     yield from (StageResult(notes=(note,)) for note in remember_settings(study.root, typed or {}))
     course = _Course(plan, new_record(tuple(pending), _relative(request, study.root), request.name, _device()))
-    with _device_engine(plan.settings, engine) as device_engine:
+    with device_engine(plan.settings, engine) as with_encoder:
         for stage in plan.stages:
-            yield from course.take(stage, Engines(engine, device_engine))
+            yield from course.take(stage, Engines(engine, with_encoder))
             if course.over:
                 break
     yield course.closing()
@@ -215,7 +215,8 @@ class _Course:
 # ---------------------------------------------------------------------------------------------------- before
 
 
-def _refuse_torchrun() -> None:
+def refuse_torchrun() -> None:
+    """Raise ConfigError under torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "`run` was started by torchrun",
@@ -307,7 +308,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
     return lines
 
 
-def _device_engine(settings: StudySettings, engine: Engine) -> Any:
+def device_engine(settings: StudySettings, engine: Engine) -> Any:
     """The workers that embed tiles: those of all stages, unless a GPU wants fewer of them."""
     from selfvitmil.embed import workers_for
 

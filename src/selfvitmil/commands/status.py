@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 import socket
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from selfvitmil.cohort.table import listing
 from selfvitmil.commands.run import RunRecord, process_exists, read_record
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.formatting import ago
@@ -22,6 +24,7 @@ from selfvitmil.stages import STAGES
 from selfvitmil.stages.base import Progress, Snapshot, StageResult, data_frame
 from selfvitmil.store.failures import Failure, read_failures
 from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.lock import present_shards
 from selfvitmil.study import Study
 
 
@@ -85,13 +88,22 @@ def _running(study: Path, record: RunRecord | None) -> str:
     if holder is None and record is not None and record.alive:
         holder = (record.host, record.pid, "run")
     if holder is None:
-        return ""
+        return _running_shards(study)
     host, pid, command = holder
     if host == socket.gethostname() and not process_exists(pid):
         return ""
     where = "" if host == socket.gethostname() else f" on {host} (or was killed there)"
     run = f", as part of a run that began {ago(record.started)}" if record is not None and record.pid == pid else ""
     return f"`{command}` works on it, process {pid}{where}{run}"
+
+
+def _running_shards(study: Path) -> str:
+    """The shards of a run that have given a sign of life lately."""
+    shards = [each for each in present_shards(study) if each.is_alive(time.time())]
+    if not shards:
+        return ""
+    hosts = sorted({each.host for each in shards})
+    return f"{len(shards)} shards of `run` work on it, on {listing(hosts, 4)}"
 
 
 def _holder(study: Path) -> tuple[str, int, str] | None:

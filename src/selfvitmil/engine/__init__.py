@@ -13,6 +13,7 @@ time; a second death counts as its failure.
     __init__.py   Engine: the interface for the stages; assigns slides to workers and handles dead workers
     progress.py   a bar in a terminal and in a notebook, plain lines on standard error elsewhere
     work.py       the work on one slide with its retries; worker processes on this machine
+    claims.py     which shard of a run works on which slide, agreed by files alone
     cluster.py    workers of a dask cluster: at an address, or as jobs of Slurm, PBS or LSF
 
 Local processes are spawned, not forked: a script that uses an Engine with workers must do so under
@@ -33,6 +34,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from selfvitmil.engine.progress import Progress, announce, show_progress
 from selfvitmil.engine.work import (
+    Admitted,
     Job,
     LocalWorkers,
     Outcome,
@@ -107,6 +109,7 @@ class Engine:
         unit: str = "slides",
         count: Callable[[T], int] | None = None,
         stream: Stream[Item, T] | None = None,
+        claim: Callable[[str], bool] | None = None,
     ) -> Iterator[Outcome[T]]:
         """Apply `function` to every item; yield each outcome as it completes, every name exactly once.
 
@@ -114,12 +117,20 @@ class Engine:
         results must be picklable. It may be called twice for a slide whose worker died, so its writes must be atomic.
         `stage` and `items_are` are shown in failures and progress. `count` returns how many of `unit` (tiles, say) a
         value represents, for the rate shown in the progress. `stream` does the same as `function` for many slides that
-        may overlap, and is used if the work is done in this process.
+        may overlap, and is used if the work is done in this process. `claim` is asked for every name right before its
+        work begins; where it returns False the item is left out.
         """
         if not items:
             return
         with show_progress(stage, unit, total=len(items), items_are=items_are) as progress:
-            for outcome in self._outcomes(function, items, stage, progress, stream):
+
+            def admit(name: str) -> bool:
+                admitted = claim is None or claim(name)
+                if not admitted:
+                    progress.leave_out()
+                return admitted
+
+            for outcome in self._outcomes(function, items, stage, progress, stream, admit):
                 failed = outcome.failure is not None
                 amount = 1 if count is None else 0 if failed else count(cast(T, outcome.value))
                 progress.advance(failed, amount)
@@ -132,20 +143,21 @@ class Engine:
         stage: str,
         progress: Progress,
         stream: Stream[Item, T] | None,
+        admit: Callable[[str], bool],
     ) -> Iterator[Outcome[T]]:
         settings = self._settings
         if settings.workers == 0 and stream is not None:
-            yield from attempt_all(stream, function, items, stage, settings.retries)
+            yield from attempt_all(stream, function, Admitted(items, admit), stage, settings.retries)
             return
         if settings.workers == 0:
-            for name, item in items.items():
+            for name, item in Admitted(items, admit).items():
                 yield attempt(function, name, item, stage, settings.retries)
             return
         assert self._open, "workers need a `with` block that stops them"
         if self._workers is None:
             self._workers = self._stack.enter_context(_open_workers(settings))
         self._workers.ask_for(len(items))
-        mapping: _Map[T] = _Map(self._workers, function, items, stage, settings.retries)
+        mapping: _Map[T] = _Map(self._workers, function, items, stage, settings.retries, admit)
         self._maps.append(mapping)
         try:
             yield from mapping.outcomes(progress)
@@ -222,9 +234,15 @@ class _Map(Generic[T]):
     """One map over workers: assigns slides and handles dead workers."""
 
     def __init__(
-        self, workers: Workers, function: Callable[[Any], T], items: Mapping[str, Any], stage: str, retries: int
+        self,
+        workers: Workers,
+        function: Callable[[Any], T],
+        items: Mapping[str, Any],
+        stage: str,
+        retries: int,
+        admit: Callable[[str], bool],
     ):
-        self._workers, self._function, self._items = workers, function, items
+        self._workers, self._function, self._items, self._admit = workers, function, items, admit
         self._stage, self._retries = stage, retries
         self._waiting = deque(items)
         self._suspects: deque[str] = deque()  # their worker died, perhaps for another reason
@@ -269,8 +287,10 @@ class _Map(Generic[T]):
 
     def _next(self) -> str | None:
         """Return the next slide to assign, None if there is nothing to assign at the moment."""
-        if self._waiting:
-            return self._waiting.popleft()
+        while self._waiting:
+            name = self._waiting.popleft()
+            if self._admit(name):
+                return name
         # On this machine a suspect runs alone: if memory runs out again, the slide is the cause.
         if self._suspects and not (self._workers.local and self._running):
             return self._suspects.popleft()

@@ -13,6 +13,7 @@ import concurrent.futures
 import ctypes
 import functools
 import logging
+import math
 import os
 import queue
 import shutil
@@ -284,7 +285,15 @@ class BatchWorkers(ClusterWorkers):
         self._batch = batch
         self._answers = answers
         self._number = 0
+        self._since: dict[str, float] = {}
+        limit = time_limit_s(batch)
+        self._useful_s = math.inf if limit is None else limit - _margin(limit)
+        """Age at which a worker gets no more slides."""
         self.waiting_message = f"waiting for jobs of {batch.kind} to start (their logs are in {folder})"
+
+    def free(self) -> list[str]:
+        now = time.monotonic()
+        return [each for each in super().free() if now - self._since.setdefault(each, now) < self._useful_s]
 
     def ask_for(self, number: int) -> None:
         if min(number, self._batch.jobs) > self._number:
@@ -385,13 +394,45 @@ def _options(batch: ClusterSettings, folder: Path) -> dict[str, Any]:
         "job_extra_directives": list(batch.directives),
         "job_script_prologue": [*(f"export {name}={value}" for name, value in environment.items()), *batch.prologue],
         # The batch system enforces the memory limit; dask's own would pause a worker for ever.
-        "worker_extra_args": ["--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"],
+        "worker_extra_args": [
+            *("--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"),
+            *_lifetime(batch),
+        ],
         "log_directory": str(folder),
         "silence_logs": "critical",
         # A task is returned the first time its worker dies, and the engine decides.
         "scheduler_options": {**no_dashboard, **secure, "allowed_failures": 0},
         **secure,
     }
+
+
+def _lifetime(batch: ClusterSettings) -> list[str]:
+    """Return the options by which a worker ends by itself before its job is killed, and not all at once."""
+    limit = time_limit_s(batch)
+    if limit is None:
+        return []
+    margin = _margin(limit)
+    return ["--lifetime", f"{limit - margin / 2:.0f}s", "--lifetime-stagger", f"{margin / 4:.0f}s"]
+
+
+def _margin(limit_s: float) -> float:
+    """Return how long before its time limit a job gets no more slides: the last one shall not look like a crash."""
+    return min(0.1 * limit_s, 900.0)
+
+
+def time_limit_s(batch: ClusterSettings) -> float | None:
+    """Return the time limit of a job in seconds; None where it is written in an unknown way."""
+    days, dash, clock = batch.walltime.rpartition("-")
+    try:
+        numbers, whole_days = [int(part) for part in clock.split(":")], int(days) if dash else 0
+    except ValueError:
+        return None
+    # What a single number means, and the first of two: seconds of it.
+    units = {"slurm": (3600, 3600) if dash else (60, 60), "pbs": (1, 60), "lsf": (60, 3600)}[batch.kind]
+    if len(numbers) > 3:
+        return None
+    first = 3600 if len(numbers) == 3 else units[len(numbers) - 1]
+    return 86400.0 * whole_days + sum(number * first / 60**k for k, number in enumerate(numbers))
 
 
 def _key_files(folder: Path) -> Security:

@@ -56,6 +56,10 @@ class Progress:
         if self._is_due():
             self._show()
 
+    def leave_out(self) -> None:
+        """Record that one item is not for this process."""
+        self._total -= 1
+
     def waiting(self, why: str, seconds: float) -> None:
         """Report that there has been no worker for `seconds`."""
         if seconds >= 5 and time.monotonic() - self._reported_waiting >= 60:

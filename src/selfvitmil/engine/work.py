@@ -13,7 +13,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
@@ -80,7 +80,36 @@ def attempt(
 
 
 Stream = Callable[[Mapping[str, Item]], Iterator[tuple[str, T | Exception]]]
-"""Processes many slides in one process: yields each by its name, with the result or the error."""
+"""Processes many slides in one process: yields each by its name, with the result or the error. It takes the slides from
+`items()` as it goes, once."""
+
+
+class Admitted(Mapping[str, Item]):
+    """A mapping whose `items()` asks for every item, when it is reached, whether to yield it."""
+
+    def __init__(self, items: Mapping[str, Item], admit: Callable[[str], bool]):
+        self._items, self._admit = items, admit
+
+    def __getitem__(self, name: str) -> Item:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def items(self) -> ItemsView[str, Item]:
+        return _AdmittedItems(self._items, self._admit)
+
+
+class _AdmittedItems(ItemsView[str, Item]):
+    def __init__(self, items: Mapping[str, Item], admit: Callable[[str], bool]):
+        super().__init__(items)
+        self._all, self._admit = items, admit
+
+    def __iter__(self) -> Iterator[tuple[str, Item]]:
+        return ((name, item) for name, item in self._all.items() if self._admit(name))
 
 
 def attempt_all(

@@ -44,7 +44,16 @@ from selfvitmil.settings import (
     parse,
     read_toml,
 )
-from selfvitmil.store.files import check_size, file_problem, hash_of, read_json, sha256, write_bytes, write_text
+from selfvitmil.store.files import (
+    check_size,
+    file_problem,
+    hash_of,
+    read_json,
+    sha256,
+    temporary_beside,
+    write_bytes,
+    write_text,
+)
 
 if TYPE_CHECKING:  # it loads torch, which a folder that is no package need not wait for
     from selfvitmil.evaluate.external import ReferenceScores
@@ -238,7 +247,7 @@ def write_package(folder: Path, contents: PackageParts) -> None:
 
     folder = Path(os.path.abspath(folder))
     check_target(folder)
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    building = temporary_beside(folder)
     try:
         for place, encoder in contents.encoders.items():
             save_encoder(building / place, encoder)

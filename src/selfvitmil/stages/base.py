@@ -11,7 +11,7 @@ import copy
 import io
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.engine import Engine
     from selfvitmil.stages.measure import Measures
+    from selfvitmil.study import Study
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,20 @@ class Engines:
     """Fewer of them where each needs a GPU."""
 
 
+@dataclass(frozen=True)
+class SlideWork:
+    """Work on single slides, which several shards of a run may share: what `Engine.map` gets."""
+
+    stage: str
+    """As failures.csv calls it."""
+    function: Callable[[Any], Any]
+    jobs: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `Engine.map`."""
+    record: Callable[[Any], Any] | None = None
+    """What assembling needs of a result beyond the study's files, as JSON can hold it."""
+
+
 class Stage(ABC):
     """One stage of a run. Objects hold no state."""
 
@@ -233,6 +248,8 @@ class Stage(ABC):
     """Whether it needs slide labels."""
     runs_encoder: bool = False
     """Whether it is many times quicker with a GPU."""
+    is_shared: bool = False
+    """Whether shards of a run can share its work (`slide_work`)."""
     by_slide: bool = False
     """Whether it is complete once every slide of the cohort has a file (or has failed)."""
     is_essential: bool = False
@@ -247,6 +264,15 @@ class Stage(ABC):
     def doctor(self) -> Iterable[MachineCheck]:
         """Yield what the stage needs of a machine (devices, libraries) and whether it is there; nothing by default."""
         return ()
+
+    def slide_work(self, study: Study, encoders: Sequence[str]) -> Iterable[SlideWork]:
+        """Return the work that shards of a run may share; none by default. `encoders` are for the stage that embeds."""
+        del study, encoders
+        return ()
+
+    def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> StageResult:
+        """Do the stage, with what shards of a run have done of its `slide_work`."""
+        raise NotImplementedError
 
     @abstractmethod
     def pending(self, plan: RunPlan) -> Pending:
@@ -266,8 +292,9 @@ class Stage(ABC):
         return ()
 
     def is_idle(self, plan: RunPlan) -> bool:
-        """Whether `run` can skip the stage."""
-        return self.done_when_nothing_pending and not plan.pending(self.name).todo
+        """Whether `run` can skip the stage: nothing is pending, and shards left nothing to be assembled."""
+        is_done = self.done_when_nothing_pending and not plan.pending(self.name).todo
+        return is_done and not plan.study.claims(self.name)
 
     def estimate_pending(self, plan: RunPlan, measures: Measures) -> Estimate:
         """Estimate, or an empty one where nothing is pending."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from selfvitmil.annotations import read_annotations
 from selfvitmil.engine import Engine
+from selfvitmil.engine.claims import results_of
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.formatting import cell
 from selfvitmil.settings import upsampling_warning
@@ -26,6 +27,7 @@ from selfvitmil.stages.base import (
     MachineCheck,
     Pending,
     Progress,
+    SlideWork,
     Snapshot,
     Stage,
     StageResult,
@@ -34,6 +36,7 @@ from selfvitmil.stages.base import (
 )
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.study import Study, map_slides
 
 if TYPE_CHECKING:
@@ -124,20 +127,42 @@ class CheckResult(StageResult):
         return data_frame([asdict(row) for row in self.slides.values()], "slide")
 
 
-def check(study: Study, engine: Engine) -> CheckResult:
-    """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`."""
-    settings = study.settings
+def check(study: Study, engine: Engine, known: Mapping[str, Any] | None = None) -> CheckResult:
+    """Open every slide of the cohort and read some of it; writes `check.csv` and `failures.csv`.
+
+    `known` are slides that shards of a run have checked, as their work recorded them.
+    """
     with study.lock("check"):
-        jobs = {
-            row.slide: CheckJob(SlideRef.of(row, settings.slide), row.annotation, settings.tile.mpp)
-            for row in study.store_cohort().rows
-        }
-        done, failures = map_slides(engine, study.root, "check", check_slide, jobs)
-        found = _with_twins(done)
+        study.store_cohort()
+        work = check_work(study)
+        checked = {slide: found for slide, each in (known or {}).items() if (found := _of_record(each)) is not None}
+        jobs = {slide: job for slide, job in work.jobs.items() if slide not in checked}
+        done, failures = map_slides(engine, study.root, work.stage, work.function, jobs)
+        done |= checked
+        found = _with_twins({slide: done[slide] for slide in work.jobs if slide in done})
         header = [name for name in SlideCheck.__dataclass_fields__ if name != "fingerprint"]
         cells = [[cell(getattr(row, name)) for name in header] for row in found.values()]
         write_csv(study.layout.check_table, [header, *cells])
-    return CheckResult(found, len(jobs), failures=tuple(failures), notes=study.cohort_notes)
+        study.forget_claims("check")
+    return CheckResult(found, len(work.jobs), failures=tuple(failures), notes=study.cohort_notes)
+
+
+def check_work(study: Study) -> SlideWork:
+    """Return the work on single slides."""
+    settings = study.settings
+    jobs = {
+        row.slide: CheckJob(SlideRef.of(row, settings.slide), row.annotation, settings.tile.mpp)
+        for row in study.cohort.rows
+    }
+    return SlideWork("check", check_slide, jobs, record=asdict)
+
+
+def _of_record(recorded: Any) -> SlideCheck | None:
+    """Return a check as `check_work` records it; None of anything else."""
+    try:
+        return SlideCheck(**{**recorded, "warnings": tuple(recorded["warnings"])})
+    except (TypeError, KeyError):
+        return None
 
 
 def _with_twins(checks: Mapping[str, SlideCheck]) -> dict[str, SlideCheck]:
@@ -199,18 +224,32 @@ def check_readers() -> Iterable[MachineCheck]:
             yield MachineCheck("readers agree", CheckStatus.FAIL, found, "readers-differ", remedy)
 
 
+def _looked_at(layout: StudyLayout) -> set[str]:
+    """Return the slides that were checked, those that failed too."""
+    found = {failure.slide for failure in read_failures(layout.root) if failure.stage == "check"}
+    if layout.check_table.exists():
+        with layout.check_table.open(newline="", encoding="utf-8") as file:
+            found |= {row["slide"] for row in csv.DictReader(file)}
+    return found
+
+
 class Check(Stage):
     """Open every slide once."""
 
     name = "check"
+    is_shared = True
     done_when_nothing_pending = True
 
+    def slide_work(self, study: Study, encoders: Sequence[str]) -> Iterable[SlideWork]:
+        work, looked_at = check_work(study), _looked_at(study.layout)
+        return (replace(work, jobs={slide: job for slide, job in work.jobs.items() if slide not in looked_at}),)
+
+    def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> CheckResult:
+        return check(study, engine, results_of(study.claims_folder(self.name)))
+
     def pending(self, plan: RunPlan) -> Pending:
-        info = {failure.slide for failure in read_failures(plan.study.root) if failure.stage == self.name}
-        if plan.layout.check_table.exists():
-            with plan.layout.check_table.open(newline="", encoding="utf-8") as file:
-                info |= {row["slide"] for row in csv.DictReader(file)}
-        todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in info}
+        looked_at = _looked_at(plan.layout)
+        todo = {slide: "not looked at yet" for slide in plan.cohort.slides if slide not in looked_at}
         return Pending(todo, len(plan.cohort) - len(todo))
 
     def doctor(self) -> Iterable[MachineCheck]:
@@ -222,7 +261,7 @@ class Check(Stage):
         return Estimate(seconds, number * BYTES_PER_SLIDE, measures.workers_bytes, Basis.DERIVED)
 
     def run(self, plan: RunPlan, engines: Engines) -> CheckResult:
-        return check(plan.study, engines.slides)
+        return self.assemble(plan.study, (), engines.slides)
 
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         table = snapshot.layout.check_table

@@ -16,6 +16,7 @@ from selfvitmil.stages.base import (
     Estimate,
     Pending,
     Progress,
+    SlideWork,
     Snapshot,
     Stage,
     StageResult,
@@ -85,40 +86,68 @@ def embed(study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
     A name that the study has an encoder of for every split stands for all of these. Where `embed.layout` is set, its
     name follows the encoder's (`features_name`).
     """
-    from selfvitmil.embed import embed_slide, embed_slides
+    settings = study.settings
+    sources, notes = _sources(study, encoders)
+    failures: list[Failure] = []
+    features: list[EmbeddedFeatures] = []
+    with study.lock("embed"):
+        cohort = study.store_cohort()
+        for each in sources:
+            work, missing = _embed_work(study, each)
+            done, failed = map_slides(engine, study.root, work.stage, work.function, work.jobs, **work.options)
+            record_failures(study.root, work.stage, [failure.slide for failure in missing], missing)
+            failures += [*missing, *failed]
+            folder = study.layout.features(each.tiling, each.features)
+            if done:
+                write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+                _keep_encoder_slides(folder, Path(each.place))
+            features.append(EmbeddedFeatures(each.features, each.tiling, each.layout, each.dim, done, folder))
+        study.forget_claims("embed")
+    study.forget_features()
+    return EmbedResult(tuple(features), len(cohort), failures=tuple(failures), notes=tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An encoder, and tiles that it fits."""
+
+    features: str
+    """Name of its embeddings."""
+    place: str
+    """Where its weights are."""
+    tiling: str
+    layout: str
+    dim: int
+
+
+def _sources(study: Study, encoders: Sequence[str]) -> tuple[list[_Source], list[str]]:
+    """Return the encoders with every scale that they fit, and notes; raises what is wrong with one of them."""
     from selfvitmil.encoder import load_encoder
 
     settings = study.settings
-    sources = {
+    places = {
         features_name(name, settings.embed.layout): place
         for source in encoders
         for name, place in encoder_sources(study.root, source).items()
     }
     # Loaded here first: one clear error, and one download, instead of one per slide.
-    loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in sources.items()}
-    configs, dims = ({name: getattr(each, key) for name, each in loaded.items()} for key in ("config", "dim"))
-    pairs, notes = _scales_that_fit(configs, settings)
+    loaded = {name: load_encoder(source, layout=settings.embed.layout) for name, source in places.items()}
+    pairs, notes = _scales_that_fit({name: each.config for name, each in loaded.items()}, settings)
     notes += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
-    del loaded
-    failures: list[Failure] = []
-    features: list[EmbeddedFeatures] = []
-    with study.lock("embed"):
-        cohort = study.store_cohort()
-        for tiling, name in pairs:
-            stage = embed_stage(name, tiling)
-            jobs, missing = embed_jobs(study, tiling, name, sources[name], stage)
-            done, failed = map_slides(
-                engine, study.root, stage, embed_slide, jobs, unit="tiles", count=num_tiles, stream=embed_slides
-            )
-            record_failures(study.root, stage, [failure.slide for failure in missing], missing)
-            failures += [*missing, *failed]
-            folder = study.layout.features(tiling, name)
-            if done:
-                write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
-                _keep_encoder_slides(folder, Path(sources[name]))
-            features.append(EmbeddedFeatures(name, tiling, configs[name].layout, dims[name], done, folder))
-    study.forget_features()
-    return EmbedResult(tuple(features), len(cohort), failures=tuple(failures), notes=tuple(notes))
+    sources = [
+        _Source(name, places[name], tiling, loaded[name].config.layout, loaded[name].dim) for tiling, name in pairs
+    ]
+    return sources, notes
+
+
+def _embed_work(study: Study, source: _Source) -> tuple[SlideWork, list[Failure]]:
+    """Return the work on slides that have tiles, and a failure for each that has none."""
+    from selfvitmil.embed import embed_slide, embed_slides
+
+    stage = embed_stage(source.features, source.tiling)
+    jobs, missing = embed_jobs(study, source.tiling, source.features, source.place, stage)
+    options = {"unit": "tiles", "count": num_tiles, "stream": embed_slides}
+    return SlideWork(stage, embed_slide, jobs, options), missing
 
 
 def _keep_encoder_slides(folder: Path, encoder: Path) -> None:
@@ -221,6 +250,7 @@ class Embed(Stage):
     """Turn tiles into embeddings, with the encoder of the study or a given one."""
 
     name = "embed"
+    is_shared = True
     runs_encoder = True
     by_slide = True
     is_essential = True
@@ -230,6 +260,12 @@ class Embed(Stage):
         first = None if plan.request.trains_encoder else plan.loaded[next(iter(plan.sources))]
         if plan.request.trains_encoder or first is not None:
             _check_scales(plan, None if first is None else first.config)
+
+    def slide_work(self, study: Study, encoders: Sequence[str]) -> Iterable[SlideWork]:
+        return [_embed_work(study, source)[0] for source in _sources(study, encoders)[0]]
+
+    def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
+        return embed(study, encoders, engine)
 
     def pending(self, plan: RunPlan) -> Pending:
         """Of all encoders together: a slide is to do when one of them has no up-to-date embeddings of it."""

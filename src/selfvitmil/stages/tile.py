@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from selfvitmil.stages.base import (
     Estimate,
     Pending,
     Progress,
+    SlideWork,
     Snapshot,
     Stage,
     StageResult,
@@ -52,18 +53,26 @@ class TileResult(StageResult):
 
 def tile(study: Study, engine: Engine) -> TileResult:
     """Find tissue, cut tiles, fit stains; writes `tiles/<tiling>/` and `failures.csv`."""
-    from selfvitmil.tiles import SECTIONS, tile_slide, without_mask_folder
+    from selfvitmil.tiles import SECTIONS, without_mask_folder
 
     settings, folder = study.settings, study.layout.tiling(study.tiling)
     with study.lock("tile"):
         study.store_cohort()
-        jobs = tile_jobs(study)
-        done, failures = map_slides(engine, study.root, "tile", tile_slide, jobs, unit="tiles", count=num_tiles)
+        work = tile_work(study)
+        done, failures = map_slides(engine, study.root, work.stage, work.function, work.jobs, **work.options)
         if done:
             write_text(folder / "settings.toml", to_toml(without_mask_folder(settings), SECTIONS))
             rows = [list(map(cell, _tiles_row(slide, found).values())) for slide, found in done.items()]
             write_csv(tiling_summary(folder), [TILES_HEADER, *rows])
-    return TileResult(study.tiling, done, len(jobs), failures=tuple(failures), notes=study.cohort_notes)
+        study.forget_claims("tile")
+    return TileResult(study.tiling, done, len(work.jobs), failures=tuple(failures), notes=study.cohort_notes)
+
+
+def tile_work(study: Study) -> SlideWork:
+    """Return the work on single slides."""
+    from selfvitmil.tiles import tile_slide
+
+    return SlideWork("tile", tile_slide, tile_jobs(study), {"unit": "tiles", "count": num_tiles})
 
 
 def tile_jobs(study: Study) -> dict[str, TileJob]:
@@ -106,9 +115,16 @@ class Tile(Stage):
     """Cut the tissue of every slide into tiles."""
 
     name = "tile"
+    is_shared = True
     by_slide = True
     is_essential = True
     done_when_nothing_pending = True
+
+    def slide_work(self, study: Study, encoders: Sequence[str]) -> Iterable[SlideWork]:
+        return (tile_work(study),)
+
+    def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> TileResult:
+        return tile(study, engine)
 
     def pending(self, plan: RunPlan) -> Pending:
         from selfvitmil.tiles import tiles_freshness

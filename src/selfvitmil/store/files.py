@@ -15,8 +15,12 @@ import csv
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
+import secrets
+import socket
 import stat
 import zipfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -39,7 +43,7 @@ def atomic_path(path: Path) -> Generator[Path, None, None]:
 
     with atomic_path(folder / "a.h5") as temporary, h5py.File(temporary, "w") as file: ...
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -51,6 +55,22 @@ def atomic_path(path: Path) -> Generator[Path, None, None]:
     finally:
         with suppress(OSError):  # already renamed, or never created
             temporary.unlink()
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a hidden name beside `path` that nothing else uses, not even a process with our number on another
+    machine."""
+    head = path.name.encode()[:MAX_HEAD].decode(errors="ignore")
+    return path.with_name(f".{head}.{HOST}.{os.getpid()}.{_PROCESS}{next(_COUNT)}.part")
+
+
+HOST = re.sub(r"[^\w-]", "_", socket.gethostname().partition(".")[0])[:32]
+"""Name of this machine, for names of files."""
+MAX_HEAD = 160
+"""Bytes of a file's name that its temporary name repeats: file systems allow 255 in all."""
+_PROCESS = secrets.token_hex(3)
+"""Distinguishes processes with the same number on machines with the same name, as containers have."""
+_COUNT = itertools.count()
 
 
 def write_bytes(path: Path, content: bytes) -> None:

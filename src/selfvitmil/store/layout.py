@@ -1,28 +1,17 @@
-"""Where everything lies in a study's folder, and its lock. Every path of a study is spelled here and nowhere else.
+"""Where everything lies in a study's folder. Every path of a study is spelled here and nowhere else.
 
     layout = StudyLayout(study)
     layout.tile_table("0.5mpp_224px_0px", "slide_7")     # STUDY/tiles/0.5mpp_224px_0px/slide_7.h5
 
 Names in the methods: `tiling` is what `settings.tiling_name` returns; `encoder` is a folder below encoders/; `features`
 is an encoder's name, with the token layout appended where one was asked for; `model` names a folder of heatmaps.
-The methods only build paths: they neither create folders nor check that files exist. `study_lock` lets
-one process at a time write into a study.
+The methods only build paths: they neither create folders nor check that files exist.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import io
-import os
-import socket
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from selfvitmil.errors import LockError
-from selfvitmil.store.files import write_error
 
 SETTINGS_FILE = "settings.toml"
 """Resolved settings, written beside every artefact."""
@@ -64,6 +53,8 @@ class StudyLayout:
     """The table of slides that failed."""
     lock = _Below(".lock")
     """The file that a working process locks."""
+    shards = _Below(".shards")
+    """The folder of the shards of a run that work on the study, and of the slides that each has claimed."""
     run_record = _Below("run.json")
     """The log of the last `run`."""
     pseudonyms = _Below("pseudonyms.csv")
@@ -179,6 +170,11 @@ class StudyLayout:
         """Return the folders of heatmaps that exist, one per model, sorted."""
         return _folders(self.heatmaps_folder, "*")
 
+    sbatch_script = _Below("submit.sh")
+    """The script that `sbatch` writes."""
+    sbatch_logs = _Below("slurm")
+    """The folder of the output of its jobs."""
+
     report = _Below("report", "index.html")
     """The page that `report` writes (report/index.html)."""
 
@@ -246,68 +242,3 @@ def model_folder(aggregator: Path, split: str, seed: int) -> Path:
 
 def _folders(root: Path, pattern: str) -> list[Path]:
     return sorted(path for path in root.glob(pattern) if path.is_dir() and not path.name.startswith("."))
-
-
-# ---------------------------------------------------------------------------------------------------- lock
-
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""Error numbers of file systems without locks: Lustre without its option `flock`, some network drives."""
-
-
-@contextmanager
-def study_lock(study: Path, command: str) -> Generator[None, None, None]:
-    """Hold the study for this process; raise LockError with host and pid when another process holds it.
-
-    The operating system releases the lock when its holder dies, so on one machine a killed run blocks nobody. Between
-    machines, and on a file system without locks, only the line counts that the holder writes into the file and removes
-    at its end. A killed run leaves that line and looks like one that still works, so the study stays locked until the
-    user removes the file.
-    """
-    path = StudyLayout(study).lock
-    try:
-        study.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise write_error(path, error) from error
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        locked = _flock(file, study)
-        holder = _holder(file)
-        if holder and (not locked or f"host {socket.gethostname()}," not in holder):
-            raise LockError(
-                f"{study.name}: another process works on this study, or was killed while it did ({holder})",
-                "this file system cannot distinguish the two",
-                "When that process is gone, remove the file .lock in the study and run the same command again",
-                code="study-locked",
-            )
-        file.seek(0)
-        file.truncate()
-        file.write(f"host {socket.gethostname()}, pid {os.getpid()}, selfvitmil {command}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            file.seek(0)
-            file.truncate()
-
-
-def _flock(file: io.TextIOBase, study: Path) -> bool:
-    """Lock the file; return False where the file system has no locks, raise LockError when another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockError(
-            f"{study.name}: another process works on this study ({_holder(file)})",
-            "two at once could undo each other's work",
-            "Wait until it has finished, or stop it",
-            code="study-locked",
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise write_error(StudyLayout(study).lock, error) from error
-        return False
-    return True
-
-
-def _holder(file: io.TextIOBase) -> str:
-    file.seek(0)
-    return file.read().strip()

@@ -26,7 +26,7 @@ from typing import Any
 
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
-from selfvitmil.store.files import write_error
+from selfvitmil.store.files import temporary_beside, write_error
 from selfvitmil.view import tiles
 from selfvitmil.view.study import ViewedSlide, ViewedStudy, to_json
 
@@ -266,7 +266,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(
             f"{out.name}: exists already", "nothing in it may be lost", "Choose a new folder", code="out-exists"
         )
-    temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    temporary = temporary_beside(out.absolute())
     try:
         temporary.mkdir(parents=True)
         yield temporary
