@@ -40,7 +40,16 @@ from selfvitmil.encoder.network import (
 from selfvitmil.encoder.registry import KnownEncoder, by_content, by_folder, by_hub
 from selfvitmil.encoder.weight_names import CONCH_ANCHOR, from_conch, from_transformers, is_transformers
 from selfvitmil.errors import EncoderError
-from selfvitmil.store.files import UnsafeFile, load_torch, read_json, sha256, write_bytes, write_text
+from selfvitmil.store.files import (
+    DamagedFile,
+    ForeignObject,
+    UnsafeFile,
+    load_torch,
+    read_json,
+    sha256,
+    write_bytes,
+    write_text,
+)
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -161,9 +170,17 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
             "Copy the folder again, or train the encoder again",
             code="checksum-mismatch",
         )
-    fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
-    fields |= {key: content[key] for key in ("architecture", "model_args")}
-    described = make_config(**(fields | config))
+    try:
+        fields |= {key: content["pretrained_cfg"][key] for key in ("mean", "std")}
+        fields |= {key: content[key] for key in ("architecture", "model_args")}
+        described = make_config(**(fields | config))
+    except (KeyError, TypeError) as error:
+        raise EncoderError(
+            f"{folder.name}: config.json cannot be read",
+            f"a part is missing or of another kind ({error})",
+            "Copy the folder again",
+            code="unreadable-encoder-config",
+        ) from None
     state = _read_weights(weights)
     check_model_args(folder.name, described.model_args)
     build = partial(build_backbone, described.architecture, described.model_args)
@@ -473,20 +490,23 @@ def _read_weights(path: Path) -> dict[str, Any]:
             return safetensors.torch.load_file(path)
         with torch.serialization.safe_globals(_SHELLS):
             content = load_torch(path)
-    except UnsafeFile as error:
-        how = "Do not use this file; ask for the weights as safetensors"
+    except ForeignObject as error:
         raise EncoderError(
-            f"{path.name}: cannot be read as weights", str(error), how, code="unreadable-weights"
+            f"{path.name}: the file holds more than weights ({error.name})",
+            "loading it could run code of its author; nothing was run",
+            "Ask for the weights as safetensors, or as a plain state_dict",
+            code="unsafe-weights",
         ) from None
-    except Exception as error:  # bytes of any kind make the parsers fail in any way
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        if foreign:
+    except UnsafeFile as error:
+        if not isinstance(error, DamagedFile):
+            how = "Do not use this file; ask for the weights as safetensors"
             raise EncoderError(
-                f"{path.name}: the file holds more than weights ({foreign[1]})",
-                "loading it could run code of its author; nothing was run",
-                "Ask for the weights as safetensors, or as a plain state_dict",
-                code="unsafe-weights",
+                f"{path.name}: cannot be read as weights", str(error), how, code="unreadable-weights"
             ) from None
+        raise EncoderError(
+            f"{path.name}: cannot be read as weights", str(error), "Copy it again", code="unreadable-weights"
+        ) from error
+    except Exception as error:  # bytes of any kind make the parser of safetensors fail in any way
         raise EncoderError(
             f"{path.name}: cannot be read as weights",
             "it is damaged, cut short or of another kind",

@@ -324,6 +324,13 @@ def _death(name: str, died: WorkerDied) -> EngineError:
     if sign in ("SIGKILL", "SIGTERM"):
         why = f"twice, the second time with no other slide running ({sign}); possibly out of memory"
         return EngineError(what, why, memory, code="worker-killed")
+    if sign == "SIGALRM":
+        return EngineError(
+            what,
+            "reading one of its files did not end",
+            "Remove its files in tiles/ and bags/ and run the same command again",
+            code="worker-hung",
+        )
     if sign in _CRASHES:
         return EngineError(
             what,

@@ -23,6 +23,7 @@ from selfvitmil.errors import ConfigError, SlideError
 from selfvitmil.settings import SlideSettings, slide_mpp_problem
 from selfvitmil.slides.base import DAMAGED, Level, Slide, SlideInfo, find_mpp, levels_of, objective_power, without_path
 from selfvitmil.store.files import file_fingerprint, hash_of
+from selfvitmil.store.guard import UnsafeFile, check_first
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import SlideRow
@@ -107,6 +108,12 @@ def open_slide(
 
     from selfvitmil.slides import jpegtiff, openslide  # heavy, and not needed to list slides
 
+    try:
+        check_first("slide", path)
+    except UnsafeFile as error:
+        raise SlideError(
+            f"{path.name}: the slide cannot be opened", str(error), DAMAGED, code="crashing-slide"
+        ) from None
     probe = openslide.probe(path)
     reason = "OpenSlide was requested"
     layout = None

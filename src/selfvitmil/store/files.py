@@ -28,7 +28,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from selfvitmil.errors import ArtefactError
+from selfvitmil.errors import ArtefactError, SelfVitMilError
+from selfvitmil.store.guard import UnsafeFile, check_first, limited
 
 if TYPE_CHECKING:
     import h5py  # pyright: ignore[reportMissingTypeStubs]
@@ -184,8 +185,16 @@ SMALL_BYTES = 256 << 20
 """Data up to this size in memory may be compressed by any factor."""
 
 
-class UnsafeFile(ValueError):
-    """A file that refers to other files, or claims more data than it stores."""
+class DamagedFile(UnsafeFile):
+    """A file that cannot be parsed."""
+
+
+class ForeignObject(UnsafeFile):
+    """A file that would create objects of a program, which can run any code."""
+
+    def __init__(self, name: str):
+        super().__init__(f"it holds more than numbers ({name}), and loading that could run code; nothing was run")
+        self.name = name
 
 
 # ---------------------------------------------------------------------------------------------------- JSON
@@ -237,28 +246,35 @@ def file_problem(folder: Path, name: str) -> str:
 # ---------------------------------------------------------------------------------------------------- HDF5
 
 
-def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file for reading, as a context manager; raise UnsafeFile if part of its data is elsewhere.
+@contextmanager
+def open_hdf5(path: Path) -> Generator[h5py.File, None, None]:
+    """Yield an HDF5 file for reading; raise UnsafeFile if it is damaged or part of its data is elsewhere.
 
     Rejected anywhere in the file: external, soft and user-defined links, datasets with external storage, virtual
-    datasets, and shapes that the stored bytes cannot fill.
+    datasets, and shapes that the stored bytes cannot fill. Damaged structures make the library fail in any way,
+    wherever they are read, so all exceptions inside the block become UnsafeFile, but for those of the drive (OSError),
+    ValueError and KeyError, which every caller handles, and our own.
     """
     import h5py  # pyright: ignore[reportMissingTypeStubs]
 
-    file = h5py.File(path, "r")
+    check_first("hdf5", path)
     try:
-        _check_hdf5(file)
-    except BaseException:
-        file.close()
+        with limited(), h5py.File(path, "r") as file:
+            check_hdf5(file)
+            yield file
+    except (OSError, ValueError, KeyError, SelfVitMilError):
         raise
-    return file
+    except Exception as error:
+        raise UnsafeFile(f"its HDF5 structures are damaged ({type(error).__name__}: {error})") from error
 
 
-def _check_hdf5(file: h5py.File) -> None:
+def check_hdf5(file: h5py.File) -> list[Any]:
+    """Return all groups and datasets of a file; raise UnsafeFile if part of its data is elsewhere."""
     import h5py  # pyright: ignore[reportMissingTypeStubs]
 
-    seen: set[Any] = {file.id}
+    seen: set[Any] = set()
     groups: list[Any] = [file]
+    items: list[Any] = [file]
     while groups:
         group = groups.pop()
         for name in group:
@@ -274,10 +290,12 @@ def _check_hdf5(file: h5py.File) -> None:
             seen.add(item.id)
             if len(seen) > MAX_OBJECTS:
                 raise UnsafeFile(f"it contains more than {MAX_OBJECTS:,} objects")
+            items.append(item)
             if isinstance(item, h5py.Dataset):
                 _check_dataset(item, where)
             elif isinstance(item, h5py.Group):
                 groups.append(item)
+    return items
 
 
 def _link(group: Any, name: str, where: str) -> Any:
@@ -305,11 +323,31 @@ def check_expansion(what: str, claimed_bytes: int, stored_bytes: int) -> None:
 
 
 def load_torch(path: Path, **options: Any) -> Any:
-    """Call `torch.load` on the CPU with `weights_only=True`; raise UnsafeFile if tensors claim more data than is
-    stored.
+    """Call `torch.load` on the CPU with `weights_only=True`; OSError is the drive's, and all else is in our words.
 
-    Other exceptions of torch propagate: arbitrary bytes can make its parsers fail in any way.
+    torch advises to load with `weights_only=False` what it refuses, which would run the code of the file's author.
+
+    Raises
+    ------
+    ForeignObject
+        The file holds more than tensors, numbers and text.
+    DamagedFile
+        It cannot be parsed.
+    UnsafeFile
+        Tensors claim more data than is stored.
     """
+    try:
+        return _load_torch(path, **options)
+    except (OSError, UnsafeFile):
+        raise
+    except Exception as error:  # bytes of any kind make the parsers fail in any way
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        if foreign:
+            raise ForeignObject(foreign[1]) from error
+        raise DamagedFile("it is damaged, cut short, or no file that PyTorch has written") from error
+
+
+def _load_torch(path: Path, **options: Any) -> Any:
     import torch
 
     if zipfile.is_zipfile(path):
