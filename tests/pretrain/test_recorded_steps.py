@@ -85,6 +85,23 @@ def test_a_step_of_tensors_is_the_step_of_numbers(method: str):
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_the_checkpoint_of_a_recorded_run_goes_on_without_recording():
+    """Its optimizer has a learning rate on the device and is marked as recordable, which a CPU's must not be."""
+    settings = PretrainSettings.model_validate(TINY | METHODS["lejepa"])
+    step, later = step_of(settings), step_of(settings)
+    given = {"lr": 1e-3, "weight_decay": 0.04, "momentum": 0.9, "teacher_temp": 0.05}
+    step.learner.objective.begin_step(0)
+    numbers = {name: torch.tensor(value) for name, value in given.items()}
+    step.compute(tiles(8), torch.arange(8), torch.tensor(0), numbers)
+    state = step.state()
+    for group in state["optimizer"]["param_groups"]:
+        group["capturable"] = True
+    later.load(state)
+    later.step = 1
+    outcome, _ = later(Batch(1, tiles(8), torch.arange(8), torch.arange(8), None, 0), given)
+    assert torch.isfinite(outcome.loss)
+
+
 def test_weight_decay_of_a_recorded_step_follows_its_schedule():
     """Without gradients of its own, a decayed weight shrinks by 1 - lr * decay, and a bias stays."""
     step = step_of(PretrainSettings.model_validate(TINY | METHODS["lejepa"] | {"clip_grad": 0.0}))

@@ -93,15 +93,19 @@ class TrainingStep:
         self.warnings: list[str] = []
         self.recorded: RecordedStep | None = None
         if self._can_record():
-            for group in self.optimizer.param_groups:
-                group["capturable"] = True
             self.recorded = RecordedStep(self)
+        self._mark_recordable()
 
     def _can_record(self) -> bool:
         settings, worker = self.settings, self.worker
         alone = worker.device.type == "cuda" and worker.world_size == 1 and settings.accumulate == 1
         plain = isinstance(self.optimizer, torch.optim.AdamW) and not self.scaler.is_enabled()
         return alone and plain and settings.compile != "off"
+
+    def _mark_recordable(self) -> None:
+        """Let the optimizer keep its state where a recorded step can use it; a checkpoint says what it was once."""
+        for group in self.optimizer.param_groups:
+            group["capturable"] = self.recorded is not None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of learner, optimizer and loss scaler."""
@@ -113,6 +117,7 @@ class TrainingStep:
         self.learner.load_state_dict(state["learner"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self._mark_recordable()
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in (self.learner.student, self.learner.teacher) if branch is not None]
