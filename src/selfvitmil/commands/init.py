@@ -83,10 +83,14 @@ def _keys(model: type[BaseModel], values: dict[str, Any]) -> str:
 def _line(key: str, value: Any) -> str:
     if value is None:  # TOML has no word for it
         return f"# {key} is not set\n"
+    return f"#{key} = {_inline(value)}\n"
+
+
+def _inline(value: Any) -> str:
+    """Return a value on one line; JSON's strings, numbers, booleans and arrays of them are TOML's too."""
     if isinstance(value, dict):
-        inside = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
-        return f"#{key} = {{{inside}}}\n"
-    return f"#{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        return f"{{{', '.join(f'{name} = {_inline(each)}' for name, each in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _comment(text: str | None) -> str:
