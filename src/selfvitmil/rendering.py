@@ -591,8 +591,10 @@ def _run_outcome(result: RunOutcome) -> Rendered:
     if result.comparison is not None and result.comparison.rows:
         rows = result.comparison.rows
         lesions = result.lesions.comparison if result.lesions is not None else None
-        table = _outcome_table(rows, lesions)
-        lines += [_outcome_line(row) for row in rows if row["display_name"] == result.method]
+        of_classes = "outcome" not in rows[0]
+        table = _outcome_table(rows, lesions) if of_classes else _other_table(rows)
+        line = _outcome_line if of_classes else _other_line
+        lines += [line(row) for row in rows if row["display_name"] == result.method]
         if any(map(_is_transductive, rows)):
             lines.append("*: transductive, the encoder was trained, without labels, on slides of test patients")
     if result.page is not None:
@@ -618,6 +620,37 @@ def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
         for row in rows
     ]
     return (header, *body)
+
+
+def _other_heads(row: Row) -> list[str]:
+    """Return the metrics of a table of another outcome than classes, the primary one first."""
+    return [key.removesuffix(" value") for key in row if key.endswith(" value")]
+
+
+def _other_table(rows: Sequence[Row]) -> Table:
+    heads = _other_heads(rows[0])
+    level = formatting.percent(float(rows[0]["level"]))
+    header = ("method", "recipe", *(f"{head} [{level}]" for head in heads), f"{heads[0]} of seeds", "p")
+    body = [
+        (
+            row["display_name"],
+            row["recipe"],
+            *(f"{_number(row, f'{h} value')} [{_number(row, f'{h} low')}, {_number(row, f'{h} high')}]" for h in heads),
+            f"{_number(row, 'seed_mean')} ± {_number(row, 'seed_sd')}",
+            formatting.p_value(float(row["p_value"])) if row["p_value"] else "-",
+        )
+        for row in rows
+    ]
+    return (header, *body)
+
+
+def _other_line(row: Row) -> str:
+    head = _other_heads(row)[0]
+    limits = f"[{_number(row, f'{head} low')}, {_number(row, f'{head} high')}]"
+    return (
+        f"{head} of {row['display_name']}: {_number(row, f'{head} value')} {limits}, by the mean score of "
+        f"{row['num_seeds']} trainings; {row['on']}"
+    )
 
 
 def _hit_rate(method: str, lesions: LesionTable | None) -> str:

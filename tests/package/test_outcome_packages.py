@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,23 @@ def test_a_package_names_no_slide_and_stays_the_same_by_labels(study: Path, mode
         done(selfvitmil("predict", models["survival"], *slide, *labels, "--out", tmp_path / name, "--workers", 0))
         written.append((tmp_path / name / "predictions.csv").read_bytes())
     assert written[0] == written[1]
+
+
+def test_run_compares_methods_and_ends_with_their_table(study: Path, tmp_path: Path):
+    """All stages after embedding by one command; the table at the end and `status` tell the outcome's own metric."""
+    shutil.copytree(study, tmp_path / "study")
+    methods = ("--compare.methods", "mean", "--compare.methods", "dsmil")
+    asked = (*KINDS["continuous"], "--encoder", "tiny", *methods, "--workers", 0)
+    said = done(selfvitmil("run", tmp_path / "study", "--cohort", study.parent / "cohort" / "cohort.csv", *asked))
+    found = json.loads((tmp_path / "study" / "results" / "compare_value" / "metrics.json").read_text())
+    errors = {each["method"]: each["slide"]["ensemble"]["mae"]["value"] for each in found["methods"]}
+    assert f"MAE of dsmil: {errors['dsmil']:.3f}" in said.stdout
+    assert "annotations mark tumour" in said.stdout
+    status = done(selfvitmil("status", tmp_path / "study"))
+    best = min(errors, key=errors.__getitem__)
+    assert f"mae {errors[best]:.3f} {best}" in status.stdout
+    page = (tmp_path / "study" / "report" / "index.html").read_text()
+    assert "mean absolute error" in page
 
 
 def test_labels_of_classes_are_refused(study: Path, models: dict[str, Path]):

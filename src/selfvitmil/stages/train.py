@@ -600,9 +600,10 @@ def _best_auc(folder: Path) -> str:
         methods = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["methods"]
         outcome = methods[0].get("outcome")
         if outcome is not None:
-            name, sign = outcome["primary"], 1 if outcome["higher_is_better"] else -1
-            ranked = sorted((-sign * each["slide"]["ensemble"][name]["value"], each["method"]) for each in methods)
-            return f"{name} " + ", ".join(f"{abs(value):.3f} {method}" for value, method in ranked[:3])
+            name, highest_first = outcome["primary"], outcome["higher_is_better"]
+            known = [(each["slide"]["ensemble"][name]["value"], each["method"]) for each in methods]
+            ranked = sorted(known, key=lambda own: own[0], reverse=highest_first)
+            return f"{name} " + ", ".join(f"{value:.3f} {method}" for value, method in ranked[:3])
         scores = [(each["slide"]["ensemble"]["auc"]["value"], each["method"]) for each in methods]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
