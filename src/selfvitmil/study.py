@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from selfvitmil.cohort import Cohort, Split, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
 from selfvitmil.engine import Engine, announce
-from selfvitmil.errors import ConfigError
+from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.settings import (
     StudySettings,
     TileSettings,
@@ -563,7 +563,17 @@ _SPLIT_NAME = re.compile(r"given|fold\d+|repeat\d+")
 
 def slides_of(file: Path) -> frozenset[str]:
     """The slides that such a file lists; none where there is no file, as of encoders from elsewhere."""
-    return frozenset(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else frozenset()
+    if not file.is_file():
+        return frozenset()
+    try:
+        return frozenset(file.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtefactError(
+            f"{file.name} of {file.parent.name}: not a readable list of slides",
+            "it says which slides the encoder was trained on, and it is damaged",
+            "Copy it again; without one, remove the folder and embed (or train) again",
+            code="unreadable-slide-list",
+        ) from error
 
 
 def split_encoders(study: Path, name: str) -> dict[str, str]:

@@ -12,41 +12,13 @@ import random
 import shutil
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from faults import shim
+from faults import damage, shim
 from faults.children import Done, run_command, scratch
 from faults.miniature import NAMES, STAGES, Miniature, differences
-
-
-@dataclass
-class Tally:
-    """What was tried, and what failed."""
-
-    tried: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, what: str, repeat: str, problems: list[str]) -> None:
-        self.tried[what] += 1
-        for each in problems:
-            line = f"{what}: {each}   [repeat: {repeat}]"
-            self.problems.append(line)
-            print(line, flush=True)
-
-
-def after_rerun(mini: Miniature, k: int, work: Path) -> list[str]:
-    """Run stage number k again, undisturbed; return what is wrong then."""
-    done = run_command(STAGES[k].command(work))
-    if done.status != 0:
-        return [f"the rerun ends with status {done.status}: {tail(done)}"]
-    return [f"after the rerun: {line}" for line in differences(work, mini.expected[k])]
-
-
-def tail(done: Done) -> str:
-    return " / ".join(done.output.strip().splitlines()[-6:])[-700:]
-
+from faults.recovery import Tally, after_rerun, tail
 
 # ---------------------------------------------------------------------------------------------------- I/O faults
 
@@ -59,9 +31,18 @@ class IoFault:
     at: int
     kind: int
     lasting: bool
+    crash: bool = False
 
     def __str__(self) -> str:
-        return f"{NAMES[self.stage]}:{self.at}:{self.kind}:{int(self.lasting)}"
+        kind = "crash" if self.crash else self.kind
+        return f"{NAMES[self.stage]}:{self.at}:{kind}:{int(self.lasting)}"
+
+    @classmethod
+    def parse(cls, text: str) -> IoFault:
+        """Return the fault that `str` gave."""
+        stage, at, kind, lasting = text.split(":")
+        crash = kind == "crash"
+        return cls(NAMES.index(stage), int(at), 0 if crash else int(kind), lasting == "1", crash)
 
 
 def try_io_fault(mini: Miniature, fault: IoFault, name: str = "io") -> tuple[bool, list[str]]:
@@ -69,11 +50,13 @@ def try_io_fault(mini: Miniature, fault: IoFault, name: str = "io") -> tuple[boo
     work = mini.copy(fault.stage, name)
     report = mini.place / f"{name}.report"
     report.unlink(missing_ok=True)
-    layer = shim.Shim((work, mini.place / "made"), fault.at, fault.kind, fault.lasting, report=report)
+    layer = shim.Shim(
+        (work, mini.place / "made"), fault.at, fault.kind, fault.lasting, crash=fault.crash, report=report
+    )
     done = run_with(layer, STAGES[fault.stage].command(work))
     fired = bool(layer_report(report)[1])
     problems = []
-    if not done.is_clean:
+    if not done.is_clean and not (fault.crash and done.status == 137):
         problems.append(f"not an error of ours (status {done.status}): {tail(done)}")
     if fired:
         problems += after_rerun(mini, fault.stage, work)
@@ -132,6 +115,19 @@ def io_faults(mini: Miniature, tally: Tally, seed: int, until: float, stages: li
             at += 1
 
 
+def crashes(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int], per_stage: int = 30) -> None:
+    """Lose power at calls spread over each stage: what was not synced is dropped or torn."""
+    for k in stages:
+        calls = count_calls(mini, k)
+        step = max(1, calls // per_stage)
+        for at in range(1 + seed % step, calls + 1, step):
+            if time.monotonic() > until:
+                return
+            fault = IoFault(k, at, 0, lasting=False, crash=True)
+            fired, problems = try_io_fault(mini, fault, "crash")
+            tally.add(f"power {NAMES[k]}", f"--only {fault}", problems if fired else [*problems, "it did not fire"])
+
+
 # ---------------------------------------------------------------------------------------------------- kills
 
 
@@ -154,7 +150,16 @@ def kills(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[i
 
 # ---------------------------------------------------------------------------------------------------- all
 
-PARTS = {"io": io_faults, "kill": kills}
+PARTS = {
+    "io": io_faults,
+    "kill": kills,
+    "power": crashes,
+    "damage": damage.damages,
+    "together": damage.together,
+    "commands": damage.commands,
+}
+SHARES = {"io": 0.5, "kill": 0.15, "power": 0.15, "damage": 0.1, "together": 0.03, "commands": 0.07}
+"""Shares of the time that parts may take."""
 USUAL_MINUTES = 28.0
 
 
@@ -175,8 +180,7 @@ def main() -> int:
         mini = Miniature(place)
         print(f"the miniature study took {time.monotonic() - begin:.0f} s", flush=True)
         if given.only:
-            stage, at, kind, lasting = given.only.split(":")
-            fault = IoFault(NAMES.index(stage), int(at), int(kind), lasting == "1")
+            fault = IoFault.parse(given.only)
             fired, problems = try_io_fault(mini, fault)
             tally.add("io" if fired else "io, did not fire", f"--part io --only {fault}", problems)
         elif given.sample:
@@ -186,8 +190,13 @@ def main() -> int:
                 tally.add(f"io {name}", f"--only {fault}", problems if fired else ["the fault did not fire"])
         else:
             stages = [k for k, name in enumerate(NAMES) if not given.stage or name in given.stage]
-            for name in given.part or PARTS:
-                PARTS[name](mini, tally, given.seed, begin + 60 * given.minutes, stages)
+            parts = given.part or list(PARTS)
+            total = sum(SHARES[name] for name in parts)
+            for name in parts:
+                # What a part leaves is for those after it.
+                left = begin + 60 * given.minutes - time.monotonic()
+                PARTS[name](mini, tally, given.seed, time.monotonic() + left * SHARES[name] / total, stages)
+                total -= SHARES[name]
     finally:
         shutil.rmtree(place, ignore_errors=True)
     for what, number in tally.tried.items():

@@ -44,6 +44,12 @@ class Shim:
     """Whether all later calls that this kind of fault can hit fail as well."""
     count: int = 0
     fired: list[str] = field(default_factory=list)
+    crash: bool = False
+    """Instead of failing call number `at`, the machine loses power there: what was not synced is gone or torn."""
+    dirty: set[str] = field(default_factory=set)
+    """Files written to since they were last synced."""
+    renamed: list[tuple[str, bytes | None]] = field(default_factory=list)
+    """Names that were replaced in folders not synced since, with what they held before."""
     report: Path | None = None
     """Where to write what happened: the number of calls, and the first that failed."""
 
@@ -63,6 +69,8 @@ class Shim:
         """The kind of fault that this call meets, if any."""
         self.count += 1
         first = self.count == self.at
+        if first and self.crash:
+            self.lose_power(operation, path)
         if not first and not (self.lasting and self.fired):
             return None
         # EINTR for ever would be a hang by design: Python tries again.
@@ -80,6 +88,43 @@ class Shim:
             name = path if isinstance(path, str | bytes | os.PathLike) else None
             raise OSError(kind, os.strerror(kind), name)
 
+    def written(self, path: Any) -> None:
+        """Note that a file has content which is not on the disk yet."""
+        self.dirty.add(os.path.abspath(os.fsdecode(path)))
+
+    def synced(self, descriptor: int) -> None:
+        """Note that a file, or the names of a folder, are on the disk."""
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        self.dirty.discard(path)
+        self.renamed = [(name, old) for name, old in self.renamed if os.path.dirname(name) != path]
+
+    def replacing(self, source: Any, target: Any) -> None:
+        """Note that a name is about to stand for another file."""
+        old, new = (os.path.abspath(os.fsdecode(each)) for each in (source, target))
+        before = None
+        if os.path.isfile(new):
+            with _io_open(new, "rb") as file:
+                before = file.read()
+        self.renamed.append((new, before))
+        if old in self.dirty:
+            self.dirty.discard(old)
+            self.dirty.add(new)
+
+    def lose_power(self, operation: str, path: Any) -> None:
+        """Undo what was not synced, and end the process."""
+        self.fired.append(f"{operation} {path}")
+        for number, name in enumerate(sorted(self.dirty)):
+            if os.path.isfile(name):
+                os.truncate(name, (0, os.path.getsize(name) // 2)[number % 2])
+        for name, before in reversed(self.renamed):
+            if before is None:
+                _os_unlink(name)
+            else:
+                with _io_open(name, "wb") as file:
+                    file.write(before)
+        self.close()
+        _os_exit(137)
+
     def close(self) -> None:
         if self.report is not None:
             text = f"{self.count}\n{len(self.fired)}\n{self.fired[0] if self.fired else ''}\n"
@@ -88,7 +133,7 @@ class Shim:
             os.close(descriptor)
 
 
-_os_open = os.open
+_os_open, _os_unlink, _os_exit = os.open, os.unlink, os._exit
 _io_open = io.open
 
 
@@ -99,6 +144,7 @@ def install(shim: Shim) -> None:
     class File(io.FileIO):
         def write(self, content: Any, /) -> int:
             kind = shim.fails("write", self.name)
+            shim.written(self.name)
             if kind == SHORT:
                 view = memoryview(content).cast("B")
                 return super().write(view[: max(1, len(view) // 2)])
@@ -182,6 +228,8 @@ def install(shim: Shim) -> None:
 
         def close(self) -> None:
             path, self._torn = self._torn, ""
+            if path:
+                shim.written(path)
             super().close()
             kind = shim.fails("write", path) if path else None
             if kind is not None:  # HDF5 loops over short writes: what fails in the end is the disk
@@ -192,9 +240,25 @@ def install(shim: Shim) -> None:
     h5py.File = Hdf5
     io.open = builtins.open = open_file  # type: ignore[assignment]
     os.open = os_open
-    os.fsync = counted("fsync", os.fsync)
-    os.replace = counted("rename", os.replace)
-    os.rename = counted("rename", os.rename)
+
+    def fsync(descriptor: int, sync: Any = os.fsync) -> None:
+        if shim.concerns(descriptor):
+            shim.check("fsync", descriptor)
+            shim.synced(descriptor)
+        sync(descriptor)
+
+    def renaming(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(source: Any, target: Any, **options: Any) -> Any:
+            if shim.concerns(source):
+                shim.check("rename", source)
+                shim.replacing(source, target)
+            return function(source, target, **options)
+
+        return call
+
+    os.fsync = fsync
+    os.replace = renaming(os.replace)
+    os.rename = renaming(os.rename)
     os.mkdir = counted("mkdir", os.mkdir)
     os.unlink = os.remove = counted("unlink", os.unlink)
     os.pread = pread

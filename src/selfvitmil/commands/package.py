@@ -374,7 +374,7 @@ def _evaluation(
         rows, _ = read_predictions(folder / "predictions.csv")
         metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         methods, confidence = metrics["methods"], float(metrics["settings"]["confidence"])
-    except (ArtefactError, OSError, ValueError, KeyError):
+    except (ArtefactError, OSError, ValueError, KeyError, TypeError):
         return None, []
     method, split = about["method"], about["split"]
     scores = {

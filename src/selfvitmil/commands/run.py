@@ -662,7 +662,7 @@ def _format_of(path: Path) -> int | None:
         with open_hdf5(path) as file:
             version: Any = file.attrs.get("format_version")
             return None if version is None else int(version)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -225,12 +225,13 @@ def check_readers() -> Iterable[MachineCheck]:
 
 
 def _looked_at(layout: StudyLayout) -> set[str]:
-    """Return the slides that were checked, those that failed too."""
-    found = {failure.slide for failure in read_failures(layout.root) if failure.stage == "check"}
-    if layout.check_table.exists():
+    """Return the slides that were checked, those that failed too; a damaged check.csv counts as none."""
+    failed = {failure.slide for failure in read_failures(layout.root) if failure.stage == "check"}
+    try:
         with layout.check_table.open(newline="", encoding="utf-8") as file:
-            found |= {row["slide"] for row in csv.DictReader(file)}
-    return found
+            return failed | {row["slide"] for row in csv.DictReader(file)}
+    except (OSError, ValueError, KeyError, csv.Error):
+        return failed
 
 
 class Check(Stage):
@@ -266,5 +267,5 @@ class Check(Stage):
     def status(self, snapshot: Snapshot) -> Iterable[Progress]:
         table = snapshot.layout.check_table
         if table.exists():
-            done = max(0, len(table.read_text(encoding="utf-8").splitlines()) - 1)
+            done = max(0, len(table.read_text(encoding="utf-8", errors="replace").splitlines()) - 1)
             yield snapshot.progress(self.name, table, [table], snapshot.num_slides, done=done)

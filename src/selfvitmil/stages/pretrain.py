@@ -21,7 +21,7 @@ from selfvitmil.cohort import Cohort, SlideRow, Split, hold_out
 from selfvitmil.cohort.splits import patients_by_class, split_table
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import announce, show_progress
-from selfvitmil.errors import CohortError, ConfigError
+from selfvitmil.errors import CohortError, ConfigError, EncoderError
 from selfvitmil.settings import PretrainSettings, StudySettings, pretrain_defaults, read_toml, to_toml
 from selfvitmil.stages.base import (
     Basis,
@@ -37,7 +37,7 @@ from selfvitmil.stages.base import (
     passed,
     unknown,
 )
-from selfvitmil.store.files import write_text
+from selfvitmil.store.files import read_json, write_text
 from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
 from selfvitmil.store.provenance import Freshness
 from selfvitmil.study import Study, encoder_name, slides_of, split_encoders
@@ -421,8 +421,7 @@ class Pretrain(Stage):
         if not (folder / "config.json").exists():
             return self._pending_unfinished(plan, folder, run)
         check_encoder(folder, plan.seen.get(name, ()), plan.settings)
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        stored = content.get("selfvitmil", {}).get("provenance", {})
+        stored = _stored_provenance(folder)
         if not _training_tiles_change(plan, run) and _freshness(plan, run, stored).is_up_to_date:
             return Pending(words=f"up to date (encoders/{name})")
         kept = (
@@ -481,6 +480,19 @@ class Pretrain(Stage):
                 words = [f"not finished, step {int(last.get('step', -1)) + 1}", *info, kept]
             files = [folder / name for name in ("metrics.jsonl", "config.json", "state.pt")]
             yield snapshot.progress(self.name, folder, files, 1, done=int(finished), words=", ".join(words))
+
+
+def _stored_provenance(folder: Path) -> dict[str, Any]:
+    """Return what a finished encoder was built from; EncoderError where its config is damaged."""
+    try:
+        return read_json(folder / "config.json").get("selfvitmil", {}).get("provenance", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise EncoderError(
+            f"{folder.name}: config.json cannot be read",
+            str(error),
+            "Copy the folder again, or remove it to train the encoder again",
+            code="unreadable-encoder-config",
+        ) from None
 
 
 def _freshness(plan: RunPlan, run: EncoderRun, stored: Mapping[str, Any]) -> Freshness:
@@ -585,7 +597,7 @@ def last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of an encoder's metrics.jsonl; empty where there is none. Loads no torch."""
     last: dict[str, Any] = {}
     metrics = folder / "metrics.jsonl"
-    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
+    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
         try:
             last = json.loads(text)
         except json.JSONDecodeError:  # the line that is being written
