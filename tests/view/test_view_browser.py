@@ -5,6 +5,7 @@ Needs Chromium (Debian: `apt-get install chromium`) and Playwright; without eith
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -24,10 +25,11 @@ from PIL import Image, ImageDraw
 
 pytest.importorskip("playwright.sync_api", reason="no Playwright: the viewer cannot be tried in a browser")
 
-from helpers.browser import CHROMIUM, MadeStudy, browsing, make_study, serving
+from helpers.browser import CHROMIUM, MadeStudy, accessibility_problems, browsing, make_study, serving
 from selfvitmil.cohort import SlideRow
 from selfvitmil.localize.detection import rank_tiles
 from selfvitmil.localize.heatmap import Heatmap, read_heatmap, write_heatmap
+from selfvitmil.slides import open_slide
 from selfvitmil.view.export import write_folder
 
 pytestmark = [
@@ -174,7 +176,7 @@ def bare(page: Any, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """[y, x] of the first viewer: what no button, scale bar or small picture covers."""
     free = np.ones(shape[:2], bool)
     pane = page.locator("#pane-first").bounding_box()
-    for part in page.locator("#pane-first").locator(".zoom, .scale, .navigator").all():
+    for part in page.locator("#pane-first").locator(".zoom, .scale, .magnification, .navigator").all():
         box = part.bounding_box()
         left, top = int(box["x"] - pane["x"]) - 12, int(box["y"] - pane["y"]) - 12
         free[max(top, 0) : top + int(box["height"]) + 24, max(left, 0) : left + int(box["width"]) + 24] = False
@@ -400,6 +402,93 @@ def test_scale_bar_is_as_long_as_it_says(desk: SimpleNamespace, address: str, st
 
 
 # ---------------------------------------------------------------------------------------------------- views
+
+
+def um_per_px(page: Any, study: MadeStudy) -> float:
+    width = page.locator("#pane-first").bounding_box()["width"]
+    return float(hash_of(page)["w"]) * study.synthetic["node_01"].mpp / width
+
+
+def test_magnification_is_that_of_the_screen(desk: SimpleNamespace, address: str, study: MadeStudy):
+    page = desk.page
+    open_page(page, address)
+    for _ in range(2):
+        wait(page, lambda: "w" in hash_of(page))
+        before = page.url
+        words = page.locator("#pane-first .magnification").inner_text()
+        times, microns = (float(re.sub(r"[^\d.]", "", part)) for part in words.split("·"))
+        assert microns == pytest.approx(um_per_px(page, study), rel=0.06)
+        assert times == pytest.approx(10 / um_per_px(page, study), rel=0.06)  # 10x is 1 micron per pixel
+        page.get_by_role("button", name="Zoom in").first.click()
+        wait(page, lambda before=before: page.url != before)
+
+
+def test_ruler_by_mouse_and_by_keys(desk: SimpleNamespace, address: str, study: MadeStudy):
+    page = desk.page
+    open_page(page, address)
+    wait(page, lambda: "w" in hash_of(page))
+    picture(page)
+    pane, ruler = page.locator("#pane-first").bounding_box(), page.locator("#pane-first .measured")
+    page.keyboard.press("r")
+    x, y = pane["x"] + pane["width"] / 2, pane["y"] + pane["height"] / 2
+    page.mouse.click(x - 60, y - 80)
+    page.mouse.move(x, y)
+    page.wait_for_timeout(400)  # two clicks in a hurry zoom in
+    page.mouse.click(x, y)
+    expected = 100 * um_per_px(page, study)
+    assert float(ruler.get_attribute("data-um")) == pytest.approx(expected, rel=0.03)
+    assert float(re.sub(r"[^\d.]", "", ruler.inner_text())) == pytest.approx(expected, rel=0.03)
+    page.keyboard.press("r")
+    assert ruler.is_hidden()
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    picture(page)
+    before = {key: float(value) for key, value in hash_of(page).items() if key in "xyw"}
+    page.keyboard.press("r")
+    page.keyboard.press("ArrowRight")
+    picture(page)
+    wait(page, lambda: float(hash_of(page)["x"]) != before["x"])
+    page.keyboard.press("r")
+    moved = (float(hash_of(page)["x"]) - before["x"]) * study.synthetic["node_01"].mpp
+    assert float(ruler.get_attribute("data-um")) == pytest.approx(moved, rel=0.05)
+
+
+def test_gallery_shows_the_strongest_tiles(desk: SimpleNamespace, request: Any, study: MadeStudy, address: str):
+    page = desk.page
+    open_page(page, address)
+    choose_model(page)
+    buttons = page.locator("#gallery button")
+    assert buttons.count() == 8
+    page.wait_for_selector("#gallery canvas[data-drawn=true]")
+    wait(page, lambda: page.locator("#gallery canvas[data-drawn=true]").count() == 8)
+    heatmap = map_of(study)
+    order = rank_tiles(heatmap)[:8]
+    assert buttons.all_inner_texts() == [f"{heatmap.score[row]:.2f}" for row in order]
+    truth = open_slide(study.rows[0].path)
+    for place in (0, 5):
+        shot = page.locator("#gallery canvas").nth(place).evaluate("each => each.toDataURL('image/png')")
+        shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(shot.split(",")[1]))).convert("RGB")).astype(float)
+        x, y = (int(corner) for corner in heatmap.coords_l0[order[place]])
+        edge, px = heatmap.frame.extent_l0, len(shown)
+        real = truth.read_region(x, y, (px, px), edge * truth.mpp / px).astype(float)
+        assert np.abs(shown - real).mean() < 14  # JPEG and resampling
+        other = truth.read_region(x + 4 * edge, y, (px, px), edge * truth.mpp / px).astype(float)
+        assert np.abs(shown - real).mean() < 0.7 * np.abs(shown - other).mean()
+    buttons.nth(2).click()
+    wait(page, lambda: hash_of(page).get("tile") == str(order[2]))
+    assert page.locator("#gallery button[aria-current]").count() == 1
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_serious_barrier(browser: Any, address: str, theme: str):
+    page = browser.new_context(viewport={"width": 1200, "height": 720}, color_scheme=theme).new_page()
+    page.set_default_timeout(WAIT_MS)
+    open_page(page, address)
+    choose_model(page)
+    assert accessibility_problems(page) == []
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    assert accessibility_problems(page) == []
 
 
 @pytest.mark.parametrize("kind", ["served", "folder"])

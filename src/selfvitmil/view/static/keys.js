@@ -18,6 +18,7 @@ export const KEYS = [
   ["m", "next model"],
   ["s", "side by side"],
   ["/", "search slides"],
+  ["r", "measure: start at the middle, again to end, again to remove"],
   ["y", "copy a link to this view"],
   ["d", "dark or light"],
   ["?", "this help"],

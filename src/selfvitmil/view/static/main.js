@@ -12,6 +12,7 @@ import { SCORE_NAMES, Heatmap, formatValue } from "./heatmap.js";
 import { listenToKeys } from "./keys.js";
 import { findSlides, isWrong, SlideList, sortSlides } from "./list.js";
 import { Pane } from "./pane.js";
+import { Gallery } from "./gallery.js";
 import { Panel } from "./panel.js";
 import { fromHash, PLAIN, SORT_NAMES, START, toHash } from "./state.js";
 
@@ -52,6 +53,7 @@ class Viewer {
       goLesion: (index) => this.#goLesion(index),
     });
     this.list = new SlideList((id) => this.choose(id));
+    this.gallery = new Gallery((place) => this.goTile(place));
   }
 
   async start() {
@@ -162,6 +164,8 @@ class Viewer {
     this.panes.forEach((pane) => pane.clear());
     this.panel.showPrediction(row, this.model);
     this.panel.sync(this.state, null, []);
+    this.#showGallery();
+    byId("measure").setAttribute("aria-pressed", "false");
     this.panel.explain("");
     this.#message("");
     if (!row) return;
@@ -299,8 +303,28 @@ class Viewer {
     this.panel.sync(state, this.heatmap, this.slide?.maps ?? []);
     this.panel.showPrediction(this.row, this.model);
     if (this.heatmap) this.#showTile(this.heatmap);
+    this.#showGallery();
     byId("toggle-compare").setAttribute("aria-pressed", String(state.beside !== null));
     this.#writeAddress();
+  }
+
+  #showGallery() {
+    const slide = this.slide;
+    const { score, model, tile } = this.state;
+    const url = (/** @type {number} */ level, /** @type {number} */ column, /** @type {number} */ row) =>
+      this.data.tileUrl(slide?.id ?? "", level, column, row);
+    this.gallery.show(slide, this.heatmap, score, url, model ?? "", tile ?? -1);
+  }
+
+  /** Begin, end or remove the ruler of the viewer that was used last. */
+  measure() {
+    if (!this.slide) return;
+    this.leader.measure();
+    byId("measure").setAttribute("aria-pressed", String(this.leader.ruler !== null));
+    const { ruler, measured } = this.leader;
+    if (!ruler) this.live("The ruler is removed");
+    else if (ruler.follows === "middle") this.say("Ruler: click where it begins and ends, or move the slide and press r again.");
+    else this.live(`Distance: ${measured.textContent}`);
   }
 
   /** @param {Heatmap} heatmap */
@@ -436,6 +460,7 @@ class Viewer {
     });
     byId("sort").addEventListener("change", () => this.change({ sort: byId("sort").value }));
     byId("toggle-compare").addEventListener("click", () => this.toggleBeside());
+    byId("measure").addEventListener("click", () => this.measure());
     byId("copy-link").addEventListener("click", () => void this.copyLink());
     byId("toggle-theme").addEventListener("click", () => switchTheme());
     byId("open-help").addEventListener("click", () => byId("help").showModal());
@@ -478,6 +503,7 @@ class Viewer {
         a: () => flip("annotation"),
         m: () => models().length && this.change({ model: after(models(), this.state.model ?? "") }),
         s: () => this.toggleBeside(),
+        r: () => this.measure(),
         "/": () => this.#goSearch(),
         y: () => void this.copyLink(),
         d: () => switchTheme(),

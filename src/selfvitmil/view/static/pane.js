@@ -21,6 +21,13 @@ import { copyGrid, paintGrid, SCORE_HELP, SCORE_NAMES, formatValue } from "./hea
  * @property {(pane: Pane, url: string) => void} failed a picture did not come
  */
 
+/**
+ * @typedef {object} Ruler A distance in level-0 pixels.
+ * @property {[number, number]} from
+ * @property {[number, number]} to
+ * @property {"middle"|"pointer"|"nothing"} follows what its end follows
+ */
+
 const LESION = "#00f0ff";
 const ANNOTATION = "#8dff3a";
 const DARK = "rgba(0, 0, 0, 0.75)";
@@ -46,6 +53,8 @@ export class Pane {
     this.annotation = null;
     this.shown = { lesions: true, annotation: true };
     this.tile = -1;
+    /** @type {Ruler|null} */
+    this.ruler = null;
     this.#build();
     this.#listen();
   }
@@ -56,8 +65,10 @@ export class Pane {
     this.head = make("div.head");
     this.tip = make("div.tip", { "aria-hidden": "true", hidden: "" });
     this.scale = make("div.scale", { role: "img" }, make("span.ruler"), make("span.length"));
+    this.magnification = make("output.magnification", { "aria-label": "Magnification" });
+    this.measured = make("output.measured", { hidden: "" });
     this.trouble = make("div.trouble", { role: "alert", hidden: "" });
-    this.element.replaceChildren(stage, this.head, this.scale, this.#zoomButtons(), this.tip, this.trouble);
+    this.element.replaceChildren(stage, this.head, this.scale, this.magnification, this.measured, this.#zoomButtons(), this.tip, this.trouble);
     const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
     silenceStyle();
     this.osd = /** @type {any} */ (window).OpenSeadragon({
@@ -114,6 +125,9 @@ export class Pane {
       if (this.slide) this.events.failed(this, event.tile?.getUrl?.() ?? "");
     });
     this.osd.addHandler("canvas-click", (/** @type {any} */ event) => {
+      if (event.quick && this.ruler && this.ruler.follows !== "nothing") {
+        return this.#clickRuler(this.#placeAt(event.position.x, event.position.y));
+      }
       if (!event.quick || !this.heatmap || !this.look) return;
       const tile = this.heatmap.tileAt(...this.#placeAt(event.position.x, event.position.y));
       if (tile >= 0) this.events.picked(this, tile);
@@ -182,6 +196,7 @@ export class Pane {
     this.lesions = null;
     this.annotation = null;
     this.tile = -1;
+    this.ruler = null;
     this.element.dataset.tiles = "none";
     this.say("");
     this.#hideTip();
@@ -278,6 +293,8 @@ export class Pane {
     context.clearRect(0, 0, canvas.width, canvas.height);
     const frame = this.#frame();
     this.scale.hidden = !frame || !this.slide?.mpp;
+    this.magnification.hidden = this.scale.hidden;
+    this.measured.hidden = !frame || !this.ruler;
     if (!frame) return;
     const scale = frame.scale * ratio;
     context.setTransform(scale, 0, 0, scale, frame.x * ratio, frame.y * ratio);
@@ -285,6 +302,7 @@ export class Pane {
     if (this.heatmap && this.tile >= 0) this.#drawMark(context, scale / ratio);
     if (this.annotation && this.shown.annotation) stroke(context, this.annotation, ANNOTATION, scale / ratio, [7, 5]);
     if (this.lesions && this.shown.lesions) stroke(context, this.lesions, LESION, scale / ratio, []);
+    if (this.ruler) this.#drawRuler(context, frame, scale / ratio);
     this.#drawScale(frame.scale);
     this.events.moved(this);
   }
@@ -328,6 +346,66 @@ export class Pane {
       this.scale.setAttribute("aria-label", `Scale bar: ${words}`);
     }
     this.scale.dataset.um = String(length_um);
+    // 10x is 1 micron per pixel, as scanners count
+    const shown = mpp / scale;
+    const times = 10 / shown;
+    this.magnification.textContent = `${Number(times.toPrecision(times < 1 ? 1 : 2))}× · ${Number(shown.toPrecision(2))} µm/px`;
+  }
+
+  // ------------------------------------------------------------------------------------------ the ruler
+
+  /** Begin at the middle of what is seen; the second time the ruler ends, the third time it goes. */
+  measure() {
+    const view = this.view();
+    if (!view) return;
+    if (!this.ruler) {
+      const middle = this.#middle();
+      this.ruler = { from: middle, to: middle, follows: "middle" };
+    } else if (this.ruler.follows !== "nothing") {
+      this.ruler.follows = "nothing";
+    } else {
+      this.ruler = null;
+    }
+    this.draw();
+  }
+
+  /** The first click is where the ruler begins, the second where it ends. @param {[number, number]} place */
+  #clickRuler(place) {
+    const ruler = /** @type {Ruler} */ (this.ruler);
+    if (ruler.follows === "middle") this.ruler = { from: place, to: place, follows: "pointer" };
+    else this.ruler = { ...ruler, to: place, follows: "nothing" };
+    this.draw();
+  }
+
+  /** @returns {[number, number]} level-0 */
+  #middle() {
+    const box = this.osd.canvas.getBoundingClientRect();
+    return this.#placeAt(box.width / 2, box.height / 2);
+  }
+
+  /** @param {CanvasRenderingContext2D} context @param {any} frame @param {number} scale */
+  #drawRuler(context, frame, scale) {
+    const ruler = /** @type {Ruler} */ (this.ruler);
+    if (ruler.follows === "middle") ruler.to = this.#middle();
+    const path = new Path2D();
+    path.moveTo(...ruler.from);
+    path.lineTo(...ruler.to);
+    for (const [x, y] of [ruler.from, ruler.to]) {
+      path.moveTo(x - 6 / scale, y);
+      path.lineTo(x + 6 / scale, y);
+      path.moveTo(x, y - 6 / scale);
+      path.lineTo(x, y + 6 / scale);
+    }
+    stroke(context, path, "#ffe14d", scale, []);
+    const pixels = Math.hypot(ruler.to[0] - ruler.from[0], ruler.to[1] - ruler.from[1]);
+    const mpp = this.slide?.mpp;
+    const um = pixels * (mpp ?? 0);
+    const words = !mpp ? `${Math.round(pixels)} px` : um >= 1000 ? `${(um / 1000).toFixed(2)} mm` : `${Math.round(um)} µm`;
+    this.measured.textContent = words;
+    this.measured.dataset.um = String(um);
+    const [x, y] = [frame.x + ruler.to[0] * frame.scale, frame.y + ruler.to[1] * frame.scale];
+    this.measured.style.left = `${Math.max(4, Math.min(x + 10, frame.size.x - 90))}px`;
+    this.measured.style.top = `${Math.max(4, Math.min(y + 10, frame.size.y - 30))}px`;
   }
 
   // ------------------------------------------------------------------------------------------ the tile under the pointer
@@ -340,6 +418,12 @@ export class Pane {
 
   /** @param {PointerEvent} event */
   #hover(event) {
+    if (this.ruler?.follows === "pointer") {
+      const area = this.osd.canvas.getBoundingClientRect();
+      this.ruler.to = this.#placeAt(event.clientX - area.left, event.clientY - area.top);
+      this.draw();
+      return this.#hideTip();
+    }
     if (!this.heatmap || !this.look || event.pointerType === "touch") return this.#hideTip();
     const box = this.osd.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];

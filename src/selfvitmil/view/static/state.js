@@ -33,7 +33,7 @@ export const PLAIN = "plain";
 
 /** @type {Record<string, string>} */
 export const SORT_NAMES = {
-  score: "Score",
+  score: "Probability",
   name: "Name",
   label: "Label",
   decision: "Decision",
