@@ -15,7 +15,8 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from selfvitmil.cli.parser import app
+from selfvitmil.cli.lists import split_lists
+from selfvitmil.cli.parser import app, output_flags
 from selfvitmil.settings import StudySettings
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,7 @@ def command_of(line: str) -> list[str] | None:
 
 
 def parse(arguments: list[str]) -> None:
+    arguments, _ = output_flags(split_lists(arguments))
     app.parse_args(arguments, exit_on_error=False, print_error=False)
 
 

@@ -560,6 +560,10 @@ def predict(
         Path | None, Parameter(help="Another package to compare with on the same slides (paired DeLong test).")
     ] = None,
     maps: Annotated[bool, Parameter(help="Write heatmaps, pictures and files for QuPath.")] = True,
+    watch: Annotated[
+        float | None,
+        Parameter(help="Look into the folders every so many seconds and predict new slides, until interrupted."),
+    ] = None,
     json: Annotated[
         bool, Parameter(help="Print the predictions of this call as JSON instead of a table.", negative="")
     ] = False,
@@ -582,6 +586,16 @@ def predict(
 
     flags = typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = predict_command.predict_settings(packaged, flags)
+    if watch is not None:
+        from selfvitmil.commands.watch import watch as watch_folders
+
+        if json or labels is not None or other is not None:
+            why = "a watcher only predicts"
+            raise ConfigError(
+                "--watch with --json, --labels or --against", why, "Leave these out", code="conflicting-flags"
+            )
+        with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
+            return end(watch_folders(packaged, slides, out, settings, workers, watch, maps=maps))
     with Engine(workers_for(settings.engine, settings.embed.device)) as workers:
         results: list[Any] = [predict_command.predict(packaged, slides, out, settings, workers, maps=maps)]
         if other is not None:
@@ -680,7 +694,7 @@ OWN_JSON = ("status", "doctor", "predict")
 def call(arguments: Sequence[str]) -> int:
     """Run the command that the arguments ask for; return the exit status."""
     try:
-        given, how = _output_flags(asked_for(split_lists(arguments)))
+        given, how = output_flags(asked_for(split_lists(arguments)))
         with printing(**how):
             status, error = _run(given)
             if how["as_json"]:
@@ -716,7 +730,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, dict[str, str] | None]:
 INTERRUPTED = "interrupted; finished work is kept, and the same command resumes"
 
 
-def _output_flags(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def output_flags(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments without the flags that every command has, and what these say."""
     how: dict[str, Any] = {"quiet": False, "as_json": False, "log_file": None}
     rest: list[str] = []

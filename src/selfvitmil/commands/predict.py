@@ -99,7 +99,7 @@ def predict(
         predicted = call.predict(predictor, rows)
         if maps:
             predicted = call.localize(rows, predicted)
-        _list_slides(out, rows)
+        list_slides(out, rows)
         for stage in ("open", *map(call.stage, STEPS)):
             record_failures(out, stage, tried, [each for each in failures if each.stage == stage])
         # Read again: somebody may have written remarks into the table meanwhile.
@@ -108,7 +108,7 @@ def predict(
     return PredictResult(tuple(predicted), len(tried), package, out, own, failures=tuple(failures))
 
 
-def _list_slides(out: Path, rows: Sequence[SlideRow]) -> None:
+def list_slides(out: Path, rows: Sequence[SlideRow]) -> None:
     """Add slides to those that the folder has predictions for, so that `view` finds their files."""
     table = StudyLayout(out).work.cohort
     listed = {row.slide: row for row in (read_cohort(table).rows if table.exists() else ())}

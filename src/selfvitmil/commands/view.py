@@ -15,6 +15,8 @@ from selfvitmil.stages.base import StageResult
 from selfvitmil.study import Study
 
 if TYPE_CHECKING:
+    from selfvitmil.cohort import Cohort
+    from selfvitmil.pseudonyms import Names
     from selfvitmil.view.study import ViewedStudy
 
 
@@ -80,6 +82,10 @@ def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
             "Name a study, or the --out folder of `predict`; `selfvitmil demo` creates a study",
             code="no-study",
         )
-    cohort = read_cohort(table)
-    names = names_of(study.root, cohort, pseudonyms=pseudonyms)
-    return ViewedStudy(study.root, cohort, study.settings, names)
+
+    def read(table: Path = table) -> tuple[Cohort, Names]:
+        cohort = read_cohort(table)
+        return cohort, names_of(study.root, cohort, pseudonyms=pseudonyms)
+
+    cohort, names = read()
+    return ViewedStudy(study.root, cohort, study.settings, names, follow=(table, read))

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import Cohort, SlideRow
-from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, prediction_from_json, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
@@ -90,6 +90,12 @@ class HeatmapIndex:
         self._found = Found()
         self._refused: dict[Path, tuple[FileState, str]] = {}
         self._looked = -REFRESH_S
+
+    def watch(self, slides: Collection[str]) -> None:
+        """Look for heatmaps of these slides from now on."""
+        with self._lock:
+            self._slides = frozenset(slides)
+            self._looked = -REFRESH_S
 
     def found(self) -> Found:
         """Return what exists now, or did a moment ago."""
@@ -167,6 +173,14 @@ class HeatmapIndex:
         )
 
 
+def _table_state(path: Path) -> FileState | None:
+    """Return by what a change of a file is seen; None where it does not exist."""
+    try:
+        return state_of(path.stat())
+    except OSError:
+        return None
+
+
 def opaque_id(letter: str, name: str) -> str:
     """Return an id that is the same in every run, and fit for a web address whatever the name."""
     return letter + hashlib.sha256(name.encode()).hexdigest()[:12]
@@ -205,22 +219,52 @@ class ViewedSlide:
 class ViewedStudy:
     """One study while it is viewed. Methods may be called from several threads."""
 
-    def __init__(self, folder: Path, cohort: Cohort, settings: StudySettings, names: Names | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        cohort: Cohort,
+        settings: StudySettings,
+        names: Names | None = None,
+        follow: tuple[Path, Callable[[], tuple[Cohort, Names]]] | None = None,
+    ):
+        """`follow` is the table of the cohort and how to read it: slides that are added appear with the next list."""
         self.folder = folder.resolve()
-        self.cohort = cohort
         self.settings = settings
-        self.names = names or names_of(folder, cohort, pseudonyms=False)
-        self.slides: dict[str, ViewedSlide] = {}
+        self.index = HeatmapIndex(folder, ())
+        self._follow, self._lock = follow, threading.Lock()
+        self._state = _table_state(follow[0]) if follow else None
+        self._take(cohort, names or names_of(folder, cohort, pseudonyms=False))
+
+    def _take(self, cohort: Cohort, names: Names) -> None:
+        self.cohort, self.names = cohort, names
+        slides: dict[str, ViewedSlide] = {}
         # Accession numbers follow dates, and so does the cohort's order: pseudonyms must hide it too.
         rows = sorted(cohort.rows, key=lambda row: self.names.slide(row.slide)) if self.names.hidden else cohort.rows
         for row in rows:
-            ref = SlideRef.of(row, settings.slide)
+            ref = SlideRef.of(row, self.settings.slide)
             name = self.names.slide(row.slide)
             slide = ViewedSlide(opaque_id("s", name), name, row, ref)
-            self.slides[slide.id] = slide
-        assert len(self.slides) == len(cohort.rows)
-        self._ids = {slide.row.slide: slide.id for slide in self.slides.values()}
-        self.index = HeatmapIndex(folder, self._ids)
+            slides[slide.id] = slide
+        assert len(slides) == len(cohort.rows)
+        self.slides = slides
+        self._ids = {slide.row.slide: slide.id for slide in slides.values()}
+        self.index.watch(self._ids)
+
+    def _refresh(self) -> None:
+        """Take up a table of the cohort that was changed; one that cannot be read changes nothing."""
+        if self._follow is None:
+            return
+        table, read = self._follow
+        with self._lock:
+            state = _table_state(table)
+            if state is None or state == self._state:
+                return
+            try:
+                cohort, names = read()
+            except (SelfVitMilError, OSError):
+                return
+            self._state = state
+            self._take(cohort, names)
 
     def id_of(self, slide: str) -> str:
         """Return the id of a slide by its name in the cohort; raises CohortError, naming the nearest."""
@@ -238,6 +282,7 @@ class ViewedStudy:
 
     def study_data(self) -> dict[str, Any]:
         """Return the list of slides with the predictions of every model."""
+        self._refresh()
         found = self.index.found()
         models = list(found.models.values())
         failures = self._recorded_failures()
