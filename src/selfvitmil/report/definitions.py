@@ -37,6 +37,27 @@ DEFINITIONS = {
     "hit rate": "Share of positive slides whose highest-scoring tile has annotated tumour.",
     "C-index": "Share of pairs of patients in which the one whose event comes first has the higher risk. 0.5 is "
     "chance.",
+    "Harrell's C-index": "Share of comparable pairs of patients in which the one whose event comes first has the "
+    "higher risk. 0.5 is chance. It depends on how many patients are censored.",
+    "Uno's C-index": "The same share with pairs weighted by the probability of not being censored, so that it does not "
+    "depend on how long patients were followed.",
+    "time-dependent AUC": "AUC of the risk between patients with an event up to a given time and those without "
+    "one then.",
+    "hazard ratio, high against low risk": "How many times as often events happen in the group with the high risk, by "
+    "Cox's model. 1 is no difference.",
+    "p of the log-rank test": "Probability of survival curves at least this different if both groups were alike.",
+    "mean absolute error": "Mean distance between predicted and true value, in the unit of the value.",
+    "root mean squared error": "Square root of the mean squared distance between predicted and true value; large "
+    "errors count more.",
+    "R²": "Share of the variance of the true values that predictions explain. 0 is predicting their mean; it may be "
+    "negative.",
+    "Pearson's correlation": "How well predicted and true values lie on a straight line, from -1 to 1.",
+    "Spearman's correlation": "Pearson's correlation of the ranks: how well the order is predicted.",
+    "quadratic weighted kappa": "Agreement of predicted and true level beyond chance; an error counts by the square of "
+    "its distance in levels. 1 is perfect, 0 chance.",
+    "at most one level off": "Share of slides whose predicted level is the true one or next to it.",
+    "mean distance in levels": "Mean number of levels between prediction and truth.",
+    "macro average precision": "Mean over the labels of the average precision of each.",
     "95 % CI": "Confidence interval: in 95 of 100 repetitions with other test slides of the same kind, such an "
     "interval contains the true value. It does not cover how results vary with other training slides or seeds.",
 }
