@@ -13,11 +13,11 @@ from helpers.cli import selfvitmil
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial" / "outcomes.md"
 LEAST = {
-    "lejepa_self-vit-mil": ("auc", 0.8),
-    "lejepa_self-vit-mil_grade": ("auc", 0.7),
-    "grade_ordinal": ("kappa", 0.4),
-    "lejepa_self-vit-mil_tumor_percent": ("pearson", 0.6),
-    "lejepa_self-vit-mil_metastasis-fibrosis": ("auc metastasis", 0.8),
+    "lejepa_self-vit-mil": ("auc", 0.65),
+    "lejepa_self-vit-mil_grade": ("auc", 0.6),
+    "grade_ordinal": ("kappa", 0.3),
+    "lejepa_self-vit-mil_tumor_percent": ("pearson", 0.5),
+    "lejepa_self-vit-mil_metastasis-fibrosis": ("auc metastasis", 0.65),
     "lejepa_self-vit-mil_survival": ("c_index", 0.6),
     "lejepa_self-vit-mil_survival-discrete": ("c_index", 0.6),
 }

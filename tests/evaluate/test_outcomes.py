@@ -13,11 +13,12 @@ import torch
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from helpers.cli import Done, rows_of, selfvitmil
+from helpers.error_codes import has_code
 from helpers.planted_outcomes import planted_outcomes
 from selfvitmil.aggregate import NAMES, build
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.evaluate.comparison_table import read_table
-from selfvitmil.evaluate.predictions import read_outcome, read_predictions, write_predictions
+from selfvitmil.evaluate.predictions import Prediction, read_outcome, read_predictions, write_predictions
 from selfvitmil.localize.detection import highest_scoring_tile
 from selfvitmil.localize.heatmap import read_heatmap
 from selfvitmil.outcomes import Outcome, outcome_from_json
@@ -25,6 +26,7 @@ from selfvitmil.outcomes.continuous import Continuous
 from selfvitmil.outcomes.multilabel import MultiLabel
 from selfvitmil.outcomes.ordinal import Ordinal, resampled_kappa
 from selfvitmil.outcomes.survival import DiscreteSurvival, Survival, cox_loss, hazard_loss
+from selfvitmil.stages.evaluate import draw_curve
 
 QUICK = ("--train.seeds", 2, "--train.epochs", 20, "--evaluate.bootstrap", 100)
 
@@ -333,6 +335,14 @@ def test_strata_of_few_patients_with_labels_are_at_least_two():
     for targets in ([(1.0, 0.0)] * 3 + [(0.0, 1.0)] * 3, [(1.0, 1.0)] * 6, [(1.0, 0.0)] * 5 + [(0.0, 0.0)]):
         strata = outcome.strata(dict(zip(patients, targets, strict=True)), patients)
         assert len(set(strata.values())) > 1
+
+
+def test_curves_of_classes_are_refused_for_other_outcomes():
+    values = {"score": (0.2,), "max": None, "bag": None, "calibrated": None, "threshold": None, "seed": None}
+    about = {"method": "m", "slide": "s", "patient": "p", "split": "x", "part": "test", "decision": None}
+    row = Prediction(**values, **about, label=(1.0, 1.0), threshold_from="none", protocol="honest")  # pyright: ignore
+    with pytest.raises(ConfigError, check=has_code("figure-of-classes")):
+        draw_curve("roc", [row], ())
 
 
 def test_no_event_is_refused():

@@ -201,6 +201,8 @@ def test_run_compares_methods_and_ends_with_their_table(study: Path, tmp_path: P
     assert f"mae {errors[best]:.3f} {best}" in status.stdout
     page = (tmp_path / "study" / "report" / "index.html").read_text()
     assert "mean absolute error" in page
+    done(selfvitmil("view", tmp_path / "study", "--export", tmp_path / "viewer"))
+    assert all("predicted value" in path.read_text() for path in (tmp_path / "viewer" / "data").glob("s*.js"))
 
 
 def test_labels_of_classes_are_refused(study: Path, models: dict[str, Path]):

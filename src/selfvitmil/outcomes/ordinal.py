@@ -53,7 +53,7 @@ class Ordinal(Outcome):
         "within_one": "within one",
         "spearman": "Spearman",
     }
-    rank_words: ClassVar[str] = "expected level"
+    rank_words: ClassVar[str] = "expected steps above the lowest level:"
     plots: ClassVar[tuple[str, ...]] = ("confusion",)
     patient_words: ClassVar[str] = "highest level of the patient's slides"
 

@@ -94,8 +94,17 @@ def draw_curve(
     kind: Literal["roc", "pr", "calibration"], predictions: Iterable[Prediction], class_names: Sequence[str]
 ) -> Figure:
     """Draw a figure of one method's test slides, by the mean probability over seeds."""
+    from selfvitmil.errors import ConfigError
     from selfvitmil.evaluate import figures, samples_of
 
+    predictions = list(predictions)
+    if any(isinstance(row.label, tuple) for row in predictions):
+        raise ConfigError(
+            f"a {kind} figure of an outcome that is not a class",
+            "it shows decisions between classes",
+            "See the figures in the folder of results",
+            code="figure-of-classes",
+        )
     samples = samples_of(predictions, overlap=True)
     draw, values = figures.draw_calibration, samples.probabilities
     if kind != "calibration":

@@ -471,7 +471,8 @@ def short_prediction(model: Model, slide: str) -> dict[str, Any]:
     prediction = model.heatmaps[slide].summary["prediction"]
     keys = ("probability", "decision", "positive", "shown", "threshold", "threshold_from", "part", "split")
     num_lesions = None if model.num_lesions is None else model.num_lesions.get(slide, 0)
-    return {**{key: prediction[key] for key in keys}, "lesions": num_lesions}
+    said = {"value_words": prediction["value_words"]} if prediction["value_words"] else {}
+    return {**{key: prediction[key] for key in keys}, **said, "lesions": num_lesions}
 
 
 def rings_of(annotation: Annotation) -> list[list[list[float]]]:

@@ -24,6 +24,7 @@
  * @property {string} part test, val, train or new
  * @property {number|null} [lesions] how many
  * @property {string} shown class that the heatmap shows evidence for
+ * @property {string} [value_words] the prediction in words, with another outcome than classes
  *
  * @typedef {object} Model
  * @property {string} id

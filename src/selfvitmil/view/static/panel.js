@@ -169,12 +169,14 @@ function predictionParts(slide, prediction, model) {
   const { probability } = prediction;
   const kind = prediction.positive ? "positive" : "negative";
   const headline = make("p.headline", {}, make(`b.${kind}`, {}, prediction.decision));
+  const ofClasses = !prediction.value_words;
   if (isWrong(slide, model)) headline.append(" ", make("span.chip.wrong", {}, "not the label"));
-  else if (slide.label !== null) headline.append(" ", make("span.chip", {}, "agrees with the label"));
+  else if (slide.label !== null && ofClasses) headline.append(" ", make("span.chip", {}, "agrees with the label"));
   const fill = make(`span.fill.${kind}`);
   fill.style.width = `${100 * probability}%`;
   const bar = make("span.bar.big", { "aria-hidden": "true" }, fill);
-  const said = make("p.pair", {}, make("span", {}, `Probability of ${prediction.shown}`), make("b", {}, probability.toFixed(2)));
+  const pair = [make("span", {}, `Probability of ${prediction.shown}`), make("b", {}, probability.toFixed(2))];
+  const said = ofClasses ? make("p.pair", {}, ...pair) : make("p.note", { id: "value" }, prediction.value_words ?? "");
   if (prediction.threshold === null) return [headline, bar, said, ...rankNote(prediction)];
   const mark = make("span.mark");
   mark.style.left = `${100 * prediction.threshold}%`;
