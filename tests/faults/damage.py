@@ -41,7 +41,12 @@ def artefacts(study: Path) -> list[Path]:
     kinds = (".h5", ".pt", ".safetensors", ".json", ".csv", ".toml", ".txt")
     own = ("study.toml", "cohort.csv", "run.json")  # the user's, and a log
     found = (path for path in sorted(study.rglob("*")) if path.is_file() and path.suffix in kinds)
-    return [path for path in found if path.name not in own]
+    return [path for path in found if path.name not in own and not _is_past(path)]
+
+
+def _is_past(path: Path) -> bool:
+    """Whether it is the checkpoint of a finished training, which nothing reads again."""
+    return path.name == "state.pt" and (path.parent / "config.json").exists()
 
 
 def kind_of(path: Path, study: Path) -> str:

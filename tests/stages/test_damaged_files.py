@@ -13,6 +13,7 @@ from selfvitmil.commands.run import check_formats
 from selfvitmil.errors import ArtefactError, EncoderError
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.localize import write_tables
 from selfvitmil.stages.pretrain import _stored_provenance, last_metrics
 from selfvitmil.study import slides_of
 
@@ -38,6 +39,14 @@ def test_a_damaged_check_table_is_written_anew(tmp_path: Path):
         assert selfvitmil("status", tmp_path / "study").returncode == 0
         assert selfvitmil(*run).returncode == 0
         assert table.read_bytes() == sound
+
+
+@pytest.mark.parametrize("content", [NO_TEXT, b'slide,"' + b"x" * 200_000])
+def test_a_damaged_table_of_lesions_is_named(content: bytes, tmp_path: Path):
+    """It may have rows of slides that are not localized this time: they must not vanish in silence."""
+    (tmp_path / "points.csv").write_bytes(content)
+    with pytest.raises(ArtefactError, match=r"points\.csv of ", check=has_code("unreadable-heatmap-table")):
+        write_tables(tmp_path, {}, ())
 
 
 def test_damaged_metrics_end_at_the_damage(tmp_path: Path):

@@ -118,6 +118,15 @@ def test_hdf5_files_that_crash_or_hang_the_library_are_errors(fragile: guard.Hel
     assert len(read_bag(crashing(tmp_path / "sound.h5"))) == 3
 
 
+def test_without_a_helper_files_are_read_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A program without Python at hand, or a machine at its limit of processes, says nothing about files."""
+    for program in ("/nonexistent/python", "/bin/false"):
+        monkeypatch.setattr(guard, "helper", guard.Helper())
+        monkeypatch.setattr(guard.sys, "executable", program)
+        assert len(read_bag(crashing(tmp_path / "a.h5"))) == 3
+        assert not guard.helper._available
+
+
 def test_a_file_is_opened_first_once_per_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     helper = guard.Helper()
     monkeypatch.setattr(guard, "helper", helper)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, show_progress
-from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name, to_toml
 from selfvitmil.slides import SlideRef
 from selfvitmil.stages.base import (
@@ -525,11 +525,19 @@ def write_tables(folder: Path, made: Mapping[str, ExportResult], tried: Collecti
 def _kept(path: Path, header: Sequence[str], tried: Collection[str]) -> Iterable[Sequence[str]]:
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ArtefactError(
+            f"{path.name} of {path.parent.name}: not a readable table",
+            f"it is damaged ({error}), and has rows of slides whose heatmaps are kept",
+            "Remove it and localize all slides again",
+            code="unreadable-heatmap-table",
+        ) from None
     if not rows or rows[0] != list(header):
         return []
-    return [row for row in rows[1:] if row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
+    return [row for row in rows[1:] if row and row[0] not in tried and (path.parent / f"{row[0]}.h5").exists()]
 
 
 LOCALIZE_S, LOCALIZE_TILE_S, BYTES_PER_TILE, BYTES_PER_SLIDE = 0.5, 2e-4, 400, 6_000_000

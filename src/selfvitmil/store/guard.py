@@ -42,6 +42,7 @@ class Helper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = 0
+        self._available = True
         self._process: subprocess.Popen[bytes] | None = None
         self._sound: set[Any] = set()
 
@@ -82,20 +83,30 @@ class Helper:
 
     def _running(self) -> subprocess.Popen[bytes] | None:
         """Return the helper of this process; a fork has one of its own. None where none can be started."""
-        if self._owner == os.getpid() and self._process is not None and self._process.poll() is None:
+        if self._owner != os.getpid():
+            self._owner, self._process, self._available = os.getpid(), None, True
+        if self._process is not None and self._process.poll() is None:
             return self._process
-        command = [sys.executable, "-P", "-c", "from selfvitmil.store.guard import serve; serve()"]
-        self._owner = os.getpid()
-        with suppress(OSError):
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            return self._process
+        self._process = _start() if self._available else None
+        self._available = self._process is not None
+        return self._process
+
+
+def _start() -> subprocess.Popen[bytes] | None:
+    """Start a helper and wait until it is ready; None where that fails, which no file is to blame for."""
+    command = [sys.executable, "-P", "-c", "from selfvitmil.store.guard import serve; serve()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **pipes)
+    except OSError:
         return None
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+    if ready and process.stdout.readline():
+        return process
+    process.kill()
+    process.communicate()
+    return None
 
 
 helper = Helper()
@@ -131,6 +142,8 @@ def serve() -> None:
     """Open the files that are named on standard input; answer each with a line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
+    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         kind, path = json.loads(line)
         signal.alarm(LIMIT_S + 5)  # should the process that asks have died
