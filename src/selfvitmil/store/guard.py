@@ -95,9 +95,9 @@ class Helper:
 def _start() -> subprocess.Popen[bytes] | None:
     """Start a helper and wait until it is ready; None where that fails, which no file is to blame for."""
     command = [sys.executable, "-P", "-c", "from selfvitmil.store.guard import serve; serve()"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipe = subprocess.PIPE
     try:
-        process: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **pipes)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
     except OSError:
         return None
     assert process.stdout is not None
