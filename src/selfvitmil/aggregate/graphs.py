@@ -42,6 +42,7 @@ class Recorder:
     """Captures steps in one memory pool, which lives as long as the graphs."""
 
     def __init__(self) -> None:
+        gc.collect()  # frees the memory of earlier graphs; it takes a tenth of a second, so not with every record
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, steps: Sequence[Step]) -> list[Step]:
@@ -68,7 +69,6 @@ class Recorder:
 def _no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: freeing tensors or graphs during a capture invalidates it."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

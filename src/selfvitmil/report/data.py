@@ -57,8 +57,8 @@ from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, fea
 
 MAX_SLIDES = 40
 """Slides with a section of their own, unless more are asked for: a page of less than 10 MB."""
-WORTH_WORKERS = 8
-"""Sections from which on workers are asked: as long as they take to start."""
+WORTH_WORKERS = 24
+"""Sections from which on workers are asked: as long as they take to start, with all that they import."""
 GALLERY_PX = 240
 """Longer edge of a tissue picture."""
 PACKAGES = ("torch", "timm", "numpy", "scipy", "matplotlib", "pillow", "h5py", "openslide-python", "openslide-bin")
