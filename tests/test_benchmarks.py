@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -259,3 +260,33 @@ def test_unknown_names_are_refused():
     assert done.returncode == 2
     assert "raeding" in done.stderr
     assert "reading" in done.stderr
+
+
+def test_growth_is_the_slope_between_cohorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Planted powers of the number of slides; short stages and those of one size have no exponent."""
+    scaling = load("scaling")
+    paths: list[Path] = []
+    for slides in (1000, 10, 100):  # in any order
+        cpu_s = {"tile": 0.5 * slides, "compare": 0.01 * slides**1.5, "check": 0.0005 * slides, "synth": 0.0}
+        told = {"slides": slides, "tiles": 8 * slides, "cpu_s": cpu_s, "seconds": cpu_s, "peak_mb": {"tile": 900}}
+        paths.append(tmp_path / f"{slides}.json")
+        paths[-1].write_text(json.dumps({"result": told}))
+    scaling.main(["--measured", *map(str, paths)])
+    result = json.loads(capsys.readouterr().out)
+    assert [each["slides"] for each in result["cohorts"]] == [10, 100, 1000]
+    found = result["exponent_seconds"]
+    assert found == {"tile": [1, 1], "compare": [1.5, 1.5], "check": [None, None], "synth": [None, None]}
+    assert result["exponent_mb"] == {"tile": [0, 0]}
+
+
+def test_processor_time_counts_children_that_live_and_that_have_ended():
+    end_to_end = load("end_to_end")
+    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+    before = end_to_end.tree_cpu_s(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    alive = end_to_end.tree_cpu_s(os.getpid()) - before
+    child.communicate(b"\n")
+    ended = end_to_end.tree_cpu_s(os.getpid()) - before
+    assert 0.35 < alive <= ended + 0.02
