@@ -630,13 +630,14 @@ def _other_heads(row: Row) -> list[str]:
 def _other_table(rows: Sequence[Row]) -> Table:
     heads = _other_heads(rows[0])
     level = formatting.percent(float(rows[0]["level"]))
-    header = ("method", "recipe", *(f"{head} [{level}]" for head in heads), f"{heads[0]} of seeds", "p")
+    main, *others = heads
+    header = ("method", f"{main} [{level}]", "of seeds", *others, "p")
     body = [
         (
-            row["display_name"],
-            row["recipe"],
-            *(f"{_number(row, f'{h} value')} [{_number(row, f'{h} low')}, {_number(row, f'{h} high')}]" for h in heads),
+            formatting.shorten(row["display_name"], 19),
+            f"{_number(row, f'{main} value')} [{_number(row, f'{main} low')}, {_number(row, f'{main} high')}]",
             f"{_number(row, 'seed_mean')} ± {_number(row, 'seed_sd')}",
+            *(_number(row, f"{head} value") for head in others),
             formatting.p_value(float(row["p_value"])) if row["p_value"] else "-",
         )
         for row in rows
