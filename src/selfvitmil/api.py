@@ -53,8 +53,7 @@ class Study:
     settings
         Settings on top of those of the study's study.toml, as nested mappings: `{"tile": {"mpp": 1.0}}`.
     workers
-        Processes that work on slides; None means one per core, 0 works in the calling process. In a script, call
-        methods with workers under `if __name__ == "__main__":`.
+        Processes that work on slides; None means one per core, 0 works in the calling process.
 
     Raises
     ------

@@ -401,22 +401,27 @@ print(sorted({{"dask", "distributed", "rich", "torch", "openslide"}} & set(sys.m
 
 
 UNGUARDED = """
+from pathlib import Path
 from selfvitmil.engine import Engine
-from selfvitmil.errors import EngineError
 from selfvitmil.settings import EngineSettings
-try:
-    with Engine(EngineSettings(workers=1)) as engine:
-        list(engine.map(abs, {"a": -1}, stage="tile"))
-except EngineError as error:
-    print(error.code)
+
+def double(number):
+    return 2 * number
+
+with Path("runs").open("a") as file:
+    file.write("once ")
+with Engine(EngineSettings(workers=2)) as engine:
+    print(sorted(outcome.value for outcome in engine.map(double, {"a": 1, "b": 2}, stage="tile")))
 """
 
 
-def test_a_script_that_would_start_itself_in_every_worker_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(UNGUARDED)
-    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert set(answer.stdout.split()) == {"unguarded-script"}, answer
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_script_without_a_main_guard_runs_once_and_its_functions_in_workers(tmp_path: Path, how: str) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    command = [sys.executable, *(["script.py"] if how == "file" else ["-m", "script"])]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert answer.stdout == "[2, 4]\n", answer
+    assert (tmp_path / "runs").read_text() == "once "
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from selfvitmil import stain
 from selfvitmil.data import RUN
 from selfvitmil.data.sources import Indices, Pixels, TileReader, TileSource
 from selfvitmil.engine import num_cores
+from selfvitmil.engine.work import script_not_imported
 from selfvitmil.errors import ConfigError, EngineError, SelfVitMilError
 from selfvitmil.settings import PretrainSettings
 
@@ -268,7 +269,9 @@ def read_ahead(source: TileSource, requests: Iterator[Request], workers: int) ->
         options |= {"multiprocessing_context": context}
     loader = DataLoader(_Requests(source.reader), **options)
     try:
-        for pixels in loader:
+        with script_not_imported():
+            tiles = iter(loader)
+        for pixels in tiles:
             if isinstance(pixels, SelfVitMilError):
                 raise pixels
             yield Pixels(*pixels)

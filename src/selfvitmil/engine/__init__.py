@@ -16,9 +16,8 @@ time; a second death counts as its failure.
     claims.py     which shard of a run works on which slide, agreed by files alone
     cluster.py    workers of a dask cluster: at an address, or as jobs of Slurm, PBS or LSF
 
-Local processes are spawned, not forked: a script that uses an Engine with workers must do so under
-`if __name__ == "__main__":`, as with any `multiprocessing`. They are connected by pipes and open no port. dask is
-imported only for a cluster.
+Local processes are spawned, not forked, and do not import the script that uses the Engine: it needs no
+`if __name__ == "__main__":`. They are connected by pipes and open no port. dask is imported only for a cluster.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -245,16 +247,8 @@ class _Process:
         self.process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
         self.started = False
         self.job: tuple[str, Receiver] | None = None
-        with theirs, _settings_for_children():
-            try:
-                self.process.start()
-            except RuntimeError:  # raised by multiprocessing for this reason
-                raise EngineError(
-                    "workers cannot be started while a worker imports this script",
-                    "each would start more of them",
-                    'Put `if __name__ == "__main__":` around the use of Engine',
-                    code="unguarded-script",
-                ) from None
+        with theirs, _settings_for_children(), script_not_imported():
+            self.process.start()
 
 
 class LocalWorkers(Workers):
@@ -281,8 +275,7 @@ class LocalWorkers(Workers):
             raise EngineError(
                 "the worker processes failed to start",
                 "they died while starting" if died else f"none started within {_START_S:.0f} s",
-                "Check whether memory, disk or the number of processes is at its limit (`--workers 0` starts none). "
-                'A script of your own needs `if __name__ == "__main__":` around its use of Engine',
+                "Check whether memory, disk or the number of processes is at its limit (`--workers 0` starts none)",
                 code="workers-not-started",
             )
 
@@ -342,6 +335,20 @@ class LocalWorkers(Workers):
             process.process.kill()
             process.process.join()
             process.pipe.close()
+
+
+@contextmanager
+def script_not_imported() -> Iterator[None]:
+    """Start processes of `multiprocessing` that do not import the user's script, whose functions cloudpickle sends.
+
+    They would run it a second time, and a script without `if __name__ == "__main__":` would start itself in each.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # has no file, so there is nothing to import
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextmanager
