@@ -234,7 +234,7 @@ def test_compare_writes_table_and_predictions_that_read_back(made: Path, tmp_pat
     methods = [part for name in ("mean", "max", "dsmil") for part in ("--compare.methods", name)]
     done = learn("compare", tmp_path / "study", made, "--train.outcome", "survival", *methods)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "study" / "results" / "compare"
+    folder = tmp_path / "study" / "results" / "compare_survival"
     rows = read_table((folder / "table.csv").read_text())
     assert [row.method for row in rows] == ["mean", "max", "dsmil"]
     assert "auc.svg" not in done.stdout

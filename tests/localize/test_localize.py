@@ -926,7 +926,7 @@ def test_the_command(work: StudyAt, capsys: pytest.CaptureFixture[str]):
     slides = ["--slides", work.test_slides[0], "--slides", work.test_slides[-1]]
     for more, status, words in (
         ([*slides, "--localize.score", "product", "--name", "two"], 0, "2 heatmaps"),
-        (["--slides", "nobody"], 3, "nobody: no such slide in the cohort"),
+        (["--slides", "nobody"], 2, "nobody: no such slide in the cohort"),
         (["--localize.score", "heat"], 2, "'product' or 'effect'"),
         (["--train.weight-decay", 0.5], 3, "Run `selfvitmil train`"),
     ):

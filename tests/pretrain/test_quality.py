@@ -514,7 +514,7 @@ def test_the_summary_of_pretrain_says_which_weights_were_kept(
     (tmp_path / "encoders" / "dino").mkdir(parents=True)
     result = TrainedEncoder(tmp_path, ending.ended_step, 3400, True, "built", {"loss": 1.25}, (), ending)
     monkeypatch.setattr(train, "pretrain", lambda *given, **named: result)
-    source = SimpleNamespace(names=("s1",))
+    source = SimpleNamespace(names=("s1",), counts=(8,), run=1)
     trained = stage._train(source, Study(tmp_path, resolve_settings()), "dino", "train split")
     assert render(stage.PretrainResult({"dino": trained})).lines == (words,)
 

@@ -257,7 +257,7 @@ def test_a_first_step_sees_the_network_that_was_loaded(tiles: Path, tmp_path: Pa
             with torch.no_grad():
                 theirs = timms.forward_features(images)[:, 0]
                 for branch in (run.learner.student.eval(), run.learner.teacher):
-                    ours = branch.embed(branch.backbone, images)
+                    ours = branch.embed(branch.backbone, [images])
                     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=f"{kind}, {size} px")
 
 

@@ -89,13 +89,13 @@ class HeatmapIndex:
         self._lock = threading.Lock()
         self._found = Found()
         self._refused: dict[Path, tuple[FileState, str]] = {}
-        self._looked = -REFRESH_S
+        self._looked = -math.inf
 
     def watch(self, slides: Collection[str]) -> None:
         """Look for heatmaps of these slides from now on."""
         with self._lock:
             self._slides = frozenset(slides)
-            self._looked = -REFRESH_S
+            self._looked = -math.inf
 
     def found(self) -> Found:
         """Return what exists now, or did a moment ago."""
