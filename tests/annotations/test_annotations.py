@@ -365,7 +365,11 @@ def test_objects_of_several_parts_stay_one_object(tmp_path: Path):
     ("group", "kind"),
     [("_0", "tumour"), ("_1", "tumour"), ("Tumor", "tumour"), ("tumour", "tumour"), ("metastases", "tumour"),
      ("_2", "excluded"), ("Exclusion", "excluded"), ("None", "excluded"), ("Ignore*", "excluded"),
-     ("Stroma", "other"), ("", "other"), ("Tumor: Positive", "other")],
+     ("Stroma", "other"), ("", "other"), ("Tumor: Positive", "tumour"), ("Tumor: Negative", "tumour"),
+     ("Metastasis", "tumour"), ("Carcinoma", "tumour"), ("Tumor region", "tumour"), ("tumor_area_2", "tumour"),
+     ("Invasive ductal carcinoma", "tumour"), ("Tumor stroma", "other"), ("non-tumor", "other"),
+     ("peritumoral", "other"),
+     ("tumor bed", "other"), ("Positive", "other"), ("Region 3", "other"), ("Tumor: Necrosis", "other")],
 )  # fmt: skip
 def test_groups_have_a_meaning(group: str, kind: str):
     assert Annotation("a", group, SQUARE).kind == kind

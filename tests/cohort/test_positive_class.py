@@ -19,6 +19,8 @@ PAIRS = [
     ("négatif", "positif"), ("sano", "enfermo"), ("benigno", "maligno"), ("saudável", "doente"),
     ("goedaardig", "kwaadaardig"),
     ("здоровый", "больной"), ("норма", "опухоль"), ("正常", "癌"), ("阴性", "阳性"), ("NORMAL", "Tumour"),
+    ("pN0", "pN+"), ("pN0(i-)", "pN1a"), ("pT0", "pT2b"), ("M0", "M1"), ("other", "EBV"), ("Rest", "GS"),
+    ("normal", "other"), ("HER2neg", "HER2pos"), ("KRASwt", "KRASmut"), ("MSS/MSI-L", "MSI-H"), ("0", "2+"),
 ]  # fmt: skip
 
 
@@ -33,7 +35,8 @@ def test_meaning_finds_the_positive_class_in_either_order(negative: str, positiv
 @pytest.mark.parametrize(
     "classes",
     [("luad", "lusc"), ("benign", "normal"), ("F", "M"), ("clear cell", "papillary"), ("responder", "progressor"),
-     ("carcinoma of no special type", "lobular carcinoma"), ("A", "B"), ("2", "3")],
+     ("carcinoma of no special type", "lobular carcinoma"), ("A", "B"), ("2", "3"),
+     ("other", "rest"), ("1", "10"), ("grade 1", "grade 2")],
 )  # fmt: skip
 def test_names_that_do_not_tell_keep_their_order_and_say_that_it_is_a_guess(classes: tuple[str, str]):
     order = order_classes(classes, None)

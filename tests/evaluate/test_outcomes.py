@@ -16,6 +16,7 @@ from helpers.cli import Done, rows_of, selfvitmil
 from helpers.error_codes import has_code
 from helpers.planted_outcomes import planted_outcomes
 from selfvitmil.aggregate import NAMES, build
+from selfvitmil.cohort.table import Cohort, SlideRow
 from selfvitmil.errors import CohortError, ConfigError
 from selfvitmil.evaluate.comparison_table import read_table
 from selfvitmil.evaluate.predictions import Prediction, read_outcome, read_predictions, write_predictions
@@ -297,6 +298,30 @@ def test_invalid_cells_are_named(made: Path, tmp_path: Path):
     done = selfvitmil("evaluate", tmp_path / "study", *given, *QUICK, "--train.outcome", "survival")
     assert done.returncode != 0
     assert "maybe" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cell", "event"),
+    [("Dead", 1), ("Alive", 0), ("1:DECEASED", 1), ("0:LIVING", 0), ("Deceased", 1), ("living", 0), ("0:CENSORED", 0),
+     ("1:Recurred/Progressed", 1), ("0:DiseaseFree", 0), ("1", 1), ("TRUE", 1), ("no", 0)],
+)  # fmt: skip
+def test_words_of_registries_are_events(cell: str, event: int):
+    row = SlideRow("a", Path("a.svs"), extra=(("time", "2.5"), ("event", cell)))
+    assert Survival().parse(row) == (2.5, float(event))
+    plain = cell in ("1", "TRUE", "no")
+    assert [f"{cell.casefold()} = {event} (" in each for each in Survival().remarks(Cohort((row,)))] == [True] * (
+        not plain
+    )
+
+
+def test_slides_without_follow_up_are_left_out_and_named():
+    cells = {"a": "3", "b": "0", "c": "-2", "d": ""}
+    rows = [SlideRow(name, Path(name), extra=(("time", time), ("event", "Dead"))) for name, time in cells.items()]
+    assert Survival().read(Cohort(tuple(rows))) == {"a": (3.0, 1.0)}
+    words, left_out = Survival().remarks(Cohort(tuple(rows)))
+    assert words == "event: dead = 1 (it happened)"
+    assert "2 slides" in left_out
+    assert "b, c" in left_out
 
 
 FIGURES = {

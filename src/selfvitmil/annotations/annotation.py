@@ -17,6 +17,7 @@ mask back.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -30,7 +31,20 @@ from selfvitmil.geometry import size_at_mpp
 
 # The names that Camelyon16, Camelyon17 and QuPath use; compared without regard to case.
 TUMOUR_GROUPS = frozenset({"_0", "_1", "tumor", "tumour", "metastases"})
-EXCLUDED_GROUPS = frozenset({"_2", "none", "exclusion", "normal", "ignore*"})
+EXCLUDED_GROUPS = frozenset({"_2", "none", "exclusion", "normal", "ignore", "ignore*"})
+_TUMOUR = """
+    tumor tumour tumors tumours metastasis metastases metastatic cancer carcinoma adenocarcinoma melanoma sarcoma
+    lymphoma malignant malignancy neoplasm neoplasia
+"""
+_QUALIFYING = """
+    region regions area areas roi tissue cell cells nest nests epithelium epithelial gland glands main primary invasive
+    infiltrating in situ positive negative ductal lobular squamous basal serous mucinous papillary clear large small
+    lymph node nodes macro micro
+"""
+TUMOUR_WORDS = frozenset(_TUMOUR.split())
+QUALIFIERS = frozenset(_QUALIFYING.split())
+"""Words that may stand beside those of a tumour: `Tumor region`, QuPath's `Tumor: Positive` (tumour with a stained
+marker) and `Tumor: Negative` (without), `invasive carcinoma`. Any other word makes it another thing: `tumor stroma`."""
 
 Ring = NDArray[np.float64]
 Kind = Literal["tumour", "excluded", "other"]
@@ -98,8 +112,12 @@ class Annotation:
     @property
     def kind(self) -> Kind:
         """Meaning of the group."""
-        group = self.group.casefold()
-        return "tumour" if group in TUMOUR_GROUPS else "excluded" if group in EXCLUDED_GROUPS else "other"
+        group = self.group.casefold().strip()
+        if group in EXCLUDED_GROUPS:
+            return "excluded"
+        words = {word for word in re.split(r"[\W_]+", group) if word and not word.isdigit()}
+        named = not words.isdisjoint(TUMOUR_WORDS) and words <= TUMOUR_WORDS | QUALIFIERS
+        return "tumour" if named or group in TUMOUR_GROUPS else "other"
 
     @property
     def rings(self) -> tuple[Ring, ...]:

@@ -223,7 +223,7 @@ def name_key(name: str) -> str:
 
 _NEGATIVE = """
     normal healthy negative neg benign control controls ctrl false absent absence wildtype wt wild unaffected uninvolved
-    unremarkable unmutated intact free background low mss stable pmmr n0
+    unremarkable unmutated intact free background low mss stable pmmr n0 pn0 cn0 ypn0 m0 pm0 cm0 r0
     gesund negativ gutartig kontrolle unauffallig
     sain saine normale normaux negatif benin benigne temoin controle
     sano sana negativo negativa benigno benigna saudavel negativi sani benigni controllo
@@ -238,7 +238,11 @@ _NEGATING = """
 """
 NEGATIVE_WORDS = frozenset(_NEGATIVE.split())
 """Words that make a class the negative one, in lower case and without accents; MSS is microsatellite stable, pMMR
-proficient mismatch repair, N0 without node metastasis."""
+proficient mismatch repair, N0 without node metastasis, M0 without distant metastasis, R0 without residual tumour."""
+NEGATIVE_ENDINGS = ("neg", "negative", "wt", "wildtype")
+"""Ends of words that do so: `HER2neg`, `KRASwt`."""
+REST = frozenset({"other", "others", "rest", "remaining", "remainder"})
+"""Names of whatever is not the other class, which is then positive, unless that is negative: `other` with `EBV`."""
 NEGATIONS = frozenset(_NEGATING.split())
 """Words that do so as the first word of a name: `no metastasis`, but not `carcinoma of no special type`."""
 NEGATIVE_PREFIXES = ("non", "no", "un")
@@ -296,18 +300,25 @@ def order_classes(classes: tuple[str, ...], positive: str | None) -> ClassOrder:
 def is_negative_name(name: str, other: str = "") -> bool:
     """Return whether a class name means the negative class; `other` is the name of the other class.
 
-    True for a name with a word of `NEGATIVE_WORDS` (`Normal`, `KRAS wild-type`, `tumor-free`), one that begins with a
-    word of `NEGATIONS` (`no tumour`), one that negates the other (`nontumor` with `tumor`, `ER-` with `ER+`), and
-    `NEGATIVE_SYMBOLS`. Words that both names share do not count (`low grade` and `high grade`).
+    True for a name with a word of `NEGATIVE_WORDS` (`Normal`, `KRAS wild-type`, `tumor-free`) or one that ends in
+    `NEGATIVE_ENDINGS` (`KRASwt`), one that begins with a word of `NEGATIONS` (`no tumour`), one that negates the other
+    (`nontumor` with `tumor`, `ER-` with `ER+`, `pT0` with `pT+` or `pT2`), `REST` where the other name is not negative,
+    and `NEGATIVE_SYMBOLS`. Words that both names share do not count (`low grade` and `high grade`).
     """
     plain, plain_other = _plain(name), _plain(other)
     if plain in NEGATIVE_SYMBOLS:
         return not NEGATIVE_SYMBOLS[plain] or (len(plain_other) == 1 and plain_other in NEGATIVE_SYMBOLS[plain])
     if plain.endswith("-") and plain_other == f"{plain[:-1]}+":
         return True
+    if plain.endswith("0") and re.fullmatch(re.escape(plain[:-1]) + r"(\+|[1-9]\w*)", plain_other):
+        return True
+    if plain in REST:
+        return plain_other not in REST and bool(plain_other) and not is_negative_name(other)
     words, joined = _words(name), "".join(_words(name))
     own = [word for word in words if word not in _words(other)]
     if joined in NEGATIVE_WORDS or not NEGATIVE_WORDS.isdisjoint(own) or (words and words[0] in NEGATIONS):
+        return True
+    if any(word.endswith(NEGATIVE_ENDINGS) for word in own):
         return True
     return bool(plain_other) and any(joined == prefix + "".join(_words(other)) for prefix in NEGATIVE_PREFIXES)
 

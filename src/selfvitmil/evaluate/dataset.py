@@ -187,8 +187,9 @@ def find_cases(
     missing labels, a single class or mixed features, BagError where no slide has a valid feature file.
     """
     targets: Mapping[str, Any] = {}
+    remarks: tuple[str, ...] = ()
     if outcome is not None:
-        targets = outcome.read(cohort)
+        targets, remarks = outcome.read(cohort), outcome.remarks(cohort)
         cohort = outcome.in_strata(cohort, targets)
     labelled = cohort.select(labelled=True)
     if not labelled.rows:
@@ -229,7 +230,7 @@ def find_cases(
     if outcome is None:
         check_two_classes({classes[int(case.label)] for case in cases}, "the remaining cohort")
     first = facts[cases[0].slide]
-    notes = _notes(cohort, bag_files, facts)
+    notes = (*remarks, *_notes(cohort, bag_files, facts))
     named = first.encoder or encoder
     return Cases(
         tuple(cases), classes, cohort, first.dim, named, tiling, tuple(failures), notes, order, outcome=outcome

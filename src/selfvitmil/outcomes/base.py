@@ -111,6 +111,11 @@ class Outcome:
     def parse(self, row: SlideRow) -> Target | None:
         """Return the target of a slide, None if a cell is empty; raise CohortError for an invalid cell."""
 
+    def remarks(self, cohort: Cohort) -> tuple[str, ...]:
+        """Return what the user should know of how the cells are read: words that were translated, slides left out."""
+        del cohort
+        return ()
+
     @abstractmethod
     def strata(self, targets: Mapping[str, Target], patient_of: Mapping[str, str]) -> dict[str, str]:
         """Return slide -> name of the stratum of its patient; splits have patients of every stratum on each side."""
@@ -286,20 +291,22 @@ def parse_number(row: SlideRow, column: str) -> float | None:
     return value
 
 
-EVENT_WORDS = {"1": 1, "0": 0, "1.0": 1, "0.0": 0, "true": 1, "false": 0, "yes": 1, "no": 0}
+TWO_VALUED = {"1": 1, "0": 0, "1.0": 1, "0.0": 0, "true": 1, "false": 0, "yes": 1, "no": 0}
 
 
-def two_valued(row: SlideRow, column: str, meaning: str, code: str) -> int | None:
+def two_valued(
+    row: SlideRow, column: str, meaning: str, code: str, words: Mapping[str, int] = TWO_VALUED
+) -> int | None:
     """Return 1 or 0 of a cell, None if it is empty; CohortError with the `meaning` of the two for other text."""
     cell = row.value(column)
     if cell is None:
         return None
-    if cell.casefold() not in EVENT_WORDS:
+    if cell.casefold() not in words:
         raise CohortError(
             f"{row.slide}: {column} is {cell!r}", meaning, "Correct it, or leave it empty to exclude the slide",
             code=code,
         )  # fmt: skip
-    return EVENT_WORDS[cell.casefold()]
+    return words[cell.casefold()]
 
 
 def patient_bootstrap(scored: Scored, statistic: Callable[[Floats], Floats]) -> Interval:

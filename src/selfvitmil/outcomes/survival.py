@@ -1,6 +1,8 @@
 """Time to event: Cox proportional hazards, and hazards of discrete intervals.
 
 Columns `time` (any unit, positive) and `event` (1 if it happened then, 0 if follow-up ended before: right censoring).
+Slides with a time of 0 or less are left out, each with a note: they were never at risk. `EVENTS` has the words that are
+read as events, cBioPortal's among them; a note says what the words of a cohort are taken for.
 
 `survival` trains one output, the log hazard ratio, by the negative log partial likelihood (Cox 1972) with Breslow's
 rule for ties. The risk set of an event is the slides of one optimizer step with at least that time, so steps have many
@@ -19,18 +21,40 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from selfvitmil.cohort.table import SlideRow
+from selfvitmil.cohort.table import Cohort, SlideRow, listing
 from selfvitmil.errors import CohortError
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics import survival as metrics
-from selfvitmil.outcomes.base import Floats, Outcome, Scored, Target, as_array, parse_number, quantile_names, two_valued
+from selfvitmil.outcomes.base import (
+    TWO_VALUED,
+    Floats,
+    Outcome,
+    Scored,
+    Target,
+    as_array,
+    parse_number,
+    quantile_names,
+    two_valued,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INTERVALS = 4
 """Intervals of `survival-discrete`; fewer where there are few different event times."""
-EVENT_MEANING = "an event is 1 (it happened) or 0 (censored)"
+EVENT_MEANING = "an event is 1 (it happened) or 0 (censored), or a word for that such as Dead and Alive"
+_HAPPENED = (
+    "dead", "deceased", "died", "death", "event", "recurred", "recurrence", "relapse", "relapsed", "progressed",
+    "progression", "recurred/progressed", "dead with tumor", "dead with tumour", "dead of disease",
+)  # fmt: skip
+_CENSORED = (
+    "alive", "living", "censored", "diseasefree", "disease free", "disease-free", "no event", "no recurrence",
+    "progression free", "progression-free", "alive or dead tumor free", "alive or dead tumour free",
+)  # fmt: skip
+MEANINGS = ("censored", "it happened")
+EVENTS = {**TWO_VALUED, **dict.fromkeys(_HAPPENED, 1), **dict.fromkeys(_CENSORED, 0)}
+EVENTS |= {f"{event}:{word}": event for word, event in EVENTS.items() if not word[0].isdigit()}
+"""Cells of the event column; cBioPortal writes `1:DECEASED`, `0:LIVING`."""
 
 
 def cox_loss(risk_N: Tensor, time_N: Tensor, event_N: Tensor) -> Tensor:
@@ -98,20 +122,21 @@ class Survival(Outcome):
     # ------------------------------------------------------------------------------------------ targets
 
     def parse(self, row: SlideRow) -> Target | None:
-        time, event = (
-            parse_number(row, self.columns[0]),
-            two_valued(row, self.columns[1], EVENT_MEANING, "invalid-event"),
-        )
-        if time is None or event is None:
-            return None
-        if time <= 0:
-            raise CohortError(
-                f"{row.slide}: {self.columns[0]} is {time:g}",
-                "a time to event must be positive",
-                "Correct it, or leave it empty to exclude the slide",
-                code="invalid-time",
-            )
-        return time, float(event)
+        time = parse_number(row, self.columns[0])
+        event = two_valued(row, self.columns[1], EVENT_MEANING, "invalid-event", EVENTS)
+        return None if time is None or event is None or time <= 0 else (time, float(event))
+
+    def remarks(self, cohort: Cohort) -> tuple[str, ...]:
+        time, event = self.columns
+        cells = [(row, cell.casefold()) for row in cohort.rows if (cell := row.value(event)) is not None]
+        words = sorted({word for _, word in cells if word in EVENTS and word not in TWO_VALUED})
+        meanings = ", ".join(f"{word} = {EVENTS[word]} ({MEANINGS[EVENTS[word]]})" for word in words)
+        never = [row.slide for row, _ in cells if (value := parse_number(row, time)) is not None and value <= 0]
+        found = [f"{event}: {meanings}"] if words else []
+        if never:
+            what = f"{len(never)} slides have a {time} of 0 or less and are excluded, as they were never at risk"
+            found.append(f"{what}: {listing(never)}. Correct the cells, if they are wrong")
+        return tuple(found)
 
     def read(self, cohort: Any, table: str = "cohort.csv") -> dict[str, Target]:
         """Return the targets; CohortError also where slides of a patient have different ones."""

@@ -84,6 +84,7 @@ def read_labels(
     cohort = read_cohort(path, label_column=label_column, features=slides)
     label_map = dict(label_map or {})
     targets: Mapping[str, Any] = {}
+    remarks: tuple[str, ...] = ()
     if outcome is None:
         _check_labels(path.name, cohort, classes, label_map)
     elif label_column is not None or label_map:
@@ -94,7 +95,7 @@ def read_labels(
             code="labels-of-classes",
         )
     else:
-        targets = outcome.read(cohort, path.name)
+        targets, remarks = outcome.read(cohort, path.name), outcome.remarks(cohort)
     known = {column_key(name) for name in cohort.extra_columns}
     if missing := [name for name in columns if column_key(name) not in known]:
         raise CohortError(
@@ -114,7 +115,7 @@ def read_labels(
             names[name_key(row.slide)] = row.slide
     without = len(cohort.unlabelled) if outcome is None else len(cohort.rows) - len(targets)
     left_out = tuple(label for label, name in label_map.items() if name == LEAVE_OUT)
-    warnings = [cohort.patient_warning] if cohort.patient_warning else []
+    warnings = [*([cohort.patient_warning] if cohort.patient_warning else []), *remarks]
     return ExternalLabels(path.name, found, names, tuple(columns), without, left_out, tuple(warnings))
 
 
