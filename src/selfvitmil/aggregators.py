@@ -20,18 +20,6 @@ from selfvitmil.aggregate.dsmil import DSMIL, DSMIL_LC, SelfViTMIL
 from selfvitmil.aggregate.pooling import CHOWDER, MILRNN, MaxPooling, MeanPooling, TopKPooling
 
 __all__ = [
-    "ABMIL",
-    "CHOWDER",
-    "CLAM_SB",
-    "DSMIL",
-    "DSMIL_LC",
-    "MILRNN",
-    "Aggregator",
-    "AggregatorOutput",
-    "GatedABMIL",
-    "MaxPooling",
-    "MeanPooling",
-    "SelfViTMIL",
-    "TopKPooling",
-    "TransMIL",
-]
+    "ABMIL", "CHOWDER", "CLAM_SB", "DSMIL", "DSMIL_LC", "MILRNN", "Aggregator", "AggregatorOutput", "GatedABMIL",
+    "MaxPooling", "MeanPooling", "SelfViTMIL", "TopKPooling", "TransMIL",
+]  # fmt: skip

@@ -15,7 +15,9 @@ from selfvitmil.aggregate import attention, pooling  # noqa: F401 (they register
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, build, settings_of
 from selfvitmil.aggregate.dsmil import load_dsmil
 
-__all__ = ["NAMES", "Aggregator", "AggregatorOutput", "build", "load_dsmil", "settings_of"]
+__all__ = [
+    "NAMES", "Aggregator", "AggregatorOutput", "build", "load_dsmil", "settings_of",
+]  # fmt: skip
 
 NAMES = (
     "self-vit-mil",

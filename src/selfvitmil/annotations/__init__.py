@@ -22,12 +22,6 @@ from selfvitmil.annotations.annotation import (
 from selfvitmil.annotations.files import read_annotations, write_annotations
 
 __all__ = [
-    "EXCLUDED_GROUPS",
-    "TUMOUR_GROUPS",
-    "Annotation",
-    "box_coverage",
-    "mask_to_annotations",
-    "read_annotations",
-    "to_mask",
-    "write_annotations",
-]
+    "EXCLUDED_GROUPS", "TUMOUR_GROUPS", "Annotation", "box_coverage", "mask_to_annotations", "read_annotations",
+    "to_mask", "write_annotations",
+]  # fmt: skip

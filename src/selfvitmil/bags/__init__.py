@@ -15,13 +15,5 @@ from selfvitmil.bags.files import (
 )
 
 __all__ = [
-    "FORMAT_VERSION",
-    "SCHEMA",
-    "Bag",
-    "Features",
-    "check_bag",
-    "concat_scales",
-    "find_bags",
-    "read_bag",
-    "write_bag",
-]
+    "FORMAT_VERSION", "SCHEMA", "Bag", "Features", "check_bag", "concat_scales", "find_bags", "read_bag", "write_bag",
+]  # fmt: skip

@@ -17,104 +17,26 @@ if TYPE_CHECKING:
 
 HELP, HELP_ALL = "--help", "--help-all"
 
-_LABELS = ("--cohort", "--labels", "--label-column")
-FIRST: dict[str, tuple[str, ...]] = {
-    "run": (
-        *_LABELS,
-        "--encoder",
-        "--preset",
-        "--until",
-        "--one-method",
-        "--dry-run",
-        "--tile.mpp",
-        "--workers",
-    ),
-    "plan": (*_LABELS, "--encoder", "--preset", "--until", "--one-method", "--power", "--tile.mpp", "--workers"),
-    "check": (*_LABELS, "--slides-folder", "--slide.mpp", "--slide.reader", "--workers"),
-    "tile": (
-        *_LABELS,
-        "--slides-folder",
-        "--tile.mpp",
-        "--tile.size-px",
-        "--tile.min-tissue",
-        "--slide.mpp",
-        "--workers",
-    ),
-    "pretrain": (
-        "--name",
-        "--preset",
-        "--pretrain.method",
-        "--pretrain.init",
-        "--pretrain.epochs",
-        "--pretrain.batch",
-        "--pretrain.steps",
-        "--pretrain.transductive",
-        "--pretrain.per-split",
-        "--images",
-    ),
-    "embed": ("--encoder", "--embed.layout", "--embed.batch", "--embed.device", "--tile.mpp", "--workers"),
-    "train": (
-        "--labels",
-        "--label-column",
-        "--encoder",
-        "--features",
-        "--train.aggregator",
-        "--train.seeds",
-        "--train.folds",
-        "--train.epochs",
-        "--train.positive",
-        "--train.device",
-    ),
-    "evaluate": (
-        "--labels",
-        "--label-column",
-        "--encoder",
-        "--features",
-        "--train.aggregator",
-        "--train.folds",
-        "--lesions",
-        "--name",
-        "--evaluate.threshold",
-        "--evaluate.calibration",
-    ),
-    "compare": (
-        "--labels",
-        "--label-column",
-        "--encoder",
-        "--features",
-        "--compare.methods",
-        "--compare.baseline",
-        "--train.folds",
-        "--train.seeds",
-        "--lesions",
-        "--name",
-    ),
-    "localize": (
-        "--encoder",
-        "--slides",
-        "--train.aggregator",
-        "--localize.score",
-        "--localize.parts",
-        "--localize.colors",
-        "--localize.picture-px",
-        "--localize.geojson",
-        "--name",
-        "--workers",
-    ),
-    "package": ("--out", "--split", "--results", "--encoder", "--features", "--train.aggregator"),
-    "predict": (
-        "--out",
-        "--labels",
-        "--label-column",
-        "--label-map",
-        "--by",
-        "--against",
-        "--maps",
-        "--json",
-        "--slide.mpp",
-        "--workers",
-    ),
+_FIRST = {
+    "run": "cohort labels label-column encoder preset until one-method dry-run tile.mpp workers",
+    "plan": "cohort labels label-column encoder preset until one-method power tile.mpp workers",
+    "check": "cohort labels label-column slides-folder slide.mpp slide.reader workers",
+    "tile": "cohort labels label-column slides-folder tile.mpp tile.size-px tile.min-tissue slide.mpp workers",
+    "pretrain": "name preset pretrain.method pretrain.init pretrain.epochs pretrain.batch pretrain.steps "
+    "pretrain.transductive pretrain.per-split images",
+    "embed": "encoder embed.layout embed.batch embed.device tile.mpp workers",
+    "train": "labels label-column encoder features train.aggregator train.seeds train.folds train.epochs "
+    "train.positive train.device",
+    "evaluate": "labels label-column encoder features train.aggregator train.folds lesions name evaluate.threshold "
+    "evaluate.calibration",
+    "compare": "labels label-column encoder features compare.methods compare.baseline train.folds train.seeds lesions "
+    "name",
+    "localize": "encoder slides train.aggregator localize.score localize.parts localize.colors localize.picture-px "
+    "localize.geojson name workers",
+    "package": "out split results encoder features train.aggregator",
+    "predict": "out labels label-column label-map by against maps json slide.mpp workers",
 }
+FIRST = {command: tuple(f"--{name}" for name in names.split()) for command, names in _FIRST.items()}
 """Command -> its options that `--help` shows, most used first; arguments without a flag are always shown."""
 
 

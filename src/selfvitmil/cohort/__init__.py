@@ -27,23 +27,7 @@ from selfvitmil.cohort.splits import (
 from selfvitmil.cohort.table import COLUMNS, Cohort, SlideRow, make_cohort, write_cohort
 
 __all__ = [
-    "COLUMNS",
-    "SLIDE_SUFFIXES",
-    "Cohort",
-    "MergeReport",
-    "PatientGuess",
-    "SlideRow",
-    "Split",
-    "carve_validation",
-    "guess_patients",
-    "hold_out",
-    "k_fold",
-    "make_cohort",
-    "merge_cohorts",
-    "monte_carlo",
-    "read_cohort",
-    "read_splits",
-    "split_from_column",
-    "with_guessed_patients",
-    "write_cohort",
-]
+    "COLUMNS", "SLIDE_SUFFIXES", "Cohort", "MergeReport", "PatientGuess", "SlideRow", "Split", "carve_validation",
+    "guess_patients", "hold_out", "k_fold", "make_cohort", "merge_cohorts", "monte_carlo", "read_cohort", "read_splits",
+    "split_from_column", "with_guessed_patients", "write_cohort",
+]  # fmt: skip

@@ -19,14 +19,6 @@ from selfvitmil.encoder.network import (
 )
 
 __all__ = [
-    "LAYOUTS",
-    "POOLED",
-    "Encoder",
-    "EncoderConfig",
-    "build_backbone",
-    "build_encoder",
-    "check_fits",
-    "embed_tokens",
-    "load_encoder",
-    "save_encoder",
-]
+    "LAYOUTS", "POOLED", "Encoder", "EncoderConfig", "build_backbone", "build_encoder", "check_fits", "embed_tokens",
+    "load_encoder", "save_encoder",
+]  # fmt: skip

@@ -21,15 +21,8 @@ from selfvitmil.outcomes.survival import DiscreteSurvival, Survival
 from selfvitmil.settings import TrainSettings
 
 __all__ = [
-    "Classes",
-    "Outcome",
-    "Scored",
-    "Target",
-    "as_array",
-    "choose_outcome",
-    "need_classes",
-    "outcome_from_json",
-]
+    "Classes", "Outcome", "Scored", "Target", "as_array", "choose_outcome", "need_classes", "outcome_from_json",
+]  # fmt: skip
 
 KINDS: dict[str, type[Outcome]] = {
     each.kind: each for each in (Survival, DiscreteSurvival, Continuous, Ordinal, MultiLabel)

@@ -28,16 +28,6 @@ from selfvitmil.aggregate.supervised.tile_network import (
 )
 
 __all__ = [
-    "AnnotatedSlide",
-    "TileNetwork",
-    "TileProbe",
-    "TrainedNetwork",
-    "TrainedProbe",
-    "label_slides",
-    "load_tile_network",
-    "save_probe",
-    "score_slides",
-    "tile_probabilities",
-    "train_probe",
-    "train_tile_network",
-]
+    "AnnotatedSlide", "TileNetwork", "TileProbe", "TrainedNetwork", "TrainedProbe", "label_slides", "load_tile_network",
+    "save_probe", "score_slides", "tile_probabilities", "train_probe", "train_tile_network",
+]  # fmt: skip

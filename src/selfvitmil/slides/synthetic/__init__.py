@@ -26,14 +26,6 @@ from selfvitmil.slides.synthetic.cohort import (
 )
 
 __all__ = [
-    "CohortSlide",
-    "SlidePlan",
-    "SyntheticSlide",
-    "finish_cohort",
-    "make_cohort",
-    "make_problem_files",
-    "make_slide",
-    "plan_cohort",
-    "write_planned",
-    "write_sparse_slide",
-]
+    "CohortSlide", "SlidePlan", "SyntheticSlide", "finish_cohort", "make_cohort", "make_problem_files", "make_slide",
+    "plan_cohort", "write_planned", "write_sparse_slide",
+]  # fmt: skip
