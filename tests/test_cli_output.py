@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.cli import selfvitmil
-from selfvitmil.cli import lists, output, parser
+from selfvitmil.cli import flags, output, parser
 from selfvitmil.cli.help import FIRST
 from selfvitmil.cli.parser import app
 from selfvitmil.rendering import command
@@ -163,14 +163,14 @@ def test_an_interrupted_command_ends_with_a_line(how: str, monkeypatch: pytest.M
     ],
 )
 def test_lists_are_given_by_spaces_commas_or_repeated_flags(given: list[str]):
-    _, bound, _ = app.parse_args(lists.split_lists(["compare", "study", *given, "--train.seeds", "2"]))
+    _, bound, _ = app.parse_args(flags.split_lists(["compare", "study", *given, "--train.seeds", "2"]))
     assert bound.arguments["compare"].methods == ("mean", "max", "abmil")
     assert bound.arguments["train"].seeds == 2
 
 
 def test_other_values_keep_their_commas():
     given = ["localize", "study", "--slides", "a,b", "--name", "x,y", "--batch.directives", "--gres=gpu:1,2"]
-    assert lists.split_lists(given) == given
+    assert flags.split_lists(given) == given
 
 
 # ---------------------------------------------------------------------------------------------------- help

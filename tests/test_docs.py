@@ -15,7 +15,7 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from selfvitmil.cli.lists import split_lists
+from selfvitmil.cli.flags import split_lists
 from selfvitmil.cli.parser import app, output_flags
 from selfvitmil.settings import StudySettings
 

@@ -212,8 +212,8 @@ class Study:
         encoder
             Whose features to learn from; needed where the study has those of several encoders.
         """
-        from selfvitmil.embed import workers_for
         from selfvitmil.engine import Engine
+        from selfvitmil.runtime.device import workers_for
         from selfvitmil.stages.compare import compare
 
         study = self._open()

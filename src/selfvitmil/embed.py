@@ -32,7 +32,7 @@ from selfvitmil.encoder.network import patch_product
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import BagError, EncoderError
 from selfvitmil.runtime.device import PRECISIONS, choose_device, choose_precision
-from selfvitmil.settings import EmbedSettings, EngineSettings
+from selfvitmil.settings import EmbedSettings
 from selfvitmil.slides import SlideRef
 from selfvitmil.store.files import file_fingerprint
 from selfvitmil.store.provenance import MISSING, UP_TO_DATE, BuildOutcome, Freshness, Provenance, damaged, outcome_of
@@ -141,16 +141,6 @@ def _freshness(bag: Path, now: Provenance) -> Freshness:
     settings = {key: value for key, value in record.items() if key in SETTINGS}
     inputs = {key: value for key, value in record.items() if key not in SETTINGS}
     return now.compare(Provenance("embed", version, settings, inputs), optional=OPTIONAL_PROVENANCE)
-
-
-def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
-    """Use one worker per GPU unless the user set something else; with a single GPU the calling process does the
-    work."""
-    asked = settings.workers is not None or settings.cluster is not None or settings.batch.kind != "none"
-    if asked or device == "cpu" or not torch.cuda.is_available():
-        return settings
-    gpus = torch.cuda.device_count() if device == "auto" else 1
-    return settings.model_copy(update={"workers": 0 if gpus == 1 else gpus})
 
 
 # ---------------------------------------------------------------------------------------------------- the encoder

@@ -18,21 +18,24 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from selfvitmil import stain
-from selfvitmil.aggregate import supervised
-from selfvitmil.aggregate.supervised import (
+from selfvitmil.aggregate.supervised.model_files import read_model
+from selfvitmil.aggregate.supervised.probe import TileProbe, save_probe, train_probe
+from selfvitmil.aggregate.supervised.tile_labels import (
     AnnotatedSlide,
-    TileProbe,
+    Coverage,
+    coverage_of_bag,
+    coverage_of_table,
+    label_by_coverage,
     label_slides,
+)
+from selfvitmil.aggregate.supervised.tile_network import (
+    BalancedOrder,
     load_tile_network,
-    save_probe,
     score_slides,
+    slide_probability,
     tile_probabilities,
-    train_probe,
     train_tile_network,
 )
-from selfvitmil.aggregate.supervised.model_files import read_model
-from selfvitmil.aggregate.supervised.tile_labels import Coverage, coverage_of_bag, coverage_of_table, label_by_coverage
-from selfvitmil.aggregate.supervised.tile_network import BalancedOrder, slide_probability
 from selfvitmil.aggregate.train import BagStore, score
 from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.bags import Bag, write_bag
@@ -576,7 +579,3 @@ def test_a_network_trains_on_a_gpu(made: list[AnnotatedSlide], tmp_path: Path):
         trained.network, slides, options.model_copy(update={"device": "cpu"}), stain_method="slide"
     )
     assert max(np.abs(a - b).max() for a, b in zip(gpu, cpu, strict=True)) < 0.05
-
-
-def test_public_names():
-    assert all(hasattr(supervised, name) for name in supervised.__all__)

@@ -45,6 +45,7 @@ from selfvitmil.aggregate.graphs import Recorder, Step, Surroundings, can_captur
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
 from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
+from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, BagError, ConfigError
 from selfvitmil.outcomes import Outcome
 from selfvitmil.runtime.device import synchronize
@@ -251,7 +252,7 @@ def _check_cohort(
     if twice:
         why = "validation on training slides would hide overfitting"
         raise ConfigError(
-            f"{_listed(twice)} both in training and in validation",
+            f"{listing(twice, 5)} both in training and in validation",
             why,
             "Split again, by patient",
             code="slide-in-several-splits",
@@ -278,16 +279,11 @@ def _common_dim(bags: Sequence[LabelledBag]) -> int:
     for each in bags:
         slides_of[each.bag.dim].append(each.slide)
     if len(slides_of) > 1:
-        why = "; ".join(f"{dim} in {_listed(slides)}" for dim, slides in sorted(slides_of.items()))
+        why = "; ".join(f"{dim} in {listing(slides, 5)}" for dim, slides in sorted(slides_of.items()))
         raise BagError(
             "embeddings of several dimensions", why, "Embed all slides with one encoder", code="mixed-embeddings"
         )
     return bags[0].bag.dim
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 # ---------------------------------------------------------------------------------------------------- epochs

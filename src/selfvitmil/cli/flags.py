@@ -1,13 +1,17 @@
 """Flags that several commands share, and what they mean for a study.
 
-A group of flags is a frozen dataclass that commands take as one argument; settings are the models of `settings`.
+A group of flags is a frozen dataclass that commands take as one argument; settings are the models of `settings`. Values
+of list options may be separated: `--compare.methods a b c`, `--compare.methods a,b,c` and the repeated flag mean the
+same (`split_lists`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from cyclopts import Parameter
 from pydantic import BaseModel
@@ -213,3 +217,49 @@ def typed(**sections: Any) -> dict[str, Any]:
         for name, value in sections.items()
     }
     return {name: value for name, value in given.items() if value not in (None, {})}
+
+
+VERBATIM = ("batch",)
+"""Sections whose texts may have commas."""
+OTHERS = ("--by",)
+"""List options of commands that take commas too; names of slides and folders may have some."""
+
+
+@cache
+def list_options() -> frozenset[str]:
+    """Return the flags whose values are lists of any length."""
+    found = [*_of(StudySettings, ""), *_of(EngineSettings, "")]
+    return frozenset((*found, *OTHERS))
+
+
+def _of(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        flag = f"{prefix}{name.replace('_', '-')}"
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if name not in VERBATIM:
+                yield from _of(kind, f"{flag}.")
+        elif get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+            yield f"--{flag}"
+
+
+def split_lists(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with values of list options that are separated by commas as values of their own."""
+    found: list[str] = []
+    inside = False
+    for each in arguments:
+        if each.startswith("--"):
+            name, joined, value = each.partition("=")
+            inside = name in list_options()
+            if inside and joined:
+                found += [name, *_parts(value)]
+            else:
+                found.append(each)
+        else:
+            found += _parts(each) if inside else [each]
+    return found
+
+
+def _parts(value: str) -> list[str]:
+    parts = [part.strip() for part in value.split(",")]
+    return [part for part in parts if part] or [value]

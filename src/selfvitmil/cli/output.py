@@ -85,6 +85,7 @@ def end(results: Iterable[StageResult]) -> int:
 
 def show(result: StageResult) -> None:
     """Print a result; with `--json` it is kept for the end."""
+    from selfvitmil.cohort.table import listing
     from selfvitmil.rendering import failure_line, render
 
     words = render(result)
@@ -107,7 +108,7 @@ def show(result: StageResult) -> None:
     for failure in new[:MAX_ROWS]:
         console.line(failure_line(failure), is_failure=True)
     if known:
-        console.line(f"missing since they failed before: {_few_names(known)}")
+        console.line(f"missing since they failed before: {listing(known, 5)}")
     if new:
         console.line(f"{len(new)} failed; see failures.csv", is_failure=True)
 
@@ -118,11 +119,6 @@ def _new_failures(failures: Sequence[Failure]) -> tuple[list[Failure], list[str]
     known = [failure.slide for failure in failures if failure.slide in _printed.failed]
     _printed.failed |= {failure.slide for failure in new}
     return new, list(dict.fromkeys(known))
-
-
-def _few_names(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _as_data(result: StageResult, words: Any) -> dict[str, Any]:

@@ -37,11 +37,11 @@ from selfvitmil.cli.flags import (
     SlideFlags,
     Study,
     WholeWay,
+    split_lists,
     to_learn_from,
     typed,
 )
 from selfvitmil.cli.help import asked_for, formatter
-from selfvitmil.cli.lists import split_lists
 from selfvitmil.cli.output import complain, end, print_json, print_results, printing, say, show
 from selfvitmil.cli.overview import COMMANDS, SUMMARY
 from selfvitmil.errors import ConfigError, SelfVitMilError
@@ -581,8 +581,8 @@ def predict(
     truth = external_labels(
         packaged, slides, labels, label_column=label_column, label_map=label_map or (), by=by or (), other=other
     )
-    from selfvitmil.embed import workers_for
     from selfvitmil.engine import Engine
+    from selfvitmil.runtime.device import workers_for
 
     flags = typed(slide=slide, embed=embed, localize=localize, engine=engine)
     settings = predict_command.predict_settings(packaged, flags)
@@ -682,7 +682,7 @@ def _workers(study: Any, *, with_encoder: bool = False) -> Any:
     settings = study.settings
     if not with_encoder:
         return Engine(settings.engine)
-    from selfvitmil.embed import workers_for
+    from selfvitmil.runtime.device import workers_for
 
     return Engine(workers_for(settings.engine, settings.embed.device))
 

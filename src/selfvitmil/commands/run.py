@@ -310,7 +310,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
 
 def device_engine(settings: StudySettings, engine: Engine) -> Any:
     """The workers that embed tiles: those of all stages, unless a GPU wants fewer of them."""
-    from selfvitmil.embed import workers_for
+    from selfvitmil.runtime.device import workers_for
 
     wanted = workers_for(settings.engine, settings.embed.device)
     return nullcontext(engine) if wanted == settings.engine else Engine(wanted)

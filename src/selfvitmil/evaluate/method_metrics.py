@@ -464,12 +464,28 @@ def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
     slide = _level(result, "slide", SLIDE_WORDS, evaluate)
     words = PATIENT_WORDS if len(result.class_names) == 2 else PATIENT_WORDS_MULTI
     patient = _level(result, "patient", words, evaluate) if several else None
-    return Scores(_about(result), slide, patient)
+    names, binary = result.class_names, len(result.class_names) == 2
+    classes = {
+        "classes": list(names),
+        "positive": names[1] if binary else None,
+        "positive_from": result.positive_from or None,
+    }
+    score = {"score": f"probability of {names[1]}" if binary else "probability of each class"}
+
+    def per_class(rows: Sequence[Prediction]) -> Json:
+        counts = Counter(row.label for row in rows)
+        return {name: counts[k] for k, name in enumerate(names)}
+
+    return Scores(about_result(result, classes, score, per_class), slide, patient)
 
 
-def _about(result: MethodResult) -> Json:
-    """Return the provenance of the metrics: data, thresholds, recipe, seeds."""
-    binary = len(result.class_names) == 2
+def about_result(
+    result: MethodResult, predicted: Json, score: Json, count: Callable[[Sequence[Prediction]], Any]
+) -> Json:
+    """Return the provenance of the metrics: data, thresholds, recipe, seeds, and what is `predicted`, with its `score`.
+
+    `count` tells the slides among predictions.
+    """
     return {
         "method": result.method,
         "aggregator": result.aggregator,
@@ -478,14 +494,12 @@ def _about(result: MethodResult) -> Json:
         "tiling": result.tiling,
         "protocol": result.protocol,
         "test_labels_opened_for": result.labels_opened,
-        "classes": list(result.class_names),
-        "positive": result.class_names[1] if binary else None,
-        "positive_from": result.positive_from or None,
+        **predicted,
         "recipe": None if result.recipe is None else asdict(result.recipe),
         "evidence": {split: {**asdict(own), "reason": own.reason} for split, own in result.evidence.items()},
-        "score": f"probability of {result.class_names[1]}" if binary else "probability of each class",
+        **score,
         "seeds": list(result.seeds),
-        "slides": _counts(result),
+        "slides": _counts(result, count),
         "choices": [
             {"split": split, "seed": "ensemble" if seed is None else seed, **choice.to_json()}
             for (split, seed), choice in result.choices.items()
@@ -495,16 +509,14 @@ def _about(result: MethodResult) -> Json:
     }
 
 
-def _counts(result: MethodResult) -> Json:
-    """Return slides per class and patients of validation and test set, for every split."""
+def _counts(result: MethodResult, count: Callable[[Sequence[Prediction]], Any]) -> Json:
+    """Return slides and patients of validation and test set, for every split."""
     info: Json = {}
     for split in result.splits:
         info[split] = {}
         for part in ("val", "test"):
             rows = [row for row in result.predictions if (row.split, row.part, row.seed) == (split, part, None)]
-            counts = Counter(row.label for row in rows)
-            per_class = {name: counts[k] for k, name in enumerate(result.class_names)}
-            info[split][part] = {"slides": per_class, "patients": len({row.patient for row in rows})}
+            info[split][part] = {"slides": count(rows), "patients": len({row.patient for row in rows})}
     return info
 
 
@@ -530,12 +542,12 @@ def _level(result: MethodResult, level: Literal["slide", "patient"], words: str,
         "conditional_on": estimator.conditional_on,
     }
     if estimator == Estimator.ONE_TEST_SET:
-        return {**info, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
+        return {**info, **with_seeds(next(iter(by_split.values())), OVER), "splits": {}, "over_splits": None}
     return {
         **info,
-        **_with_seeds({seed: scored_together(seed) for seed in seeds}),
-        "splits": {split: _with_seeds(own) for split, own in by_split.items()},
-        "over_splits": _spread([own[None] for own in by_split.values()], "splits"),
+        **with_seeds({seed: scored_together(seed) for seed in seeds}, OVER),
+        "splits": {split: with_seeds(own, OVER) for split, own in by_split.items()},
+        "over_splits": spread([own[None] for own in by_split.values()], "splits", OVER),
     }
 
 
@@ -547,15 +559,16 @@ def estimator_of(result: MethodResult) -> Estimator:
     return Estimator.WITHIN_FOLDS if disjoint else Estimator.WITHIN_OVERLAPPING_SPLITS
 
 
-def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
+def with_seeds(scored: Mapping[int | None, Json], names: Sequence[str]) -> Json:
+    """Return metrics of the ensemble, of each seed, and the spread of those named over seeds."""
     seeds = {str(seed): own for seed, own in scored.items() if seed is not None}
-    return {"ensemble": scored[None], "seeds": seeds, "over_seeds": _spread(list(seeds.values()), "seeds")}
+    return {"ensemble": scored[None], "seeds": seeds, "over_seeds": spread(list(seeds.values()), "seeds", names)}
 
 
-def _spread(sets: Sequence[Json], what: str) -> Json:
+def spread(sets: Sequence[Json], what: str, names: Sequence[str]) -> Json:
     """Return mean and sample standard deviation of every metric over the sets that have it, with their number."""
     info: Json = {}
-    for name in OVER:
+    for name in names:
         if not any(name in one for one in sets):
             continue
         values = [one[name]["value"] for one in sets if one.get(name) is not None]

@@ -11,12 +11,13 @@ import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.method_metrics import about_result, spread, with_seeds
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.formatting import duration, markdown_list, markdown_table, number, p_value, percent, with_limits
@@ -56,37 +57,10 @@ def score_outcome(result: MethodResult, evaluate: EvaluateSettings) -> tuple[Jso
     assert outcome is not None
     test = {row.slide: row for row in result.predictions if row.part == "test"}
     several = max(Counter(row.patient for row in test.values()).values(), default=0) > 1
-    about: Json = {
-        "method": result.method,
-        "aggregator": result.aggregator,
-        "encoder": result.encoder,
-        "transductive": {split: len(slides) for split, slides in result.transductive.items()} or None,
-        "tiling": result.tiling,
-        "protocol": result.protocol,
-        "test_labels_opened_for": result.labels_opened,
-        "outcome": {**outcome.to_json(), "primary": outcome.primary, "higher_is_better": outcome.higher_is_better},
-        "score": outcome.score_words,
-        "recipe": None if result.recipe is None else asdict(result.recipe),
-        "evidence": {split: {**asdict(own), "reason": own.reason} for split, own in result.evidence.items()},
-        "seeds": list(result.seeds),
-        "slides": {split: _counts(result, split) for split in result.splits},
-        "choices": [
-            {"split": split, "seed": "ensemble" if seed is None else seed, **choice.to_json()}
-            for (split, seed), choice in result.choices.items()
-        ],
-        "trainings": [{"split": run.split, "seed": run.seed, "epoch": run.epoch} for run in result.runs],
-        "warnings": list(result.warnings),
-    }
+    what = {**outcome.to_json(), "primary": outcome.primary, "higher_is_better": outcome.higher_is_better}
+    about = about_result(result, {"outcome": what, "score": outcome.score_words}, {}, len)
     slide = _level(result, outcome, "slide", evaluate)
     return about, slide, _level(result, outcome, "patient", evaluate) if several else None
-
-
-def _counts(result: MethodResult, split: str) -> Json:
-    info: Json = {}
-    for part in ("val", "test"):
-        rows = [row for row in result.predictions if (row.split, row.part, row.seed) == (split, part, None)]
-        info[part] = {"slides": len(rows), "patients": len({row.patient for row in rows})}
-    return info
 
 
 def _level(result: MethodResult, outcome: Outcome, level: Level, evaluate: EvaluateSettings) -> Json:
@@ -100,12 +74,13 @@ def _level(result: MethodResult, outcome: Outcome, level: Level, evaluate: Evalu
     if len(by_split) == 1:
         return {**info, **_with_seeds(next(iter(by_split.values()))), "splits": {}, "over_splits": None}
     info["estimator_words"] = SEVERAL_SPLITS
+    ensembles = [own[None] for own in by_split.values()]
     together = {seed: _mean([own[seed] for own in by_split.values()]) for seed in seeds}
     return {
         **info,
         **_with_seeds(together),
         "splits": {split: _with_seeds(own) for split, own in by_split.items()},
-        "over_splits": _spread([own[None] for own in by_split.values()], "splits"),
+        "over_splits": spread(ensembles, "splits", _metric_names(ensembles[0])),
     }
 
 
@@ -184,17 +159,7 @@ def _mean(parts: Sequence[Json]) -> Json:
 
 
 def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
-    seeds = {str(seed): own for seed, own in scored.items() if seed is not None}
-    return {"ensemble": scored[None], "seeds": seeds, "over_seeds": _spread(list(seeds.values()), "seeds")}
-
-
-def _spread(sets: Sequence[Json], what: str) -> Json:
-    info: Json = {}
-    for name in _metric_names(sets[0]):
-        values = [one[name]["value"] for one in sets if one.get(name) is not None]
-        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        info[name] = {"mean": float(np.mean(values)) if values else None, "sd": sd, what: len(values)}
-    return info
+    return with_seeds(scored, _metric_names(scored[None]))
 
 
 # ---------------------------------------------------------------------------------------------------- table

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from selfvitmil.cohort.table import Cohort, column_key, listing
 from selfvitmil.errors import CohortError, ConfigError
-from selfvitmil.outcomes.base import Outcome, Scored, Target, as_array
-from selfvitmil.outcomes.continuous import Continuous
-from selfvitmil.outcomes.multilabel import MultiLabel
-from selfvitmil.outcomes.ordinal import Ordinal
-from selfvitmil.outcomes.survival import DiscreteSurvival, Survival
+from selfvitmil.outcomes.base import Outcome, Scored, Target, as_array, check_columns
 from selfvitmil.settings import TrainSettings
 
 __all__ = [
     "Classes", "Outcome", "Scored", "Target", "as_array", "choose_outcome", "need_classes", "outcome_from_json",
 ]  # fmt: skip
 
-KINDS: dict[str, type[Outcome]] = {
-    each.kind: each for each in (Survival, DiscreteSurvival, Continuous, Ordinal, MultiLabel)
+KINDS = {
+    "survival": "survival.Survival",
+    "survival-discrete": "survival.DiscreteSurvival",
+    "continuous": "continuous.Continuous",
+    "ordinal": "ordinal.Ordinal",
+    "multilabel": "multilabel.MultiLabel",
 }
+"""Kind of outcome -> module and class, which are loaded when a cohort has it."""
 MANY_VALUES = 10
 """Different numbers in a column above which `auto` takes them as continuous values."""
 FOLLOW_UP = ("time", "event")
@@ -53,7 +55,12 @@ def outcome_from_json(info: Mapping[str, Any]) -> Outcome:
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in info.items() if key != "kind"}
     if info.get("kind") not in KINDS:
         raise ValueError(f"unknown outcome {info.get('kind')!r}")
-    return KINDS[info["kind"]](**fields)
+    return _kind(info["kind"])(**fields)
+
+
+def _kind(name: str) -> type[Outcome]:
+    module, _, kind = KINDS[name].partition(".")
+    return getattr(import_module(f"selfvitmil.outcomes.{module}"), kind)
 
 
 def choose_outcome(cohort: Cohort, train: TrainSettings) -> tuple[Classes | Outcome, str]:
@@ -67,12 +74,13 @@ def choose_outcome(cohort: Cohort, train: TrainSettings) -> tuple[Classes | Outc
         kind, columns, reason = _guess(cohort, train)
     if kind in ("binary", "multiclass"):
         return _classes(cohort, kind, columns), reason
-    if kind == "multilabel":
-        return MultiLabel(columns), reason
-    _check_number(kind, columns, 2 if kind.startswith("survival") else 1)
+    if kind != "multilabel":
+        _check_number(kind, columns, 2 if kind.startswith("survival") else 1)
     if kind == "ordinal":
+        from selfvitmil.outcomes.ordinal import Ordinal
+
         return Ordinal.of(columns, cohort, train.levels), reason
-    return KINDS[kind](columns), reason
+    return _kind(kind)(columns), reason
 
 
 def need_classes(outcome: Outcome | None, command: str, why: str) -> None:
@@ -100,7 +108,8 @@ def _check_number(kind: str, columns: tuple[str, ...], number: int) -> None:
 def _classes(cohort: Cohort, kind: str, columns: tuple[str, ...]) -> Classes:
     _check_number(kind, columns, 1)
     classes = Classes(columns[0])
-    found = classes.labels(_with_column(cohort, columns[0])).classes
+    check_columns(columns, cohort)
+    found = classes.labels(cohort).classes
     if kind == "binary" and len(found) > 2:
         raise ConfigError(
             f"train.outcome 'binary', and {columns[0]} has {len(found)} classes: {listing(found)}",
@@ -109,12 +118,6 @@ def _classes(cohort: Cohort, kind: str, columns: tuple[str, ...]) -> Classes:
             code="not-binary",
         )
     return classes
-
-
-def _with_column(cohort: Cohort, column: str) -> Cohort:
-    """Return the cohort; ConfigError if it lacks the column."""
-    Continuous((column,))._check_columns(cohort)
-    return cohort
 
 
 def _guess(cohort: Cohort, train: TrainSettings) -> tuple[str, tuple[str, ...], str]:
@@ -135,9 +138,10 @@ def _guess(cohort: Cohort, train: TrainSettings) -> tuple[str, tuple[str, ...], 
             code="ambiguous-outcome",
         )
     column = next(iter(columns))
-    cells = {cell for row in _with_column(cohort, column).rows if (cell := row.value(column)) is not None}
+    check_columns(columns, cohort)
+    cells = {cell for row in cohort.rows if (cell := row.value(column)) is not None}
     try:
-        numbers = Continuous(columns).read(cohort)
+        numbers = _kind("continuous")(columns).read(cohort)
     except (CohortError, ConfigError):
         numbers = {}
     if numbers and len(set(numbers.values())) > MANY_VALUES:

@@ -218,7 +218,7 @@ class Outcome:
 
         Raises ConfigError for a column that the cohort does not have.
         """
-        self._check_columns(cohort)
+        check_columns(self.columns, cohort)
         targets: dict[str, Target] = {}
         problems: list[CohortError] = []
         for row in cohort.rows:
@@ -242,18 +242,6 @@ class Outcome:
             )
         return targets
 
-    def _check_columns(self, cohort: Cohort) -> None:
-        known = ("label", *cohort.extra_columns)
-        for column in self.columns:
-            if column_key(column) not in {column_key(name) for name in known}:
-                near = difflib.get_close_matches(column, known, n=1)
-                raise ConfigError(
-                    f"train.target {column!r}: the cohort has no such column",
-                    f"its columns are {listing(known)}",
-                    f"Did you mean {near[0]!r}?" if near else "Name one of them, or give a table with --labels",
-                    code="unknown-target",
-                )
-
     def in_strata(self, cohort: Cohort, targets: Mapping[str, Target]) -> Cohort:
         """Return the cohort with strata as labels, so that splits are stratified by them; others have no label.
 
@@ -268,6 +256,20 @@ class Outcome:
             strata |= self.strata(part, patient_of) if part else {}
         rows = tuple(replace(row, label=strata.get(row.slide)) for row in cohort.rows)
         return Cohort(rows, cohort.warnings)
+
+
+def check_columns(columns: Sequence[str], cohort: Cohort) -> None:
+    """Raise ConfigError for a column that the cohort does not have."""
+    known = ("label", *cohort.extra_columns)
+    for column in columns:
+        if column_key(column) not in {column_key(name) for name in known}:
+            near = difflib.get_close_matches(column, known, n=1)
+            raise ConfigError(
+                f"train.target {column!r}: the cohort has no such column",
+                f"its columns are {listing(known)}",
+                f"Did you mean {near[0]!r}?" if near else "Name one of them, or give a table with --labels",
+                code="unknown-target",
+            )
 
 
 def as_array(targets: Sequence[Target]) -> Floats:

@@ -27,6 +27,7 @@ from selfvitmil.outcomes.base import (
     Scored,
     Target,
     as_array,
+    check_columns,
     paired_bootstrap,
     quantile_names,
 )  # fmt: skip
@@ -61,8 +62,7 @@ class Ordinal(Outcome):
     def of(cls, columns: tuple[str, ...], cohort: Cohort, levels: tuple[str, ...]) -> Self:
         """Return the outcome with the given levels, or the numbers of the column; ConfigError for text without."""
         (column,) = columns
-        found = cls(columns, levels)
-        found._check_columns(cohort)
+        check_columns(columns, cohort)
         if not levels:
             cells = {cell for row in cohort.rows if (cell := row.value(column)) is not None}
             try:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.evaluate.subgroups import SubgroupTable, subgroup_tables
 from selfvitmil.report.answer import main_result
-from selfvitmil.report.validation import SubgroupSection, subgroup_section
 from selfvitmil.settings import EvaluateSettings
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import StudyFiles
+    from selfvitmil.report.validation import SubgroupSection
 
 MOST_COLUMNS = 6
 """Columns that are shown: of many comparisons some differ by chance."""
@@ -37,12 +36,19 @@ def subgroups_data(files: StudyFiles, evaluate: EvaluateSettings) -> SubgroupsDa
     folder, info = found
     rows = [row for row in folder.predictions if row.method == info.get("method")]
     tested = {row.slide for row in rows if row.part == "test" and row.seed is None}
-    usable: dict[str, Mapping[str, str | None]] = {}
-    left_out: list[str] = []
+    columns: dict[str, Mapping[str, str | None]] = {}
     for column, values in _columns(files).items():
         own = {slide: value for slide, value in values.items() if slide in tested}
-        if len({value for value in own.values() if value}) < 2:
-            continue
+        if len({value for value in own.values() if value}) > 1:
+            columns[column] = own
+    if not columns:
+        return SubgroupsData((), (), ())
+    from selfvitmil.evaluate.subgroups import subgroup_tables
+    from selfvitmil.report.validation import subgroup_section
+
+    usable: dict[str, Mapping[str, str | None]] = {}
+    left_out: list[str] = []
+    for column, own in columns.items():
         try:
             subgroup_tables(rows, {column: own}, folder.class_names, evaluate)
         except SelfVitMilError as error:
@@ -52,9 +58,7 @@ def subgroups_data(files: StudyFiles, evaluate: EvaluateSettings) -> SubgroupsDa
             usable[column] = own
         else:
             left_out.append(f"{column}: only {MOST_COLUMNS} columns are shown")
-    tables: tuple[SubgroupTable, ...] = ()
-    if usable:
-        tables = subgroup_tables(rows, usable, folder.class_names, evaluate)
+    tables = subgroup_tables(rows, usable, folder.class_names, evaluate) if usable else ()
     return SubgroupsData(
         tuple(subgroup_section(table, evaluate.confidence) for table in tables),
         tuple(warning for table in tables for warning in table.warnings),

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfvitmil.errors import ConfigError
+from selfvitmil.settings import EngineSettings
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = [
@@ -102,6 +103,16 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------- precision
+
+
+def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
+    """Use one worker per GPU unless the user set something else; with a single GPU the calling process does the
+    work."""
+    asked = settings.workers is not None or settings.cluster is not None or settings.batch.kind != "none"
+    if asked or device == "cpu" or not torch.cuda.is_available():
+        return settings
+    gpus = torch.cuda.device_count() if device == "auto" else 1
+    return settings.model_copy(update={"workers": 0 if gpus == 1 else gpus})
 
 
 def choose_precision(precision: str, device: torch.device) -> torch.dtype:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.aggregate.base import BagScore, score
-from selfvitmil.aggregate.supervised import AnnotatedSlide, save_probe, score_slides, train_probe, train_tile_network
+from selfvitmil.aggregate.supervised.probe import save_probe, train_probe
+from selfvitmil.aggregate.supervised.tile_labels import AnnotatedSlide
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.data.sources import TrainSlide
 from selfvitmil.evaluate import Cases, Run, Trial
@@ -91,6 +92,8 @@ class SupervisedRow:
     def _network(
         self, split: TrialSplit, training: Sequence[AnnotatedSlide], validation: Sequence[AnnotatedSlide], seed: int
     ) -> _Learned:
+        from selfvitmil.aggregate.supervised.tile_network import score_slides, train_tile_network
+
         settings, where = self.settings, {"method": self.method, "split": split.name, "seed": seed}
         folder = self._place(self.models.parent / "resnet18-supervised", split, seed)
         stain, slide = settings.stain.method, settings.slide

@@ -7,27 +7,9 @@ labels tiles as tumour, normal or excluded; every choice (L2 penalty, epoch) is 
 0.9362 on Camelyon16) neither the overlap threshold of tumour tiles nor the pooling is known, so both are settings
 (`SupervisedSettings`).
 
-    trained = train_probe(training, validation, bags, settings, seed)
+    trained = probe.train_probe(training, validation, bags, settings, seed)
     scores = score(trained.module, test_bags)      # selfvitmil.aggregate.train
 
-    trained = train_tile_network(training, validation, folder, settings, seed, stain_method="slide")
-    scores = score_slides(trained.network, test_slides, settings, stain_method="slide")
+    trained = tile_network.train_tile_network(training, validation, folder, settings, seed, stain_method="slide")
+    scores = tile_network.score_slides(trained.network, test_slides, settings, stain_method="slide")
 """
-
-from __future__ import annotations
-
-from selfvitmil.aggregate.supervised.probe import TileProbe, TrainedProbe, save_probe, train_probe
-from selfvitmil.aggregate.supervised.tile_labels import AnnotatedSlide, label_slides
-from selfvitmil.aggregate.supervised.tile_network import (
-    TileNetwork,
-    TrainedNetwork,
-    load_tile_network,
-    score_slides,
-    tile_probabilities,
-    train_tile_network,
-)
-
-__all__ = [
-    "AnnotatedSlide", "TileNetwork", "TileProbe", "TrainedNetwork", "TrainedProbe", "label_slides", "load_tile_network",
-    "save_probe", "score_slides", "tile_probabilities", "train_probe", "train_tile_network",
-]  # fmt: skip
