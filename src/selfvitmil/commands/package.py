@@ -203,9 +203,12 @@ def _carried_settings(
     # Slides of another place must not inherit the microns per pixel that were given for those of this one.
     first = {**first, "slide": {**first["slide"], "mpp": None}}
     beside = next(iter(features.files.values())).parent / "settings.toml"
-    embed = parse(without_removed(read_toml(beside)), beside.name).embed if beside.exists() else settings.embed
+    used = parse(without_removed(read_toml(beside)), beside.name) if beside.exists() else settings
+    embed = used.embed
     carried = {
         **first,
+        # Embedding may leave colours as scanned although tiling fitted the stains.
+        "stain": {**first["stain"], "method": used.stain.method},
         # The encoder in the package says its layout itself.
         "embed": embed.model_copy(update={"layout": None, "device": "auto", "readers": None}).model_dump(),
         "localize": settings.localize.model_dump(exclude={"of_class", "parts"}),

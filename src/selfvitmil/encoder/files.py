@@ -216,7 +216,9 @@ def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Enco
                 extra = None
     if not _is_transformers_config(content) and known is not None:  # timm's form of it says how pixels are normalized
         facts = {"layout": known.layout, "size_px": known.size_px}
-    return _load_published(name, content, weights, num_heads, {**facts, **config}, extra)
+    encoder = _load_published(name, content, weights, num_heads, {**facts, **config}, extra)
+    encoder.keeps_colours = encoder.keeps_colours or known is not None
+    return encoder
 
 
 def _load_published(
@@ -240,16 +242,19 @@ def _load_published(
 def _as_known(name: str, encoder: Encoder, described: Mapping[str, Any], config: Mapping[str, Any]) -> Encoder:
     """The encoder with what is customary for it, where it is a known one, unless `config` or `described` say else."""
     known = by_content({**described, **config}, encoder.backbone, name)
+    encoder.keeps_colours = known is not None
     if known is None or "layout" in config:
         return encoder
     update = {key: value for key, value in _facts(known).items() if key not in {**described, **config}}
     note = (
-        f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another; "
-        "its published preprocessing leaves colours as scanned (--stain.method none)"
+        f"{name} is recognised as {known.name}: the layout is {known.layout}, unless embed.layout names another, and "
+        "colours stay as scanned, unless stain.method is set"
     )
     # What was assumed about the normalization is known now.
     warnings = tuple(text for text in encoder.warnings if "mean" not in update or text != _assumed_imagenet(name))
-    return Encoder(encoder.backbone, encoder.config.model_copy(update=update), (*warnings, note))
+    recognised = Encoder(encoder.backbone, encoder.config.model_copy(update=update), (*warnings, note))
+    recognised.keeps_colours = True
+    return recognised
 
 
 def _facts(known: KnownEncoder) -> dict[str, Any]:
@@ -314,7 +319,9 @@ def _load_conch(name: str, state: Mapping[str, Tensor], num_heads: int | None, c
     _, found, _ = _read_off(name, trunk, num_heads or known.shape[0] // 64)
     args = {key: found[key] for key in ("img_size", "patch_size", "embed_dim", "depth", "num_heads")}
     facts = {"trained_on": "unknown", "provenance": {"source": name}, **_facts(known), **config}
-    return _build_fitting(name, partial(build_encoder, known.architecture, model_args=args, **facts), state)
+    encoder = _build_fitting(name, partial(build_encoder, known.architecture, model_args=args, **facts), state)
+    encoder.keeps_colours = True
+    return encoder
 
 
 # ---------------------------------------------------------------------------------------------------- weights

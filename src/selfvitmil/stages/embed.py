@@ -44,7 +44,7 @@ from selfvitmil.study import (
 if TYPE_CHECKING:
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.embed import EmbeddedSlide
-    from selfvitmil.encoder import EncoderConfig
+    from selfvitmil.encoder import Encoder, EncoderConfig
     from selfvitmil.stages.measure import Measures
 
 
@@ -99,7 +99,10 @@ def embed(study: Study, encoders: Sequence[str], engine: Engine) -> EmbedResult:
             failures += [*missing, *failed]
             folder = study.layout.features(each.tiling, each.features)
             if done:
-                write_text(folder / "settings.toml", to_toml(settings, {"slide", "stain", "tile", "embed"}))
+                used = settings.model_copy(
+                    update={"stain": settings.stain.model_copy(update={"method": each.stain_method})}
+                )
+                write_text(folder / "settings.toml", to_toml(used, {"slide", "stain", "tile", "embed"}))
                 _keep_encoder_slides(folder, Path(each.place))
             features.append(EmbeddedFeatures(each.features, each.tiling, each.layout, each.dim, done, folder))
         study.forget_claims("embed")
@@ -118,6 +121,14 @@ class _Source:
     tiling: str
     layout: str
     dim: int
+    stain_method: str
+
+
+def stain_method(encoder: Encoder | None, settings: StudySettings) -> str:
+    """Return how tiles are stained for an encoder: `none` for a published one, unless `stain.method` is set."""
+    if encoder is not None and encoder.keeps_colours and "method" not in settings.stain.model_fields_set:
+        return "none"
+    return settings.stain.method
 
 
 def _sources(study: Study, encoders: Sequence[str]) -> tuple[list[_Source], list[str]]:
@@ -135,7 +146,9 @@ def _sources(study: Study, encoders: Sequence[str]) -> tuple[list[_Source], list
     pairs, notes = _scales_that_fit({name: each.config for name, each in loaded.items()}, settings)
     notes += [f"note: {warning}" for encoder in loaded.values() for warning in encoder.warnings]
     sources = [
-        _Source(name, places[name], tiling, loaded[name].config.layout, loaded[name].dim) for tiling, name in pairs
+        _Source(name, places[name], tiling, each.config.layout, each.dim, stain_method(each, settings))
+        for tiling, name in pairs
+        for each in (loaded[name],)
     ]
     return sources, notes
 
@@ -145,7 +158,7 @@ def _embed_work(study: Study, source: _Source) -> tuple[SlideWork, list[Failure]
     from selfvitmil.embed import embed_slide, embed_slides
 
     stage = embed_stage(source.features, source.tiling)
-    jobs, missing = embed_jobs(study, source.tiling, source.features, source.place, stage)
+    jobs, missing = embed_jobs(study, source.tiling, source.features, source.place, stage, source.stain_method)
     options = {"unit": "tiles", "count": num_tiles, "stream": embed_slides}
     return SlideWork(stage, embed_slide, jobs, options), missing
 
@@ -184,7 +197,9 @@ def _scales_that_fit(configs: Mapping[str, Any], settings: StudySettings) -> tup
     return pairs, notes
 
 
-def embed_jobs(study: Study, tiling: str, name: str, source: str, stage: str) -> tuple[dict[str, Any], list[Failure]]:
+def embed_jobs(
+    study: Study, tiling: str, name: str, source: str, stage: str, stain: str
+) -> tuple[dict[str, Any], list[Failure]]:
     """Return jobs for the slides that have tiles, and a failure for each that has none."""
     from selfvitmil.embed import EmbedJob
     from selfvitmil.slides import SlideRef
@@ -197,7 +212,7 @@ def embed_jobs(study: Study, tiling: str, name: str, source: str, stage: str) ->
         bag = study.layout.feature_file(tiling, name, row.slide)
         if table.exists():
             jobs[row.slide] = EmbedJob(
-                SlideRef.of(row, settings.slide), table, bag, source, name, settings.stain.method, settings.embed
+                SlideRef.of(row, settings.slide), table, bag, source, name, stain, settings.embed
             )
         else:
             reason = f"{row.slide}: no tile table in tiles/{tiling}"
@@ -281,9 +296,10 @@ class Embed(Stage):
     def _pending_encoder(self, plan: RunPlan, name: str, source: str) -> dict[str, str]:
         """Slide -> why it is embedded with this encoder."""
         features = features_name(name, plan.settings.embed.layout)
-        jobs, _ = embed_jobs(plan.study, plan.tiling, features, source, self.name)
         untrained = plan.request.trains_encoder and name in plan.pending("pretrain").todo
         loaded = None if untrained else plan.loaded[name]
+        stain = stain_method(loaded, plan.settings)
+        jobs, _ = embed_jobs(plan.study, plan.tiling, features, source, self.name, stain)
         identity = None if loaded is None else loaded.identity()
         changing = plan.pending("tile").changing
         found = {
