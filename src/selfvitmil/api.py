@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from selfvitmil.commands.run import RunResult
+    from selfvitmil.commands.slide_embeddings import SimilarSlide, SlideEmbeddingsResult
     from selfvitmil.commands.status import StatusResult
     from selfvitmil.localize.heatmap import Heatmap
     from selfvitmil.stages.compare import CompareResult
@@ -257,6 +258,52 @@ class Study:
                 f"{self.root.name}: there is no comparison yet", how="Run study.compare() first", code="no-comparison"
             )
         return CompareResult.read(folder)
+
+    # ------------------------------------------------------------------------------------------------ whole slides
+
+    def slide_embeddings(
+        self,
+        pooling: str = "mean",
+        *,
+        encoder: str | None = None,
+        features: str | Path | None = None,
+        model: str | Path | None = None,
+        neighbors: int = 5,
+    ) -> SlideEmbeddingsResult:
+        """Pool the features of every slide into one embedding, and find the slides most like each.
+
+        Parameters
+        ----------
+        pooling
+            `mean` or `max` over the tiles.
+        encoder, features
+            Whose features, or a folder of feature files of another tool instead.
+        model
+            A trained aggregator that pools instead: a folder that `package` wrote, or one of models/.
+        neighbors
+            Slides of other patients to find for each.
+        """
+        from selfvitmil.commands.slide_embeddings import slide_embeddings
+        from selfvitmil.engine import Engine
+
+        study = self._open()
+        choice = core.FeatureChoice(encoder, None if features is None else Path(features))
+        folder = None if model is None else Path(model)
+        with Engine(study.settings.engine) as engine:
+            return slide_embeddings(study, choice, engine, pooling=pooling, model=folder, neighbors=neighbors)
+
+    def similar(self, slide: str, n: int = 5, **how: Any) -> tuple[SimilarSlide, ...]:
+        """Return the `n` slides of other patients that are most like a slide, nearest first.
+
+        `how` is as in `slide_embeddings`, by default the mean of the tile embeddings.
+        """
+        name = self.cohort[slide].slide
+        found = self.slide_embeddings(**how, neighbors=n).similar
+        if name not in found:
+            raise ArtefactError(
+                f"{name}: this slide has no embedding", how='Run study.run(until="embed")', code="no-slide-embedding"
+            )
+        return found[name]
 
     # ------------------------------------------------------------------------------------------------ heatmaps
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from selfvitmil.commands.run import RunOutcome, RunResult, RunStart, StageReport
     from selfvitmil.commands.sbatch import SbatchResult
     from selfvitmil.commands.shards import ShardResult
+    from selfvitmil.commands.slide_embeddings import SlideEmbeddingsResult
     from selfvitmil.commands.status import StatusResult
     from selfvitmil.commands.synth import SynthResult
     from selfvitmil.commands.validate import ValidateResult
@@ -170,6 +171,32 @@ def _embed(result: EmbedResult) -> Rendered:
 def _export(result: ExportResult) -> Rendered:
     line = f"{len(result.slides)} of {result.num_slides} slides written to {result.folder} for {result.tool}"
     return Rendered((*result.notes, line))
+
+
+def _slide_embeddings(result: SlideEmbeddingsResult) -> Rendered:
+    num, dim = result.embeddings_SE.shape
+    lines = _rebuilt(result.built)
+    lines.append(
+        f"{num} of {result.num_slides} slides have embeddings of {dim} numbers in {_last_parts(result.folder, 3)}"
+    )
+    found = result.agreement
+    if found is None:
+        lines.append("agreement of labels: not measured, that takes labelled slides of two patients and two labels")
+    else:
+        share = f"{found.share.value:.2f} ({found.share.low:.2f} to {found.share.high:.2f})"
+        lines.append(
+            f"agreement of labels with the {found.k} nearest slides of other patients: {share}, by chance "
+            f"{found.chance:.2f}; {found.num_queries} slides of {found.num_patients} patients"
+        )
+    lines += [f"table written to {result.out}"] if result.out is not None else []
+    table: Table = ()
+    if result.query is not None:
+        rows = (
+            (str(rank), each.slide, each.patient, each.label or "", f"{each.similarity:.3f}")
+            for rank, each in enumerate(result.similar[result.query], start=1)
+        )
+        table = (("", f"most like {result.query}", "patient", "label", "cosine"), *rows)
+    return Rendered((*result.notes, *lines), table)
 
 
 # ---------------------------------------------------------------------------------------------------- learning
@@ -756,5 +783,6 @@ _RENDERERS: dict[str, Callable[[Any], Rendered]] = {
     "RunOutcome": _run_outcome,
     "ShardResult": _shard,
     "SbatchResult": _sbatch,
+    "SlideEmbeddingsResult": _slide_embeddings,
 }
 """By the name of the result's class, so that rendering one kind does not import the modules of all others."""

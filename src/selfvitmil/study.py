@@ -33,7 +33,7 @@ from selfvitmil.settings import (
 )
 from selfvitmil.store.failures import Failure, read_failures, record_failures
 from selfvitmil.store.files import hash_of, remove_leftovers, write_text
-from selfvitmil.store.layout import ENCODER_SLIDES_FILE, StudyLayout
+from selfvitmil.store.layout import ENCODER_SLIDES_FILE, MODEL_SLIDES_FILE, StudyLayout
 from selfvitmil.store.lock import study_lock
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ class Study:
             cases = labelled_cases(self.cohort, features, "learning", self.settings.train)
             splits = make_splits(cases, self.settings.train, self.settings.evaluate)
             _check_split_encoders(features, splits)
+            _check_pooling_model(choice, self.cohort, splits)
             self._read[key] = LearningSet(cases, splits, features)
         return self._read[key]
 
@@ -553,6 +554,22 @@ def _check_split_encoders(features: Features, splits: Sequence[Split]) -> None:
             f"{next(iter(features.by_split))}",
             code="missing-split-encoders",
         )
+
+
+def _check_pooling_model(choice: FeatureChoice, cohort: Cohort, splits: Sequence[Split]) -> None:
+    """ConfigError for slide embeddings whose pooling model saw labels of patients that are tested."""
+    seen = slides_of(choice.folder / MODEL_SLIDES_FILE) if choice.folder is not None else frozenset()
+    patients = {row.slide: row.patient for row in cohort.rows}
+    known = {patients[slide] for slide in seen if slide in patients}
+    for split in splits:
+        tested = [slide for slide in split.test if patients[slide] in known]
+        if tested:
+            raise ConfigError(
+                f"{len(tested)} test slides of split {split.name}: the pooling model has seen labels of their patients",
+                "these slide embeddings hold their labels, so any result on them would be too good",
+                "Use the split that the model was trained for, another model, or slide embeddings by mean or max",
+                code="embedding-saw-labels",
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- encoders

@@ -31,12 +31,14 @@ from starlette.testclient import TestClient
 from helpers.heatmaps import PREDICTION, make_heatmap
 from helpers.viewer import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, packaged_files, viewed
 from selfvitmil import cli, open_slide
+from selfvitmil.bags.similar import SIMILAR, SimilarSlide, write_similar
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
 from selfvitmil.report.results import ends
 from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_problem_files
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.view import export, server, tiles
 from selfvitmil.view import study as viewed_study
 from selfvitmil.view.tiles import DeepZoom, OpenSlides
@@ -481,6 +483,40 @@ def test_the_exported_folder_holds_what_the_server_says(
     for source in re.findall(r'(?:src|href)="([^"#]+)"', page):
         assert (out / source).is_file(), source
     assert (out / "static/vendor/openseadragon.LICENSE.txt").is_file()
+
+
+def similar_of(client: TestClient, names: dict[str, str], slide: str) -> list[tuple[str, float]]:
+    found = client.get(f"/api/slides/{names[slide]}.json").json()["similar"]
+    by_id = {id: name for name, id in names.items()}
+    return [(by_id[each["slide"]], each["similarity"]) for each in found]
+
+
+def test_similar_slides_are_those_found_last_and_an_export_keeps_its_own(
+    client: TestClient, study: Path, tmp_path: Path, packaged: dict[str, export.StaticFile]
+) -> None:
+    names = {row["name"]: row["id"] for row in client.get("/api/study.json").json()["slides"]}
+    assert similar_of(client, names, "Meier_01") == []
+    folder = StudyLayout(study).slide_features("t", "vit_mean")
+    try:
+        for value in (0.5, 0.75):
+            similar = {
+                "Meier_01": [SimilarSlide("unlabelled", value), SimilarSlide("other", 0.25), SimilarSlide("x", 0)]
+            }
+            write_similar(folder, similar, None)
+            assert similar_of(client, names, "Meier_01") == [("unlabelled", value), ("other", 0.25)]
+            assert similar_of(client, names, "other") == []
+        export.write_folder(
+            viewed(study), tmp_path / "out", slides=["Meier_01", "other"], top_mpp=2, say=lambda _: None
+        )
+        own = folder_data(
+            tmp_path / "out" / "data" / f"{names['Meier_01']}.js",
+            f'window.SELFVITMIL_DATA.slides["{names["Meier_01"]}"] = ',
+        )
+        assert own["slide"]["similar"] == [{"slide": names["other"], "similarity": 0.25}]
+        (folder / SIMILAR).write_text("no table")
+        assert similar_of(client, names, "Meier_01") == []
+    finally:
+        shutil.rmtree(study / "bags")
 
 
 def test_an_export_names_no_folder_of_this_machine(study: Path, tmp_path: Path, packaged: object) -> None:

@@ -210,6 +210,27 @@ class Aggregator(nn.Module):
         assert evidence_NC is not None
         return evidence_NC
 
+    def slide_embedding(self, bag_ND: Tensor, coords_N2: Tensor | None = None) -> Tensor:
+        """Return the embedding of the slide (E,): the input of the layer `classifier`, which all else is computed from.
+
+        Raises ConfigError where the method has none, because it pools scores instead of embeddings.
+        """
+        layer = getattr(self, "classifier", None)
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(
+                f"{self.config['name']} has no embedding of a slide",
+                "it pools the scores of tiles, not their embeddings",
+                "Use a model of an attention method, or --pooling mean or max",
+                code="no-slide-embedding",
+            )
+        seen: list[Tensor] = []
+        hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self(bag_ND, coords_N2)
+        finally:
+            hook.remove()
+        return seen[-1].flatten()
+
     # ------------------------------------------------------------------------------------------ inputs and labels
 
     def target(self, label: Tensor | float, like: Tensor) -> Tensor:

@@ -219,6 +219,13 @@ class DSMIL(Aggregator):
         guidance = self.penalty(output)
         return streams if guidance is None else streams + guidance
 
+    def slide_embedding(self, bag_ND: Tensor, coords_N2: Tensor | None = None) -> Tensor:
+        """Return the bag embeddings of all classes side by side (C * V,), which the head of the bag stream sees."""
+        attention_NC = self(bag_ND, coords_N2).attention_NC
+        dtype = next(self.parameters()).dtype
+        standardized = (self.input_mean_D, self.input_std_D) if self.standardize else ()
+        return self.b_classifier.bag_embeddings(ChunkedBag(bag_ND, dtype, *standardized), attention_NC).flatten()
+
     def critical_evidence(self, output: AggregatorOutput) -> Tensor:
         """Return the instance logits (N, C), by which the critical instances are selected."""
         assert output.instance_logits_NC is not None
@@ -299,12 +306,12 @@ class _BagStream(nn.Module):
             attention_NC, score_C = bag.attend(query_CL @ self.q.weight, direction_CD)
             return attention_NC, score_C + constant_C
         attention_NC = self._attention_logits(bag, query_CL).softmax(0)
-        return attention_NC, self.fcc(self._bag_embeddings(bag, attention_NC))
+        return attention_NC, self.fcc(self.bag_embeddings(bag, attention_NC))
 
     def average(self, bag: ChunkedBag) -> tuple[Tensor, Tensor]:
         """Return uniform attention (N, C) and its bag logits (C,)."""
         attention_NC = self.fcc.weight.new_full((len(bag), len(self.fcc.bias)), 1 / len(bag))
-        return attention_NC, self.fcc(self._bag_embeddings(bag, attention_NC))
+        return attention_NC, self.fcc(self.bag_embeddings(bag, attention_NC))
 
     def _folds(self) -> bool:
         """Whether v and head currently fold into one linear function of a class's mean instance."""
@@ -324,7 +331,7 @@ class _BagStream(nn.Module):
         first, *rest = self.q
         return nn.Sequential(*rest)(bag.project(_linear(first))) @ query_CL.T
 
-    def _bag_embeddings(self, bag: ChunkedBag, attention_NC: Tensor) -> Tensor:
+    def bag_embeddings(self, bag: ChunkedBag, attention_NC: Tensor) -> Tensor:
         """Return sum_i s_i v(h_i) of every class: (C, V)."""
         if self.v is None:
             return bag.pool(attention_NC)

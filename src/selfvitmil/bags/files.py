@@ -122,6 +122,8 @@ def read_bag(path: Path) -> Bag:
             if name is None:
                 raise KeyError(f"it has no dataset named features or feats, only {sorted(file)}")
             bag = _with_places(Bag(path.stem, _mapped(path, file[name]), None), file)
+            if file[name].ndim == 1:  # of a whole slide; TRIDENT keeps the coordinates of its tiles beside it
+                bag = replace(bag, coords=None)
     except (OSError, KeyError, ValueError) as error:
         raise _unreadable(path, error) from None
     if bag.features_ND.ndim != 2 or (bag.coords is not None and len(bag.coords) != len(bag)):
@@ -141,9 +143,11 @@ def _mapped(path: Path, dataset: Any) -> Features:
     """Return the dataset as a read-only memory map, or read it if it is chunked or compressed."""
     if dataset.dtype.kind not in "fiu":
         raise ValueError(f"its features have the non-numeric type {dataset.dtype}")
-    shape = (
-        dataset.shape[1:] if dataset.ndim == 3 and dataset.shape[0] == 1 else dataset.shape
-    )  # (1, N, D) of old files
+    shape = dataset.shape
+    if dataset.ndim == 3 and dataset.shape[0] == 1:  # (1, N, D) of old files
+        shape = dataset.shape[1:]
+    elif dataset.ndim == 1:  # (D,) of a whole slide
+        shape = (1, *dataset.shape)
     offset = dataset.id.get_offset()
     if offset is None or dataset.size == 0 or not dataset.dtype.isnative:
         return dataset[:].reshape(shape)

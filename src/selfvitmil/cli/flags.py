@@ -108,8 +108,8 @@ class LabelFlags:
 
 @Flat
 @dataclass(frozen=True)
-class FeatureFlags:
-    """Which features are learned from."""
+class OneScaleFlags:
+    """Which features are used."""
 
     encoder: Annotated[
         str | None,
@@ -121,6 +121,13 @@ class FeatureFlags:
             help="Use a folder of feature files instead: those of TRIDENT, CLAM, STAMP or selfvitmil, unchanged."
         ),
     ] = None
+
+
+@Flat
+@dataclass(frozen=True)
+class FeatureFlags(OneScaleFlags):
+    """Which features are learned from."""
+
     coarse_encoder: Annotated[
         str | None, Parameter(help="Encoder of the coarser scale, if it differs from the other one.")
     ] = None
@@ -183,16 +190,17 @@ class WholeWay(SlideFlags):
         return typed(**{name: getattr(self, name) for name in StudySettings.model_fields})
 
 
-NO_SLIDES, NO_LABELS, ANY_FEATURES, ANY_SCALED_FEATURES = (
+NO_SLIDES, NO_LABELS, ONE_SCALE, ANY_FEATURES, ANY_SCALED_FEATURES = (
     SlideFlags(),
     LabelFlags(),
+    OneScaleFlags(),
     FeatureFlags(),
     ScaledFeatureFlags(),
 )
 NOTHING_TYPED = WholeWay()
 
 
-def to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
+def to_learn_from(inputs: OneScaleFlags, given: LabelFlags = NO_LABELS) -> Any:
     """Return where labels come from and which features are used, from the flags."""
     from selfvitmil.study import CohortSource, FeatureChoice
 
@@ -207,7 +215,8 @@ def to_learn_from(inputs: FeatureFlags, given: LabelFlags = NO_LABELS) -> Any:
     if inputs.features is not None and cohort is None:
         cohort, labels = labels, None  # the table of labels is then all there is
     source = CohortSource(cohort, labels, given.label_column, None, inputs.features, given.replace_labels)
-    return source, FeatureChoice(inputs.encoder, inputs.features, inputs.coarse_encoder, two_scales)
+    coarse = inputs.coarse_encoder if isinstance(inputs, FeatureFlags) else None
+    return source, FeatureChoice(inputs.encoder, inputs.features, coarse, two_scales)
 
 
 def typed(**sections: Any) -> dict[str, Any]:

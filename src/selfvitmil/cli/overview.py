@@ -40,6 +40,7 @@ GROUPS = {
     },
     "Other tools": {
         "export": "Write feature files in the format of another tool. Readers of TRIDENT files need no export.",
+        "slide-embeddings": "Pool tile embeddings into one per slide, and find slides that are alike.",
         "doctor": "Check whether this machine and a study folder have what is needed; print a remedy for each problem.",
         "synth": "Write a cohort of synthetic slides with annotated lesions, for trying things out.",
         "demo": "Run the full pipeline on synthetic slides; no data needed.",

@@ -23,6 +23,7 @@ from selfvitmil.cli.flags import (
     NO_LABELS,
     NO_SLIDES,
     NOTHING_TYPED,
+    ONE_SCALE,
     STUDY_FOLDER_HELP,
     EngineOption,
     FeatureFlags,
@@ -31,6 +32,7 @@ from selfvitmil.cli.flags import (
     LabelColumnOption,
     LabelFlags,
     LesionsOption,
+    OneScaleFlags,
     PresetOption,
     ResultsOption,
     ScaledFeatureFlags,
@@ -77,7 +79,8 @@ app = App(
 
 def command(function: Callable[..., int]) -> Callable[..., int]:
     """Register a command under the function's name; its help is its sentence in `COMMANDS` and its docstring."""
-    app.command(function, help="\n\n".join(filter(None, (COMMANDS[function.__name__], inspect.getdoc(function)))))
+    name = function.__name__.replace("_", "-")
+    app.command(function, name=name, help="\n\n".join(filter(None, (COMMANDS[name], inspect.getdoc(function)))))
     return function
 
 
@@ -216,6 +219,48 @@ def export(
     opened = _open(study, tile=tile, engine=engine)
     with _workers(opened) as workers:
         return end([export_command.export(opened, encoder, out, to, workers, dtype)])
+
+
+@command
+def slide_embeddings(
+    study: Study,
+    /,
+    *,
+    inputs: OneScaleFlags = ONE_SCALE,
+    labels: LabelFlags = NO_LABELS,
+    pooling: Annotated[
+        Literal["mean", "max"], Parameter(help="How tile embeddings become one, without --model.")
+    ] = "mean",
+    model: Annotated[
+        Path | None,
+        Parameter(
+            help="Let a trained aggregator pool: a folder that `package` wrote, or one of models/. The embedding is "
+            "what its slide classifier sees."
+        ),
+    ] = None,
+    neighbors: Annotated[int, Parameter(help="Most similar slides of other patients to find for each slide.")] = 5,
+    similar_to: Annotated[str | None, Parameter(help="Print the slides most like this one.")] = None,
+    out: Annotated[
+        Path | None, Parameter(help="Also write one table of all slides: a .csv, or an .h5ad for AnnData.")
+    ] = None,
+    pseudonyms: Annotated[
+        bool, Parameter(help="Replace names of slides and patients in the table of --out.", negative="")
+    ] = False,
+    embed: EmbedSettings = EmbedSettings(),
+    tile: TileSettings = TileSettings(),
+    engine: EngineOption = EngineSettings(),
+):
+    """Report and viewer then show slides that are alike.
+
+    For a linear probe: `selfvitmil compare STUDY --features FOLDER --compare.methods mean` with the folder it names.
+    """
+    from selfvitmil.commands import slide_embeddings as embeddings_command
+
+    source, choice = to_learn_from(inputs, labels)
+    opened = _open(study, source, embed=embed, tile=tile, engine=engine)
+    asked = {"pooling": pooling, "model": model, "neighbors": neighbors, "out": out, "pseudonyms": pseudonyms}
+    with _workers(opened) as workers:
+        return end([embeddings_command.slide_embeddings(opened, choice, workers, **asked, query=similar_to)])
 
 
 @command

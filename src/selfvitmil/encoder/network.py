@@ -117,8 +117,7 @@ class Encoder(nn.Module):
         self.warnings = warnings
         """What had to be assumed while loading."""
         self.keeps_colours = False
-        """Whether it is a published encoder that was trained on colours as scanned: `stain.method` is then `none` unless
-        it is set."""
+        """Whether it was published, for colours as scanned: then `none` is the default of `stain.method`."""
         self._is_new = True
         mean, std = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (config.mean, config.std))
         self.register_buffer("scale_311", (1 / (255 * std)).float(), persistent=False)

@@ -3,6 +3,7 @@
 answer.py     the first screen: how good, compared with what, three heatmaps, what limits the conclusion
 data.py       the study, read once into what the page shows; `write_report` writes that page
 encoders.py   pretraining curves, quality and views;  neighbors.py  tiles with similar embeddings
+similar_slides.py  slides with similar embeddings
 results.py    comparisons, evaluations and lesion scores, and the section of one slide
 subgroups.py  metrics by site, scanner and other columns;  validation.py  the page of an external validation
 definitions.py  what the metrics mean

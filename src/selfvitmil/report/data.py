@@ -48,6 +48,7 @@ from selfvitmil.report.results import (
     read_results,
     slide_data,
 )
+from selfvitmil.report.similar_slides import SimilarSlidesData, similar_slides_data
 from selfvitmil.report.subgroups import SubgroupsData, subgroups_data
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
@@ -123,6 +124,7 @@ class ReportData:
     tissue: TissueData | None
     encoders: tuple[EncoderData, ...]
     neighbors: tuple[NeighborData, ...]
+    similar_slides: SimilarSlidesData | None
     has_results: bool
     comparisons: tuple[ComparisonData, ...]
     evaluations: tuple[EvaluationData, ...]
@@ -181,6 +183,12 @@ def read_report_data(
         neighbors=tuple(
             neighbor_data(files.layout, files.cohort, features, settings.slide.reader, names)
             for features in files.shown_features()
+        ),
+        similar_slides=similar_slides_data(
+            files.layout,
+            files.cohort,
+            {slide: one.pictures[slide] for one in files.tilings for slide in one.pictures},
+            names,
         ),
         has_results=bool(files.results),
         comparisons=tuple(comparison_data(one, names) for one in files.results if one.is_comparison),

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from selfvitmil.bags import Bag, find_bags, read_bag
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import BagError, SelfVitMilError, SlideError
+from selfvitmil.metrics.retrieval import Embeddings, Neighbors, Rows, nearest
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.encoders import evenly_spaced
 from selfvitmil.report.render import Shown, picture
@@ -40,9 +41,6 @@ MOST_CLUSTERED = 4000
 """Tiles among which queries are chosen."""
 SPLIT_TURNS = 20
 """Turns of the power iteration that finds a principal component."""
-
-Rows = NDArray[np.int64]
-Embeddings = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -134,23 +132,6 @@ def _is_of(features: str, encoder: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- search, pure
-
-
-class Neighbors(NamedTuple):
-    """Tiles nearest to a query, nearest first."""
-
-    query: int
-    rows: Rows
-    similarity: NDArray[np.float32]
-    """Cosine similarity of each to the query."""
-
-
-def nearest(unit_ND: Embeddings, owner_N: Rows, query: int, most: int) -> Neighbors:
-    """Return the tiles of other owners (patients) nearest to a tile by cosine similarity; of equal ones the first."""
-    similarity_N = unit_ND @ unit_ND[query]
-    others = np.flatnonzero(owner_N != owner_N[query])
-    order = others[np.argsort(-similarity_N[others], kind="stable")[:most]]
-    return Neighbors(query, order, similarity_N[order])
 
 
 def choose_queries(unit_ND: Embeddings, slide_N: Rows, most: int) -> list[int]:

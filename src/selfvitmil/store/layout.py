@@ -21,7 +21,9 @@ SLIDES_FILE = "slides.txt"
 """In an encoder's folder: the slides that it was trained on, one name per line."""
 ENCODER_SLIDES_FILE = "encoder_slides.txt"
 """The same beside the features that an encoder gave, whichever folder the encoder came from."""
-_FEATURES = "features_"
+MODEL_SLIDES_FILE = "model_slides.txt"
+"""Beside slide embeddings: the slides whose labels the pooling model was trained and chosen on."""
+_FEATURES, _SLIDE_FEATURES = "features_", "slide_features_"
 
 
 class _Below:
@@ -124,6 +126,14 @@ class StudyLayout:
     def all_features(self) -> list[Path]:
         """Return the folders of feature files that exist, sorted."""
         return _folders(self.bags_folder, f"*/{_FEATURES}*")
+
+    def slide_features(self, tiling: str, name: str) -> Path:
+        """Return the folder of slide embeddings: of an encoder, pooled in one way."""
+        return self.bags_folder / tiling / f"{_SLIDE_FEATURES}{name}"
+
+    def all_slide_features(self) -> list[Path]:
+        """Return the folders of slide embeddings that exist, sorted."""
+        return _folders(self.bags_folder, f"*/{_SLIDE_FEATURES}*")
 
     # ------------------------------------------------------------------------------------------------ models, results
 
@@ -232,7 +242,7 @@ def patches_of(feature_file: Path, slide: str) -> Path:
 
 def feature_name(folder: Path) -> str:
     """Return the name of the features in a folder of feature files."""
-    return folder.name.removeprefix(_FEATURES)
+    return folder.name.removeprefix(_SLIDE_FEATURES).removeprefix(_FEATURES)
 
 
 def model_folder(aggregator: Path, split: str, seed: int) -> Path:

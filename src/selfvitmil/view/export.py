@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,11 +125,12 @@ def write_folder(
     num_tiles = sum(math.prod(plan.opened.zoom.num_tiles(level)) for plan in plans for level in plan.levels)
     say(f"{len(plans)} slides, {num_tiles} pictures, about {num_tiles * PICTURE_BYTES / 1e6:.0f} MB")
     written: list[ViewedSlide] = []
+    shown = {plan.slide.id for plan in plans}
     with _new_folder(out) as folder, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         write_static(folder, files)
         for plan in plans:
             try:
-                _write_slide(folder, study, plan, pool)
+                _write_slide(folder, study, plan, shown, pool)
                 written.append(plan.slide)
             except SelfVitMilError as error:
                 _remove_slide(folder, plan.slide)
@@ -187,7 +188,9 @@ def top_level(opened: tiles.OpenedSlide, top_mpp: float) -> int:
     return min(zoom.max_level, max(0, zoom.max_level - halvings))
 
 
-def _write_slide(folder: Path, study: ViewedStudy, plan: _Plan, pool: ThreadPoolExecutor) -> None:
+def _write_slide(
+    folder: Path, study: ViewedStudy, plan: _Plan, shown: Collection[str], pool: ThreadPoolExecutor
+) -> None:
     slide, opened = plan.slide, plan.opened
 
     def write_tile(place: tuple[int, int, int]) -> None:
@@ -201,14 +204,15 @@ def _write_slide(folder: Path, study: ViewedStudy, plan: _Plan, pool: ThreadPool
             (folder / "tiles" / slide.id / str(level)).mkdir(parents=True)
             columns, rows = opened.zoom.num_tiles(level)
             list(pool.map(write_tile, ((level, column, row) for row in range(rows) for column in range(columns))))
-        _write_text(folder / "data" / f"{slide.id}.js", _slide_script(study, plan))
+        _write_text(folder / "data" / f"{slide.id}.js", _slide_script(study, plan, shown))
     finally:
         opened.slide.close()
 
 
-def _slide_script(study: ViewedStudy, plan: _Plan) -> str:
+def _slide_script(study: ViewedStudy, plan: _Plan, shown: Collection[str]) -> str:
     slide = plan.slide
     info = study.slide_data(slide, plan.opened)
+    info["similar"] = [each for each in info["similar"] if each["slide"] in shown]
     info |= {"max_level": plan.levels[-1], "levels": info["levels"][: len(plan.levels)]}
     heatmaps = {model: study.heatmap_json(slide, model) for model in info["maps"]}
     lesions = {model: to_json(study.lesions_data(slide, model)) for model in info["maps"]}

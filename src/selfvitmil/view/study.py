@@ -26,6 +26,7 @@ import numpy as np
 
 from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
+from selfvitmil.bags.similar import SIMILAR, SimilarSlides, newest_similar, read_similar
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, prediction_from_json, read_heatmap
@@ -231,6 +232,8 @@ class ViewedStudy:
         self.folder = folder.resolve()
         self.settings = settings
         self.index = HeatmapIndex(folder, ())
+        self._similar: tuple[Any, SimilarSlides] = (None, {})
+        """Where similar slides were read, and what was read."""
         self._follow, self._lock = follow, threading.Lock()
         self._state = _table_state(follow[0]) if follow else None
         self._take(cohort, names or names_of(folder, cohort, pseudonyms=False))
@@ -360,8 +363,23 @@ class ViewedStudy:
             "levels": [{"level": k, "width": zoom.size(k)[0], "height": zoom.size(k)[1]} for k in levels],
             "annotation": slide.row.annotation is not None,
             "maps": self.models_of(slide),
+            "similar": self.similar_data(slide),
             "warnings": [self.names.text(text) for text in opened.slide.warnings],
         }
+
+    def similar_data(self, slide: ViewedSlide) -> list[dict[str, Any]]:
+        """Return the slides most like this one, as `slide-embeddings` found them last; none where it did not run."""
+        folder = newest_similar(StudyLayout(self.folder))
+        if folder is None or not (folder / SIMILAR).resolve().is_relative_to(self.folder):
+            return []
+        state = (folder, _table_state(folder / SIMILAR))
+        if self._similar[0] != state:
+            try:
+                self._similar = (state, read_similar(folder)[0])
+            except ArtefactError:
+                self._similar = (state, {})
+        found = self._similar[1].get(slide.row.slide, ())
+        return [{"slide": self._ids[other], "similarity": value} for other, value in found if other in self._ids]
 
     def heatmap_json(self, slide: ViewedSlide, model: str) -> str:
         """Return the heatmap of a slide as JSON text: the longest answer there is, so it is written straight."""

@@ -61,6 +61,7 @@
  * @property {number} max_level
  * @property {boolean} annotation
  * @property {string[]} maps ids of the models that have a heatmap of the slide
+ * @property {{slide: string, similarity: number}[]} similar ids of the slides most like it, nearest first
  *
  * @typedef {object} HeatmapFrame
  * @property {number} slide_mpp

@@ -197,7 +197,7 @@ export class SlideList {
 }
 
 /** @param {SlideRow} slide */
-function thumbnail(slide) {
+export function thumbnail(slide) {
   const frame = make("span.thumb");
   if (slide.thumbnail === null || slide.status === "missing") return frame;
   const picture = make("img", { src: slide.thumbnail, alt: "", loading: "lazy", decoding: "async" });

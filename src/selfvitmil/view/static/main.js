@@ -51,6 +51,7 @@ class Viewer {
       change: (changes) => this.change(changes),
       stepTile: (step) => this.stepTile(step),
       goLesion: (index) => this.#goLesion(index),
+      openSlide: (id) => this.choose(id),
     });
     this.list = new SlideList((id) => this.choose(id));
     this.gallery = new Gallery((place) => this.goTile(place));
@@ -163,6 +164,7 @@ class Viewer {
     this.found = [[], []];
     this.panes.forEach((pane) => pane.clear());
     this.panel.showPrediction(row, this.model);
+    this.panel.showSimilar([]);
     this.panel.sync(this.state, null, []);
     this.#showGallery();
     byId("measure").setAttribute("aria-pressed", "false");
@@ -174,6 +176,7 @@ class Viewer {
       const slide = await this.data.slide(row.id);
       if (turn !== this.turn) return;
       this.slide = slide;
+      this.#showSimilar(slide);
       await this.#openPanes(view);
     } catch (error) {
       if (turn === this.turn) this.#noSlide(wordsOf(error));
@@ -182,6 +185,13 @@ class Viewer {
     if (turn !== this.turn) return;
     await this.#openAnnotations(turn, row);
     if (turn === this.turn) await this.#openHeatmaps(turn);
+  }
+
+  /** @param {import("./data.js").SlideInfo} slide */
+  #showSimilar(slide) {
+    const rows = new Map(this.study.slides.map((row) => [row.id, row]));
+    const found = slide.similar.map(({ slide: id, similarity }) => ({ row: rows.get(id), similarity }));
+    this.panel.showSimilar(found.flatMap(({ row, similarity }) => (row ? [{ row, similarity }] : [])));
   }
 
   /**

@@ -7,7 +7,7 @@
 import { COLOR_NAMES, colorTable } from "./colors.js";
 import { byId, fillSelect, make, setWords } from "./dom.js";
 import { SCORE_HELP, SCORE_NAMES, formatValue } from "./heatmap.js";
-import { isWrong } from "./list.js";
+import { isWrong, thumbnail } from "./list.js";
 import { valueList } from "./pane.js";
 
 /** @typedef {import("./state.js").State} State */
@@ -30,6 +30,7 @@ export class Panel {
    * @param {(changes: Partial<State>) => void} events.change
    * @param {(step: number) => void} events.stepTile
    * @param {(index: number) => void} events.goLesion
+   * @param {(id: string) => void} events.openSlide
    */
   constructor(events) {
     this.events = events;
@@ -109,6 +110,19 @@ export class Panel {
     const prediction = slide && model && slide.predictions[model.id];
     byId("prediction").replaceChildren(...(prediction ? predictionParts(slide, prediction, model) : []), facts);
     if (prediction) facts.append(`. ${PARTS[prediction.part] ?? ""}`);
+  }
+
+  /** The slides most like the open one. @param {{row: import("./data.js").SlideRow, similarity: number}[]} found nearest first */
+  showSimilar(found) {
+    const items = found.map(({ row, similarity }) => {
+      const facts = [row.label ?? "no label", row.patient === row.name ? "" : row.patient].filter(Boolean).join(", ");
+      const name = make("span", {}, make("b", {}, row.name), make("small", {}, facts));
+      const button = make("button.lesion", { type: "button" }, thumbnail(row), name, make("span.number", {}, similarity.toFixed(2)));
+      button.addEventListener("click", () => this.events.openSlide(row.id));
+      return make("li", {}, button);
+    });
+    byId("similar").replaceChildren(...items);
+    byId("similar-section").hidden = !items.length;
   }
 
   /** @param {Heatmap} heatmap @param {number} tile @param {string} score @param {string} place */
