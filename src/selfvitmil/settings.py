@@ -528,10 +528,22 @@ class TrainSettings(Settings):
     seed: int = Field(default=0, ge=0)
     """The first of them; also decides the splits."""
 
+    tune: bool = False
+    """Choose settings of each method by cross-validation on the training and validation slides of every split, before
+    its models are trained; `plan` shows the cost. `--tune` for short."""
+    tune_folds: int = Field(default=3, ge=2)
+    """Folds of that cross-validation, by patient."""
+    tune_space: dict[str, tuple[Option, ...] | dict[str, tuple[Option, ...]]] = Field(default_factory=dict)
+    """Settings to choose among, all combinations: in a file `[train.tune_space]` with lists (`lr_factor = [1, 3]`,
+    `weight_decay = [0.001, 1]`), `[train.tune_space.METHOD]` for one method. None means three learning rates with two
+    weight decays."""
+
     optimizer: Literal["adamw", "adam", "sgd", "lookahead-radam"] | None = None
     """What moves the weights."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate after the warm-up."""
+    lr_factor: float | None = Field(default=None, gt=0)
+    """Multiplies the learning rate that a method has by its recipe, for its number of dimensions."""
     min_lr: float | None = Field(default=None, ge=0)
     """Learning rate at the end of its cosine."""
     betas: tuple[float, float] | None = None
@@ -588,6 +600,8 @@ class EvaluateSettings(Settings):
     """Samples of bootstrap intervals."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of all intervals."""
+    coverage: float = Field(default=0.9, gt=0, lt=1)
+    """Share of patients whose prediction set shall contain the true class (conformal prediction)."""
     seed: int = Field(default=0, ge=0)
     """Of the bootstrap."""
 
@@ -793,6 +807,8 @@ class StudySettings(Settings):
         _check_pretrain(self.pretrain)
         if (self.train.split == "files") != (self.train.split_folder is not None):
             raise ValueError("train.split 'files' and train.split_folder go together: give both or neither")
+        if self.train.tune and self.evaluate.protocol == "optimistic":
+            raise ValueError("train.tune chooses without test labels, and evaluate.protocol 'optimistic' with them")
         if sum((engine.workers is not None, engine.cluster is not None, engine.batch.kind != "none")) > 1:
             raise ValueError("workers, cluster and batch.kind exclude each other: choose one place to work")
         return self

@@ -72,14 +72,14 @@ def test_a_worker_reads_bags_and_chooses_the_evidence_once(
     read, choose = Case.read, aggregate_train.choose_evidence
     monkeypatch.setattr(Case, "read", lambda case: reads.append(case.slide) or read(case))
     monkeypatch.setattr(aggregate_train, "choose_evidence", lambda *given: choices.append(1) or choose(*given))
-    protocol._shared_bags.cache_clear()
+    protocol.shared_bags.cache_clear()
     shared, alone = (trainings_of("dsmil", trial, TRAIN, tmp_path / name) for name in ("shared", "alone"))
     for training in shared:
         make_model(training)
     assert len(reads) == len(set(reads))
     assert len(choices) == len(trial.splits)
     for training in alone:
-        protocol._shared_bags.cache_clear()
+        protocol.shared_bags.cache_clear()
         make_model(training)
     assert len(choices) == len(trial.splits) + len(alone)
     assert weights_of(shared) == weights_of(alone)

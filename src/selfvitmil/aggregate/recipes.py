@@ -328,19 +328,22 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     """Return the recipe of a method by `settings.recipe`, overridden by every field that `settings` sets.
 
     Fields of `settings` itself apply to every method; those under the method's name in `settings.options` take
-    precedence and apply to it alone. Where only `lr` is set, `min_lr` keeps its ratio to it; where only `epochs` is
-    set, the warm-up is shortened to end before. Raises ConfigError for an unknown method or contradictory values.
+    precedence and apply to it alone. Where only `lr` or `lr_factor` is set, `min_lr` keeps its ratio to the rate; where
+    only `epochs` is set, the warm-up is shortened to end before. Raises ConfigError for an unknown method or
+    contradictory values.
     """
     known = settings_of(name)
     recipe = _recipe(name, settings)
-    given = {key: value for key in _OVERRULED if (value := getattr(settings, key)) is not None}
+    given = {key: value for key in NUMBERS if (value := getattr(settings, key)) is not None}
     asked = options_of(name, settings)
     for key in asked:
-        if key not in known and key not in _OVERRULED:
-            what = f"unknown setting {key!r} of aggregator {name}{nearest(key, [*known, *_OVERRULED])}"
+        if key not in known and key not in NUMBERS:
+            what = f"unknown setting {key!r} of aggregator {name}{nearest(key, [*known, *NUMBERS])}"
             raise ConfigError(what, how=f"{name} has {', '.join(known)}", code="unknown-aggregator-setting")
-    given |= _checked_numbers(name, {key: value for key, value in asked.items() if key in _OVERRULED})
-    options = {**recipe.options, **{key: value for key, value in asked.items() if key not in _OVERRULED}}
+    given |= _checked_numbers(name, {key: value for key, value in asked.items() if key in NUMBERS})
+    options = {**recipe.options, **{key: value for key, value in asked.items() if key not in NUMBERS}}
+    factor = given.pop("lr_factor", 1.0)
+    min_factor = 1.0 if "min_lr" in given else factor
     if "lr" in given:
         given.setdefault("min_lr", given["lr"] * recipe.min_lr / recipe.lr)
         recipe = replace(recipe, lr_dim=None)
@@ -349,6 +352,7 @@ def recipe_of(name: str, settings: TrainSettings) -> Recipe:
     if "epochs" in given:
         given.setdefault("warmup_epochs", min(recipe.warmup_epochs, given["epochs"] - 1))
     recipe = replace(recipe, **given, options=options)
+    recipe = replace(recipe, lr=recipe.lr * factor, min_lr=recipe.min_lr * min_factor)
     if recipe.lr_dim is None:  # else `for_dim` does, which knows the learning rate
         _check_lr(recipe)
     if recipe.warmup_epochs >= recipe.epochs:
@@ -393,6 +397,8 @@ def options_of(name: str, settings: TrainSettings) -> dict[str, Any]:
 
 _NOT_OVERRULED = ("options", "source", "departs", "lr_dim", "keep_min_lr")
 _OVERRULED = tuple(each.name for each in fields(Recipe) if each.name not in _NOT_OVERRULED)
+NUMBERS = (*_OVERRULED, "lr_factor")
+"""Fields of `TrainSettings` that every method has."""
 
 
 def _recipe(name: str, settings: TrainSettings) -> Recipe:
@@ -411,8 +417,8 @@ def _recipe(name: str, settings: TrainSettings) -> Recipe:
 class RecipeNote:
     """Description of a row's recipe in a comparison."""
 
-    kind: Literal["published", "changed", "ours"]
-    """The published recipe; the published recipe with changes; or one of ours."""
+    kind: Literal["published", "changed", "ours", "tuned"]
+    """The published recipe; the published recipe with changes; one of ours; or one chosen by cross-validation."""
     source: str
     departs: str
     """Differences from the source, as text."""
@@ -424,6 +430,8 @@ class RecipeNote:
         """Description of the recipe in one line."""
         if self.kind == "published":
             return f"as published: {self.source}." + (f" Departs: {self.departs}." if self.departs else "")
+        if self.kind == "tuned":
+            return f"{'; '.join(self.differences)}."
         listed = "; ".join(self.differences) or "the method has no published recipe"
         return f"{'published recipe, changed' if self.kind == 'changed' else 'ours'}: {listed}."
 

@@ -307,7 +307,9 @@ def _about(
     from selfvitmil.aggregate.recipes import recipe_of
 
     name = settings.train.aggregator
-    recipe = asdict(recipe_of(name, settings.train).for_dim(cases.dim))
+    tuning = fitted.tuned.get(split.name)
+    train = settings.train if tuning is None else tuning.apply(name, settings.train)
+    recipe = asdict(recipe_of(name, train).for_dim(cases.dim))
     del recipe["keep_min_lr"]  # it says how to scale, which is done
     chosen = next((run.evidence for run in fitted.runs if run.split == split.name and run.evidence), None)
     if chosen is not None:
@@ -328,6 +330,7 @@ def _about(
         "data": {part: _counts(cases, getattr(split, part)) for part in ("train", "val", "test")},
         "training": {
             "recipe": recipe,
+            **({} if tuning is None else {"tuned": tuning.words}),
             "epochs": [run.epoch for run in fitted.runs],
             "encoders": [
                 {"architecture": scale.encoder.config.architecture, "trained_on": scale.encoder.config.trained_on}

@@ -38,10 +38,12 @@ from numpy.typing import ArrayLike, NDArray
 from selfvitmil import formatting as plain
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.comparison import ComparisonRow, EvaluatedOn, check_rows
+from selfvitmil.evaluate.decisions import CURVE_FILE, SET_FILE, decisions_of
 from selfvitmil.evaluate.method_metrics import Samples, are_disjoint, normalized, samples_of
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.formatting import shorten
 from selfvitmil.metrics import (
+    DecisionCurve,
     Interval,
     Reliability,
     auc,
@@ -754,15 +756,57 @@ history_figure = as_svg(draw_history)
 # ---------------------------------------------------------------------------------------------------- files
 
 
+@styled
+def draw_decision_curves(
+    curves: Mapping[str, DecisionCurve],
+    number: int,
+    title: str = "Decision curve",
+    *,
+    calibrated: bool = False,
+    protocol: Protocol = "honest",
+) -> Figure:
+    """Draw the net benefit of decisions by the model, of treating everyone and of treating no one; a panel per class.
+
+    `number` of patients. Below the least benefit shown, the line of treating everyone falls out of the panel.
+    """
+    figure = Figure()
+    columns = min(2, len(curves))
+    rows = -(-len(curves) // columns)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    handles: dict[str, Any] = {}
+    for axes, (name, curve) in zip(panels, curves.items(), strict=False):
+        top = max(float(curve.high.max()), float(curve.treat_all.max()), 0.05)
+        (handles["everyone"],) = axes.plot(curve.thresholds, curve.treat_all, color=GREY, lw=1.2, ls=(0, (4, 2)))
+        handles["no one"] = axes.axhline(0, color=INK, lw=1, ls=(0, (1, 2)))
+        axes.fill_between(curve.thresholds, curve.low, curve.high, color=BLUE, alpha=0.15, lw=0)
+        (line,) = axes.plot(curve.thresholds, curve.model, color=BLUE, lw=2)
+        handles = {"model": line, **handles}
+        axes.set(xlim=(0, 1), ylim=(-0.25 * top, 1.1 * top), ylabel="net benefit")
+        axes.set_xlabel(f"threshold probability of {shorten(name, 20)}")
+        axes.grid(visible=True)
+    for axes in panels[len(curves) :]:
+        axes.set_axis_off()
+    caption = [
+        f"Net benefit per patient of {number}: true positives less false positives at the odds of the threshold. "
+        "Someone who acts from a risk of 0.2 on accepts 4 false alarms for a true one. Band: pointwise limits.",
+        "" if calibrated else "Probabilities are not calibrated (evaluate.calibration), which lowers the curve.",
+    ]
+    return finish(figure, 3.2 * rows, title, caption, handles, protocol)
+
+
+decision_figure = as_svg(draw_decision_curves)
+
+
 History = Sequence[Mapping[str, Any]]
-CURVES = ("roc", "pr", "calibration", "confusion", "kaplan_meier", "scatter", "bland_altman")
+CURVES = ("roc", "pr", "calibration", "confusion", "decision_curve", "kaplan_meier", "scatter", "bland_altman")
 """Figures of the test set."""
 
 
 def figure_files(splits: Iterable[str]) -> list[str]:
     """Return the names of all files that `write_figures` may write for these splits."""
     prefixes = ("", *(f"{split}_" for split in splits))
-    return [*(f"{prefix}{name}.svg" for prefix in prefixes for name in CURVES), "training.svg"]
+    pictures = [f"{prefix}{name}.svg" for prefix in prefixes for name in CURVES]
+    return [*pictures, "training.svg", CURVE_FILE, SET_FILE]
 
 
 def write_figures(
@@ -780,6 +824,8 @@ def write_figures(
             drawn = outcome_figures(result, split, evaluate)
         for name, draw in drawn:
             reasons += _write(folder / f"{prefix}{name}.svg", draw)
+    if result.outcome is None:
+        reasons += _write_decisions(folder, result, evaluate)
     runs = [run for run in result.runs if (run.split, run.seed) in histories]
     if runs:
         lines = [histories[run.split, run.seed] for run in runs]
@@ -787,6 +833,18 @@ def write_figures(
         title, protocol = f"Training of {result.method}", _protocol(result)
         reasons += _write(folder / "training.svg", lambda: history_figure(lines, chosen, title, protocol=protocol))
     return reasons
+
+
+def _write_decisions(folder: Path, result: MethodResult, evaluate: EvaluateSettings) -> list[str]:
+    """Write decision curves and prediction sets, as tables and figure; return why some are missing."""
+    found = decisions_of(result.predictions, result.class_names, evaluate)
+    found.write(folder, result.class_names)
+    if found.curves is not None:
+        curves, title = found.curves, f"Decision curve of {result.method}"
+        info: dict[str, Any] = {"calibrated": found.samples.calibrated, "protocol": _protocol(result)}
+        write_text(folder / "decision_curve.svg", decision_figure(curves, len(found.samples), title, **info))
+    names = {"decision_curve": "no decision curve", "prediction_sets": "no prediction sets"}
+    return [f"{names.get(key, f'no {key}').replace('_', ' ')}: {why}" for key, why in found.reasons.items()]
 
 
 def _write(path: Path, draw: Callable[[], str]) -> list[str]:

@@ -476,7 +476,10 @@ def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
         counts = Counter(row.label for row in rows)
         return {name: counts[k] for k, name in enumerate(names)}
 
-    return Scores(about_result(result, classes, score, per_class), slide, patient)
+    from selfvitmil.evaluate.decisions import decisions_of  # it is written in terms of this module
+
+    decisions = decisions_of(result.predictions, names, evaluate).to_json(names, evaluate)
+    return Scores({**about_result(result, classes, score, per_class), "decisions": decisions}, slide, patient)
 
 
 def about_result(
@@ -496,6 +499,7 @@ def about_result(
         "test_labels_opened_for": result.labels_opened,
         **predicted,
         "recipe": None if result.recipe is None else asdict(result.recipe),
+        **({"tuned": {split: own.to_json() for split, own in result.tuned.items()}} if result.tuned else {}),
         "evidence": {split: {**asdict(own), "reason": own.reason} for split, own in result.evidence.items()},
         **score,
         "seeds": list(result.seeds),

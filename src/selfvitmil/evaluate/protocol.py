@@ -54,6 +54,7 @@ from selfvitmil.cohort import Split
 from selfvitmil.errors import ArtefactError, SelfVitMilError
 from selfvitmil.evaluate.dataset import FINAL_SCORING, BagFile, Case, Cases, Trial, TrialSplit, hold_out_test_labels
 from selfvitmil.evaluate.predictions import Choice, Prediction, Values, choose
+from selfvitmil.evaluate.tuning import Tuning, settings_of_splits, tuned_note
 from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
@@ -220,12 +221,25 @@ def make_seeds(
 
 
 def trainings_of(
-    name: str, trial: Trial, train: TrainSettings, folder: Path | None, splits: Sequence[TrialSplit] | None = None
+    name: str,
+    trial: Trial,
+    train: TrainSettings,
+    folder: Path | None,
+    splits: Sequence[TrialSplit] | None = None,
+    tuned: Mapping[str, Tuning] | None = None,
 ) -> list[Training]:
-    """Return all training runs of a method: every split (or these) with every seed."""
+    """Return all training runs of a method: every split (or these) with every seed.
+
+    With `train.tune` the settings of a split are those in `tuned`, else the stored ones; ArtefactError without either.
+    """
     splits = trial.splits if splits is None else splits
     seeds = range(train.seed, train.seed + train.seeds)
-    return [_training(name, trial, train, folder, split, seed) for split in splits for seed in seeds]
+    of_splits = settings_of_splits(name, trial, train, folder, splits, tuned)
+    return [
+        _training(name, trial, settings, folder, split, seed, tuning)
+        for split, settings, tuning in of_splits
+        for seed in seeds
+    ]
 
 
 def make_model(training: Training) -> None:
@@ -233,12 +247,12 @@ def make_model(training: Training) -> None:
     found = training.stored()
     if isinstance(found, Freshness):
         settings = training.settings
-        read, store = _shared_bags(training.training[0].path.parent, settings.device, settings.cache_gb)
+        read, store = shared_bags(training.training[0].path.parent, settings.device, settings.cache_gb)
         training.make(found, read, store, None)
 
 
 @lru_cache(maxsize=1)
-def _shared_bags(folder: Path, device: str, cache_gb: float | None) -> tuple[Callable[[Case], Bag], BagStore]:
+def shared_bags(folder: Path, device: str, cache_gb: float | None) -> tuple[Callable[[Case], Bag], BagStore]:
     """Return a reader of a folder's bags and their store, which all trainings on that folder in this process share.
 
     Bags are then read, checked and measured once, and the kind of evidence is chosen once. A `Case` holds its file's
@@ -248,11 +262,19 @@ def _shared_bags(folder: Path, device: str, cache_gb: float | None) -> tuple[Cal
 
 
 def _training(
-    name: str, trial: Trial, train: TrainSettings, folder: Path | None, split: TrialSplit, seed: int
+    name: str,
+    trial: Trial,
+    train: TrainSettings,
+    folder: Path | None,
+    split: TrialSplit,
+    seed: int,
+    tuning: Tuning | None,
 ) -> Training:
     chosen_on = trial.chosen_on(split)
+    made_from = _made_from(name, train, seed, trial, (split.train, chosen_on))
     about = {
-        "made_from": _made_from(name, train, seed, trial, (split.train, chosen_on)),
+        **({} if tuning is None else {"tuning": tuning.to_json()}),
+        "made_from": made_from if tuning is None else hash_of(made_from, tuning.made_from),
         "split": split.name,
         "seed": seed,
         "classes": list(trial.class_names),
@@ -351,6 +373,8 @@ class Fitted:
     """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
     recipe: RecipeNote | None = None
     """How it was trained compared with the published recipe; None for what is no aggregator."""
+    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Tuning])
+    """Split -> choice of its settings, with `train.tune`."""
 
 
 def fit_method(
@@ -364,18 +388,37 @@ def fit_method(
     report: Report | None = None,
     outcomes: Mapping[Path, BuildOutcome] = MappingProxyType({}),
     score_test: bool = True,
+    tuned: Mapping[str, Tuning] | None = None,
 ) -> Fitted:
     """Train the aggregator `name` on every split with every seed, score bags, choose thresholds and calibrations.
 
     `title` names the row if it is not `name`; `folder` stores the models (models/<tiling>/<encoder>/<aggregator>);
     `report` is called for every epoch with method, split and seed. `outcomes` are those of models trained just before,
-    by folder; other stored models are up to date. With `score_test=False` test bags are not opened.
+    by folder; other stored models are up to date. With `score_test=False` test bags are not opened. `tuned` are the
+    choices of settings that `train.tune` asks for (`inner_folds.tune`), where they are not stored.
     """
     # One store for all training runs: bags are checked, measured and uploaded once.
     fitter = _Fitter(trial, store or BagStore.of(train))
-    trainings = trainings_of(name, trial, train, folder)
+    trainings = trainings_of(name, trial, train, folder, tuned=tuned)
     runs = [fitter.run(training, report, outcomes, score_test) for training in trainings]
-    return choose_thresholds(title or name, name, runs, trial, note_of(name, train, _dim(trial)))
+    return _chosen(title or name, name, runs, trial, train, folder, tuned)
+
+
+def _chosen(
+    title: str,
+    name: str,
+    runs: Sequence[Run],
+    trial: Trial,
+    train: TrainSettings,
+    folder: Path | None,
+    tuned: Mapping[str, Tuning] | None = None,
+) -> Fitted:
+    """Return the runs with their thresholds, and the description of the recipe."""
+    of_splits = settings_of_splits(name, trial, train, folder, trial.splits, tuned)
+    found = {split.name: tuning for split, _, tuning in of_splits if tuning is not None}
+    dim = _dim(trial)
+    note = tuned_note(name, train, dim, found) if found else note_of(name, train, dim)
+    return replace(choose_thresholds(title, name, runs, trial, note), tuned=found)
 
 
 def _dim(trial: Trial) -> int:
@@ -451,7 +494,7 @@ def stored_models(
     current = _up_to_date_models(name, trial, train, folder)
     modules = {(training.split, training.seed): model.module for training, model in current.items()}
     runs = [fitter.scored_run(training, model, score_test=False) for training, model in current.items()]
-    return Stored(modules, choose_thresholds(name, name, runs, trial, note_of(name, train, _dim(trial))))
+    return Stored(modules, _chosen(name, name, runs, trial, train, folder))
 
 
 def _up_to_date_models(name: str, trial: Trial, train: TrainSettings, folder: Path) -> dict[Training, Model]:
@@ -573,6 +616,8 @@ class MethodResult:
     """What is predicted; None for classes."""
     known: tuple[Any, ...] = ()
     """Targets of all training and validation slides of an outcome other than classes."""
+    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Tuning])
+    """Split -> choice of its settings, with `train.tune`."""
 
     @property
     def evidence(self) -> dict[str, EvidenceChoice]:
@@ -620,6 +665,7 @@ def evaluate_method(fitted: Fitted, trial: Trial) -> MethodResult:
         positive_from=trial.positive_from,
         outcome=trial.outcome,
         known=_known_targets(trial) if trial.outcome is not None else (),
+        tuned=fitted.tuned,
     )
 
 

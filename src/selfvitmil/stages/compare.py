@@ -47,6 +47,7 @@ from selfvitmil.stages.train import (
     results_name,
     results_progress,
     try_method,
+    tune_methods,
 )
 from selfvitmil.store.files import write_text
 from selfvitmil.store.layout import StudyLayout
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Prediction, Scores, Trial
     from selfvitmil.evaluate.comparison import ComparisonRow
-    from selfvitmil.evaluate.protocol import Training
+    from selfvitmil.evaluate.tuning import Tuning
     from selfvitmil.stages.measure import Measures
 
 
@@ -186,6 +187,7 @@ def compare(study: Study, choice: FeatureChoice, engine: Engine, name: str | Non
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.evaluate import FINAL_SCORING, evaluate_method, score_method, write_results
     from selfvitmil.evaluate.comparison import better_simple_rows
+    from selfvitmil.evaluate.protocol import trainings_of
 
     settings = study.settings
     notes, baselines = _embed_baselines(study, choice, engine)
@@ -194,10 +196,15 @@ def compare(study: Study, choice: FeatureChoice, engine: Engine, name: str | Non
         notes += found
         store = BagStore.of(settings.train)
         rows = _rows(study, choice, learning, store)
-        asked = [(row.trial, training) for row in rows for training in row.trainings]
-        announce_recipes(learning.cases, {row.title: row.trainings[0].settings for row in rows if row.trainings})
+        trained = [row for row in rows if row.train is not None]
+        announce_recipes(learning.cases, {row.title: row.train for row in trained if row.train is not None})
+        tuned = tune_methods([row.asked for row in trained], engine, store)
+        tuned_of = {row.title: own for row, own in zip(trained, tuned, strict=True)}
+        asked = [
+            (row.trial, training) for row in trained for training in trainings_of(*row.asked, tuned=tuned_of[row.title])
+        ]
         outcomes = make_models(asked, engine, store, epoch_reporter())
-        fitted = [row.fit(outcomes) for row in rows]
+        fitted = [row.fit(outcomes, tuned_of.get(row.title, {})) for row in rows]
         simple = better_simple_rows(fitted, rows[0].trial, settings.train.aggregator)
         for row in rows:  # all trainings are over: no label of a test slide was read so far
             row.trial.labels.open(FINAL_SCORING)
@@ -220,17 +227,23 @@ class Row:
 
     title: str
     trial: Trial
-    fit: Callable[[Mapping[Path, BuildOutcome]], Fitted]
-    """Takes the outcomes of models that were trained ahead."""
-    trainings: Sequence[Training] = ()
-    """Those that can be made ahead."""
+    fit: Callable[[Mapping[Path, BuildOutcome], Mapping[str, Tuning]], Fitted]
+    """Takes the outcomes of models that were trained ahead, and the settings that were chosen for each split."""
+    train: TrainSettings | None = None
+    """None where nothing can be trained ahead."""
+    folder: Path | None = None
+    """Of its models."""
+
+    @property
+    def asked(self) -> tuple[str, Trial, TrainSettings, Path | None]:
+        assert self.train is not None
+        return self.train.aggregator, self.trial, self.train, self.folder
 
 
 def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: BagStore) -> list[Row]:
     """Return all rows that were asked for; those of other features use the same slides in the same splits."""
     from selfvitmil.aggregate.recipes import options_of
     from selfvitmil.evaluate import fit_method, hold_out_test_labels
-    from selfvitmil.evaluate.protocol import trainings_of
 
     settings, compare = study.settings, study.settings.compare
     cases, splits, features = learning.cases, learning.splits, learning.features
@@ -242,10 +255,10 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
         folder, report = own.models / title, epoch_reporter(title)
-        fit = lambda outcomes: fit_method(  # noqa: E731
-            method, trial, train, title=title, folder=folder, store=store, report=report, outcomes=outcomes
+        fit = lambda outcomes, tuned: fit_method(  # noqa: E731
+            method, trial, train, title=title, folder=folder, store=store, report=report, outcomes=outcomes, tuned=tuned
         )
-        return Row(title, trial, fit, trainings_of(method, trial, train, folder))
+        return Row(title, trial, fit, train, folder)
 
     def on(own: Features) -> Cases:
         found = labelled_cases(study.cohort, own, "compare", settings.train)
@@ -277,7 +290,7 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
         # A network of its own learns from pixels: it has nothing of the encoder, nor of what that has seen.
         own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
         trial = hold_out_test_labels(own_cases, splits, settings.evaluate)
-        rows.append(Row(compare.supervised, trial, lambda _: _fit_supervised(study, cases, trial, features, store)))
+        rows.append(Row(compare.supervised, trial, lambda *_: _fit_supervised(study, cases, trial, features, store)))
     return rows
 
 

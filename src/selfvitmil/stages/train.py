@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
+    from selfvitmil.evaluate.inner_folds import Asked, InnerTraining, Results
     from selfvitmil.evaluate.protocol import Report, Training
+    from selfvitmil.evaluate.tuning import Tuning
     from selfvitmil.outcomes import Outcome
     from selfvitmil.stages.measure import Measures
 
@@ -121,11 +123,13 @@ def fit_models(
 
     store, report = BagStore.of(train), epoch_reporter()
     announce_recipes(cases, {name: train})
-    asked = [(trial, training) for training in trainings_of(name, trial, train, folder)]
+    (tuned,) = tune_methods([(name, trial, train, folder)], engine, store)
+    asked = [(trial, training) for training in trainings_of(name, trial, train, folder, tuned=tuned)]
     outcomes = make_models(asked, engine, store, report)
     return fit_method(
-        name, trial, train, folder=folder, store=store, report=report, outcomes=outcomes, score_test=score_test
-    )
+        name, trial, train, folder=folder, store=store, report=report, outcomes=outcomes, score_test=score_test,
+        tuned=tuned,
+    )  # fmt: skip
 
 
 def evidence_lines(name: str, fitted: Fitted) -> list[str]:
@@ -341,8 +345,14 @@ def _compared(method: str, recipe: str, train: TrainSettings) -> Compared:
 
 def options_for(method: str, train: TrainSettings) -> TrainSettings:
     """Settings to train one of many methods: options without a method's name are those of `train.aggregator`."""
-    own = {key: value for key, value in train.options.items() if isinstance(value, dict) or method == train.aggregator}
-    return train.model_copy(update={"aggregator": method, "options": own})
+    from selfvitmil.aggregate.recipes import NUMBERS
+
+    is_main = method == train.aggregator
+    own = {key: value for key, value in train.options.items() if isinstance(value, dict) or is_main}
+    space = {
+        key: value for key, value in train.tune_space.items() if isinstance(value, dict) or key in NUMBERS or is_main
+    }
+    return train.model_copy(update={"aggregator": method, "options": own, "tune_space": space})
 
 
 def _check_options(train: TrainSettings, methods: Sequence[str]) -> None:
@@ -431,10 +441,14 @@ def try_method(
     from selfvitmil.aggregate.recipes import recipe_of
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
+    from selfvitmil.evaluate.tuning import tuning_points, with_point
     from selfvitmil.localize.scores import choose_kind, combine, score_by_seeds
 
     recipe = recipe_of(method, train)
+    points = tuning_points(method, train) if train.tune else ()
     try:
+        for point in points:
+            build(method, 1, num_classes, **recipe_of(method, with_point(method, train, point)).module_options)
         module = build(method, 1, num_classes, **recipe.module_options)
     except ConfigError as error:
         raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how, code=error.code) from None
@@ -515,10 +529,31 @@ def _make_in_turns(
         return {_place(made): expected[_place(made)] for made in in_turns(seeds, MOST_AT_ONCE)}
 
 
-def _are_small(todo: Iterable[tuple[Trial, Training, Freshness]]) -> bool:
+def _are_small(todo: Iterable[tuple[Trial, Training, Any]]) -> bool:
     from selfvitmil.aggregate.bag_tensors import are_small
 
     return are_small(trial.bag(case) for trial, each, _ in todo for case in (*each.training, *each.chosen_on))
+
+
+def tune_methods(asked: Sequence[Asked], engine: Engine, store: BagStore) -> list[dict[str, Tuning]]:
+    """Choose the settings of every method with `train.tune`, by inner folds of each split; in several processes where
+    bags are small, as `make_models` does."""
+    from selfvitmil.evaluate.inner_folds import score_elsewhere, tune
+
+    def score_all(todo: Sequence[tuple[Trial, InnerTraining]]) -> Results:
+        found: dict[int, tuple[float | None, EvidenceChoice | None]] = {}
+        at_once = store.device.type == "cpu" and engine.num_local > 1 and len(todo) > 2
+        if at_once and _are_small([(trial, each.training, None) for trial, each in todo]):
+            items = {str(place): each for place, (_, each) in enumerate(todo)}
+            done = engine.map(score_elsewhere, items, stage="tune", items_are="trainings", unit="trainings")
+            found = {int(each.name): each.value for each in done if each.value is not None}
+        report = epoch_reporter()
+        for place, (trial, each) in enumerate(todo):  # one that failed elsewhere fails again here, and says why
+            if place not in found:
+                found[place] = each.score(trial.bag, store, report)
+        return [found[place] for place in range(len(todo))]
+
+    return tune(asked, score_all)
 
 
 def _place(training: Training) -> Path:
@@ -543,7 +578,37 @@ def pending_models(plan: RunPlan, what: str) -> Pending:
         else "those that fit are used again"
     )
     models = f"; {there} models are there, {fate}" if there else ""
-    return Pending(words=f"evaluate {what} with {plan.settings.train.seeds} seeds{models}")
+    tune = ""
+    if plan.settings.train.tune:
+        number = num_tuning_trainings(plan)
+        tune = f"; settings of each chosen by cross-validation: {number} trainings, where they are not stored"
+    return Pending(words=f"evaluate {what} with {plan.settings.train.seeds} seeds{models}{tune}")
+
+
+def _num_splits(plan: RunPlan) -> int:
+    train = plan.settings.train
+    return 1 if train.split in ("auto", "given") and any(row.split for row in plan.cohort.rows) else train.folds
+
+
+def tuned_rows(plan: RunPlan) -> tuple[Compared, ...]:
+    """Rows of the comparison, or the one method, whose settings are chosen by cross-validation."""
+    settings = plan.settings
+    train, outcome = settings.train, None if plan.labels is None else plan.labels.outcome
+    if plan.request.one_method:
+        rows = (Compared(train.aggregator, train.aggregator, train),)
+    else:
+        rows = compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome)
+    return tuple(row for row in rows if row.train.tune)
+
+
+def num_tuning_trainings(plan: RunPlan) -> int:
+    """Return how many trainings the choice of settings takes, over all methods and splits."""
+    from selfvitmil.evaluate.tuning import tuning_points
+
+    train = plan.settings.train
+    return _num_splits(plan) * sum(
+        len(tuning_points(row.method, row.train)) * train.tune_folds for row in tuned_rows(plan)
+    )
 
 
 def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
@@ -557,14 +622,28 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:
         return unknown(on_gpu=gpu)
-    one_split = train.split in ("auto", "given") and any(row.split for row in cohort.rows)
-    trainings = train.seeds * (1 if one_split else train.folds)
+    one_split = _num_splits(plan) == 1
+    splits = _num_splits(plan)
+    trainings = train.seeds * splits
     bags = len(cohort.select(split="train")) if one_split else len(cohort)
     largest = max(measures.tiles.values(), default=0) * encoder.network.dim
     side_by_side = 1 if gpu or largest >= ONE_THREAD_ELEMENTS else measures.processes
-    seconds = STARTUP_S + trainings * bags * sum(measures.bag_s.values()) / side_by_side
+    seconds = STARTUP_S + (trainings * sum(measures.bag_s.values()) + _tuning_s(plan, measures)) * bags / side_by_side
     disk = trainings * len(measures.bag_s) * MODEL_BYTES
     return Estimate(seconds, disk, 12 * largest + 1e9, Basis.DERIVED, gpu)
+
+
+def _tuning_s(plan: RunPlan, measures: Measures) -> float:
+    """Return the seconds per bag that the choice of settings takes: inner folds leave out a share of the bags."""
+    from selfvitmil.evaluate.tuning import tuning_points
+
+    train = plan.settings.train
+    if not train.tune:
+        return 0.0
+    per_point = _num_splits(plan) * (train.tune_folds - 1)
+    return per_point * sum(
+        len(tuning_points(row.method, row.train)) * measures.bag_s.get(row.title, 0.0) for row in tuned_rows(plan)
+    )
 
 
 class Train(Stage):

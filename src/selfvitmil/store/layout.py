@@ -250,5 +250,10 @@ def model_folder(aggregator: Path, split: str, seed: int) -> Path:
     return aggregator / split / f"seed{seed}"
 
 
+def tuning_file(aggregator: Path, split: str) -> Path:
+    """Return the file with the settings that were chosen for the models of a split."""
+    return aggregator / split / "tuning.json"
+
+
 def _folders(root: Path, pattern: str) -> list[Path]:
     return sorted(path for path in root.glob(pattern) if path.is_dir() and not path.name.startswith("."))
