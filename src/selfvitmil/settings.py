@@ -562,6 +562,9 @@ class TrainSettings(Settings):
     """Epochs before which training does not end early."""
     patience: int | None = Field(default=None, ge=0)
     """Epochs without a better validation after which training ends; 0 means never."""
+    average_epochs: int | None = Field(default=None, ge=0)
+    """Validate, and keep, the running average of the weights over about this many epochs (an exponential average after
+    as many, a plain mean before) instead of the weights of one epoch; 0 and none mean no average."""
     monitor: Literal["loss", "auc", "authors"] | None = None
     """What "better" means on validation; `authors`: (AUC + accuracy + 1 - loss) / 4, as in their code."""
     class_weights: Literal["none", "balanced"] | None = None

@@ -879,3 +879,38 @@ def test_small_bags_are_trained_by_one_thread_and_the_caller_keeps_his():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------------- averages
+
+
+@pytest.mark.parametrize("method", ["mean", "dsmil"])
+def test_averaged_weights_follow_the_slow_loop_and_change_no_training_step(monkeypatch, method: str):
+    seen: list[dict[str, torch.Tensor]] = []
+    validate = train._Run._validate
+
+    def watched(run: Any) -> None:
+        seen.append({name: value.clone() for name, value in run._module.named_parameters()})
+        validate(run)
+
+    monkeypatch.setattr(train._Run, "_validate", watched)
+    quick(method, epochs=5, patience=0)
+    plain, seen[:] = list(seen), []
+    averaged = quick(method, epochs=5, patience=0, average_epochs=3)
+    assert len(plain) == len(seen) == 5
+    slow = plain[0]
+    for epoch in range(1, 6):
+        share = 1 / min(epoch, 3)
+        slow = {name: slow[name] + share * (plain[epoch - 1][name] - slow[name]) for name in slow}
+        for name, value in slow.items():
+            torch.testing.assert_close(seen[epoch - 1][name], value, rtol=1e-5, atol=1e-7)
+    for name, value in seen[averaged.epoch - 1].items():
+        assert torch.equal(weights_of(averaged)[name], value)
+
+
+def test_average_is_recorded_only_where_it_is_asked_for(tmp_path: Path):
+    for epochs in (0, 3):
+        save_model(tmp_path / str(epochs), quick("mean", average_epochs=epochs), {})
+    recipes_of = [load_model(tmp_path / str(epochs))[1]["recipe"] for epochs in (0, 3)]
+    assert "average_epochs" not in recipes_of[0]
+    assert recipes_of[1]["average_epochs"] == 3

@@ -25,6 +25,7 @@ from selfvitmil.evaluate.dataset import make_splits
 from selfvitmil.evaluate.method_metrics import (
     Estimator,
     are_disjoint,
+    ensemble_gain,
     read_interval,
     samples_of,
     score_method,
@@ -595,3 +596,29 @@ def test_published_scores_of_the_official_test_slides(shared: Path, column: str,
     assert told["auc"]["value"] == pytest.approx(slow_auc(rows), abs=1e-12)
     assert told["auc"]["low"] < auc < told["auc"]["high"]
     assert told["auc"]["agree"], told["auc"]["statement"]
+
+
+# ---------------------------------------------------------------------------------------------------- ensemble
+
+
+def test_gain_of_the_ensemble_is_its_auc_less_the_mean_of_the_seeds():
+    truth = random_rows(0, num=60)
+    generator = np.random.default_rng(1)
+    of_seeds = {
+        seed: [replace(row, seed=seed, score=(float(np.clip(row.score[0] + 0.3 * generator.normal(), 0, 1)),))
+               for row in truth]
+        for seed in range(4)
+    }  # fmt: skip
+    whole = [
+        replace(row, seed=None, score=(float(np.mean([own[place].score[0] for own in of_seeds.values()])),))
+        for place, row in enumerate(truth)
+    ]
+    result = result_of([*whole, *(row for own in of_seeds.values() for row in own)])
+    gain = ensemble_gain(result, EVALUATE)
+    assert gain is not None
+    assert gain["value"] == pytest.approx(slow_auc(whole) - np.mean([slow_auc(own) for own in of_seeds.values()]))
+    assert gain["low"] < gain["value"] < gain["high"]
+    assert gain["value"] > 0
+    assert score_method(result, EVALUATE).slide["ensemble_gain"] == gain
+    alone = result_of([*whole, *of_seeds[0]])
+    assert ensemble_gain(alone, EVALUATE) is None

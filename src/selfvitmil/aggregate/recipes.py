@@ -15,7 +15,7 @@ step can be captured once and replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class Recipe:
     instance_dropout: float
     max_instances: int | None
     standardize: bool
+    average_epochs: int = 0
+    """Epochs over which the weights are averaged for validation and inference; 0 disables it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the aggregator that differ from its defaults."""
     source: str = ""
@@ -74,6 +76,14 @@ class Recipe:
         """Arguments of `build`; `evidence` is left at the method's default where it is still `auto`."""
         chosen = {key: value for key, value in self.options.items() if (key, value) != ("evidence", "auto")}
         return {**chosen, "standardize": self.standardize}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields; a field that is seldom set is left out where it is not, so that files and hashes from
+        before it was there stay as they are."""
+        info = asdict(self)
+        if not self.average_epochs:
+            del info["average_epochs"]
+        return info
 
     def for_dim(self, dim: int) -> Recipe:
         """Return the recipe for `dim`-dimensional embeddings: learning rates scale with 1 / dim where `lr_dim` is set.

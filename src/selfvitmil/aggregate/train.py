@@ -191,7 +191,7 @@ def choice_numbers(recipe: Recipe) -> tuple[Any, ...]:
     return tuple(getattr(recipe, each.name) for each in fields(recipe) if each.name not in _NOT_OF_CHOICE)
 
 
-_NOT_OF_CHOICE = ("options", "source", "departs")
+_NOT_OF_CHOICE = ("options", "source", "departs", "average_epochs")
 """Fields of a recipe that the choice of the kind of evidence does not depend on."""
 
 
@@ -325,6 +325,8 @@ class _Run:
                 f"no training slide of class {listed}: it cannot be learned. Add some, or split again"
             )
         self._best_criterion = -math.inf
+        averaged = module.parameters() if recipe.average_epochs else ()
+        self._average = [each.detach().clone() for each in averaged]
         self._captured = False
         self._train_steps, self._update = self._make_train_steps()
         self._validation_steps: list[Step] = [
@@ -348,11 +350,13 @@ class _Run:
         for epoch in range(1, self._recipe.epochs + 1):
             start = time.perf_counter()
             lr = self._train_epoch(epoch)
+            self._average_weights(epoch)
             self._validate()
             seconds = time.perf_counter() - start
             yield None
             start = time.perf_counter()
             line = self._line(epoch, lr)
+            self._swap_average()
             if not self._captured and self._can_capture():
                 self._capture()
             line["seconds"] = round(seconds + time.perf_counter() - start, 4)
@@ -427,6 +431,24 @@ class _Run:
             self._optimizer.after_step()
         return lr
 
+    @torch.no_grad()
+    def _average_weights(self, epoch: int) -> None:
+        """Update the running average of the weights and put it in their place, where the recipe asks for one."""
+        if not self._average:
+            return
+        share = 1 / min(epoch, self._recipe.average_epochs)
+        for average, weight in zip(self._average, self._module.parameters(), strict=True):
+            average.lerp_(weight, share)
+        self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        """Exchange weights and average in place: captured steps go on with the same tensors."""
+        for average, weight in zip(self._average, self._module.parameters(), strict=False):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
     def _order(self, epoch: int) -> list[int]:
         return np.random.default_rng((self._seed, epoch)).permutation(len(self._steps.training.bags)).tolist()
 
@@ -500,7 +522,7 @@ def save_model(folder: Path, trained: Trained, info: Mapping[str, Any]) -> None:
         "schema": SCHEMA,
         "format_version": FORMAT_VERSION,
         "aggregator": trained.module.config,
-        "recipe": asdict(trained.recipe),
+        "recipe": trained.recipe.to_json(),
         "epoch": trained.epoch,
         "warnings": trained.warnings,
         "evidence": None if trained.evidence is None else asdict(trained.evidence),

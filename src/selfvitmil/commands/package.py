@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,6 +55,7 @@ def package(
     `results` names the folder of results that the model card quotes, where it is not the default one.
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
+    from selfvitmil.evaluate.decisions import package_sets
     from selfvitmil.evaluate.protocol import validation_predictions
     from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
 
@@ -83,7 +84,10 @@ def package(
         ood = _distribution(trial, tables, carried, settings)
         about = _about(cases, chosen, trial, fitted, scales, features, settings)
         about["evaluation"], tested = _evaluation(study, results, about, fitted, features, settings)
-        about["reference"] = _references([*validation_predictions(fitted, trial), *tested], cases, settings)
+        validated = validation_predictions(fitted, trial)
+        about["reference"] = _references([*validated, *tested], cases, settings)
+        if cases.outcome is None:
+            about["prediction_sets"] = package_sets(validated, cases.class_names, settings.evaluate.coverage)
         if about["evaluation"] is not None:
             about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
         contents = PackageParts(
@@ -309,7 +313,7 @@ def _about(
     name = settings.train.aggregator
     tuning = fitted.tuned.get(split.name)
     train = settings.train if tuning is None else tuning.apply(name, settings.train)
-    recipe = asdict(recipe_of(name, train).for_dim(cases.dim))
+    recipe = recipe_of(name, train).for_dim(cases.dim).to_json()
     del recipe["keep_min_lr"]  # it says how to scale, which is done
     chosen = next((run.evidence for run in fitted.runs if run.split == split.name and run.evidence), None)
     if chosen is not None:

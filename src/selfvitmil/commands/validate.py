@@ -7,7 +7,9 @@ predictions.csv, predictions.json and heatmaps are the same bytes with these lab
     predictions.csv    labelled predictions, in the form of a study's results
     metrics.json       all metrics, calibration, changes, subgroups, comparison
     table.csv          the metrics as a table; subgroups.csv has those of subgroups
-    roc.svg, calibration.svg, index.html   figures, and all of it as a page without names of slides or patients
+    prediction_sets.csv, decision_curve.csv   of classes: the classes that cannot be excluded; net benefit
+    roc.svg, calibration.svg, decision_curve.svg, index.html   figures, and all of it as a page without names of slides
+                       or patients
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from selfvitmil.study import lock_study
 
 if TYPE_CHECKING:
     from selfvitmil.evaluate import Prediction
+    from selfvitmil.evaluate.decisions import Decisions
     from selfvitmil.evaluate.external import ExternalValidation
     from selfvitmil.package import Package
     from selfvitmil.package.labels import ExternalLabels
@@ -128,7 +131,7 @@ def validate(
     columns = {column: {slide: _value(labels, slide, column) for slide in slides} for column in labels.columns}
     found = validate_predictions(
         predictions, package.classes, evaluate, references=package.references, others=others, columns=columns,
-        outcome=package.outcome,
+        outcome=package.outcome, sets=package.set_threshold,
     )  # fmt: skip
     notes = _notes(labels, rows, package)
     outside = [slide for slide in slides if rows[slide].get("outside")]
@@ -147,7 +150,9 @@ def validate(
             write_subgroups(folder / "subgroups.csv", found.subgroups)
         else:
             (folder / "subgroups.csv").unlink(missing_ok=True)
-        charts, undrawn = _figures(folder, predictions, package, evaluate)
+        if found.decisions is not None:
+            found.decisions.write(folder, package.classes)
+        charts, undrawn = _figures(folder, predictions, package, evaluate, found.decisions)
         result = ValidateResult(package, folder, found, len(labels.slides), len(outside), notes=(*notes, *undrawn))
         write_text(folder / "index.html", _page(result, charts))
     return result
@@ -263,11 +268,12 @@ def shown_metrics(package: Package) -> tuple[str, ...]:
 
 
 def _figures(
-    folder: Path, predictions: Sequence[Prediction], package: Package, evaluate: EvaluateSettings
-) -> tuple[list[str], list[str]]:
-    """Write ROC curve and calibration; return their SVG texts, and why one could not be drawn."""
+    folder: Path, predictions: Sequence[Prediction], package: Package, evaluate: EvaluateSettings,
+    decisions: Decisions | None,
+) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Write ROC curve, calibration and decision curve; return their SVG texts, and why one could not be drawn."""
     from selfvitmil.evaluate import samples_of
-    from selfvitmil.evaluate.figures import calibration_figure, roc_figure
+    from selfvitmil.evaluate.figures import calibration_figure, decision_figure, roc_figure
     from selfvitmil.evaluate.method_metrics import normalized
 
     if package.outcome is not None:
@@ -292,6 +298,12 @@ def _figures(
             samples.labels, probabilities, "Calibration on the new cohort", **shared, **before
         ),
     }
+    if decisions is not None and decisions.curves is not None:
+        curves_of, own = decisions.curves, decisions.samples
+        title = "Decision curve on the new cohort"
+        draw["decision_curve"] = lambda: decision_figure(curves_of, len(own), title, calibrated=own.calibrated)
+    else:
+        (folder / "decision_curve.svg").unlink(missing_ok=True)
     return _draw(folder, draw)
 
 

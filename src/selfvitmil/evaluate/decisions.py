@@ -131,6 +131,25 @@ def set_threshold(
     return metrics.conformal_threshold(samples.labels, _scores(samples), 1 - coverage, METHOD)
 
 
+def package_sets(validation: Sequence[Prediction], class_names: Sequence[str], coverage: float) -> Json:
+    """Return what a package tells of prediction sets: their threshold, or why there is none; no names."""
+    level = level_of(validation)
+    try:
+        found = set_threshold(validation, class_names, coverage, level)
+    except MetricError as error:
+        return {"reason": error.reason}
+    return {"quantile": found.quantile, "alpha": found.alpha, "count": found.count, "level": level}
+
+
+def packaged_threshold(info: Mapping[str, Any] | None) -> tuple[ConformalThreshold | None, str]:
+    """Return the threshold of a `package_sets`, or why there is none. Raises KeyError, TypeError or ValueError."""
+    if info is None:
+        return None, "the package is of an earlier version, without a threshold for them: package the model again"
+    if "reason" in info:
+        return None, str(info["reason"])
+    return ConformalThreshold(float(info["quantile"]), float(info["alpha"]), METHOD, int(info["count"])), ""
+
+
 def _scores(samples: Samples) -> NDArray[np.float64]:
     """Return uncalibrated scores: (N,) of the positive class of two, else (N, C) that sum to 1."""
     scores = normalized(samples.scores)
@@ -171,7 +190,7 @@ def sets_json(found: PredictionSets, class_names: Sequence[str], level: Level, e
     return {
         "level": level,
         "method": METHOD,
-        "wanted": evaluate.coverage,
+        "wanted": round(1 - next(iter(found.thresholds.values())).alpha, 6),
         "num": len(found.samples),
         "coverage": interval_json(coverage.coverage),
         "per_class": {

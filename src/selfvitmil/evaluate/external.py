@@ -17,7 +17,7 @@ calibration, so no label of the new cohort can change the model. `validate_predi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from scipy.stats import t as student
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.comparison import paired_rows
+from selfvitmil.evaluate.decisions import Decisions, decisions_of
 from selfvitmil.evaluate.method_metrics import (
     PATIENT_WORDS,
     PATIENT_WORDS_MULTI,
@@ -42,7 +43,7 @@ from selfvitmil.evaluate.method_metrics import (
 from selfvitmil.evaluate.outcome_results import METRIC_NAMES, measure, scored_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.subgroups import SubgroupTable, subgroup_tables
-from selfvitmil.metrics import Interval, to_logits
+from selfvitmil.metrics import ConformalThreshold, Interval, to_logits
 from selfvitmil.metrics.classification import Floats, Labels, check_groups, check_labels, normal_quantile
 from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings
@@ -496,6 +497,10 @@ class ExternalValidation:
     """By slide, against validation and test slides of the model."""
     subgroups: tuple[SubgroupTable, ...]
     confidence: float
+    decisions: Decisions | None = None
+    """Decision curves, and prediction sets by the threshold of the package; None with another outcome than classes."""
+    decisions_json: Json | None = None
+    """The same in the form of metrics.json."""
 
     @property
     def levels(self) -> tuple[ValidationLevel, ...]:
@@ -520,7 +525,15 @@ class ExternalValidation:
         if own is not None and own.slope is not None and not own.slope.low <= 1 <= own.slope.high:
             kind = "extreme" if own.slope.value < 1 else "close to each other"
             lines.append(f"probabilities are too {kind} on this cohort: calibration slope {own.slope.value:.2f}")
-        return (*lines, *(warning for table in self.subgroups for warning in table.warnings))
+        return (*lines, *self._coverage_warning(), *(text for table in self.subgroups for text in table.warnings))
+
+    def _coverage_warning(self) -> Iterator[str]:
+        sets = (self.decisions_json or {}).get("prediction_sets")
+        if sets is not None and not sets["coverage"]["low"] <= sets["wanted"] <= sets["coverage"]["high"]:
+            yield (
+                f"prediction sets contain the true class in {sets['coverage']['value']:.3f} of cases on this cohort, "
+                f"not in {sets['wanted']:.3g} as on the model's own slides"
+            )
 
     def to_json(self) -> Json:
         return {
@@ -530,6 +543,7 @@ class ExternalValidation:
             "patient": None if self.patient is None else self.patient.to_json(),
             "changes": [each.to_json() for each in self.changes],
             "subgroups": [table.to_json() for table in self.subgroups],
+            **({} if self.decisions_json is None else {"decisions": self.decisions_json}),
             "warnings": list(self.warnings),
         }
 
@@ -554,16 +568,19 @@ def validate_predictions(
     others: tuple[tuple[str, str], Sequence[Prediction]] | None = None,
     columns: Mapping[str, Mapping[str, str | None]] | None = None,
     outcome: Outcome | None = None,
+    sets: tuple[ConformalThreshold | None, str] = (None, "no threshold was given"),
 ) -> ExternalValidation:
     """Evaluate labelled predictions (part `test`, seed None) of a frozen model on another cohort.
 
     `references` are what its package tells of its own slides; `others` the names of both models and the predictions of
-    the second; `columns` name -> slide -> value for subgroups. Predictions are read, never changed.
+    the second; `columns` name -> slide -> value for subgroups; `sets` the threshold of prediction sets, or why there is
+    none. Predictions are read, never changed.
     """
     several = len({row.patient for row in predictions}) < len({row.slide for row in predictions})
     slide = _level("slide", predictions, class_names, evaluate, others, outcome)
     patient = _level("patient", predictions, class_names, evaluate, others, outcome) if several else None
     now = _reference("external", predictions, class_names, evaluate, outcome)
+    decisions = None if outcome is not None else _decisions(predictions, class_names, evaluate, sets)
     return ExternalValidation(
         tuple(class_names),
         slide,
@@ -571,7 +588,21 @@ def validate_predictions(
         tuple(change for each in references for change in changes_against(now, each, evaluate.confidence)),
         subgroup_tables(predictions, columns or {}, class_names, evaluate, outcome),
         evaluate.confidence,
+        decisions,
+        None if decisions is None else decisions.to_json(class_names, evaluate),
     )
+
+
+def _decisions(
+    predictions: Sequence[Prediction],
+    class_names: Sequence[str],
+    evaluate: EvaluateSettings,
+    sets: tuple[ConformalThreshold | None, str],
+) -> Decisions:
+    threshold, why = sets
+    thresholds = {} if threshold is None else {row.split: threshold for row in predictions}
+    found = decisions_of(predictions, class_names, evaluate, thresholds)
+    return found if threshold is not None else replace(found, reasons={**found.reasons, "prediction_sets": why})
 
 
 def _level(

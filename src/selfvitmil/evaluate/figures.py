@@ -789,7 +789,7 @@ def draw_decision_curves(
     caption = [
         f"Net benefit per patient of {number}: true positives less false positives at the odds of the threshold. "
         "Someone who acts from a risk of 0.2 on accepts 4 false alarms for a true one. Band: pointwise limits.",
-        "" if calibrated else "Probabilities are not calibrated (evaluate.calibration), which lowers the curve.",
+        "" if calibrated else "Probabilities are not calibrated (evaluate.calibration), which may lower the curve.",
     ]
     return finish(figure, 3.2 * rows, title, caption, handles, protocol)
 

@@ -32,6 +32,14 @@ from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
 from selfvitmil.metrics import AucInterval, Interval
+from selfvitmil.metrics.classification import (
+    bootstrap,
+    bootstrap_p_value,
+    check_folds,
+    check_groups,
+    percentile_interval,
+)
+from selfvitmil.metrics.ranking import resampled_auc, resampled_macro_auc
 from selfvitmil.settings import EvaluateSettings
 
 
@@ -461,7 +469,7 @@ def score_method(result: MethodResult, evaluate: EvaluateSettings) -> Scores:
     test = [row for row in result.predictions if row.part == "test"]
     slides_of = Counter(row.patient for row in {row.slide: row for row in test}.values())
     several = max(slides_of.values(), default=0) > 1
-    slide = _level(result, "slide", SLIDE_WORDS, evaluate)
+    slide = {**_level(result, "slide", SLIDE_WORDS, evaluate), "ensemble_gain": ensemble_gain(result, evaluate)}
     words = PATIENT_WORDS if len(result.class_names) == 2 else PATIENT_WORDS_MULTI
     patient = _level(result, "patient", words, evaluate) if several else None
     names, binary = result.class_names, len(result.class_names) == 2
@@ -553,6 +561,35 @@ def _level(result: MethodResult, level: Literal["slide", "patient"], words: str,
         "splits": {split: with_seeds(own, OVER) for split, own in by_split.items()},
         "over_splits": spread([own[None] for own in by_split.values()], "splits", OVER),
     }
+
+
+def ensemble_gain(result: MethodResult, evaluate: EvaluateSettings) -> Json | None:
+    """Return the AUC of the ensemble minus the mean AUC of the single seeds, on the same slides, with limits from
+    resampled patients; None for one seed, or where the AUC is undefined."""
+    if len(result.seeds) < 2:
+        return None
+    sets = [samples_of(result.predictions, seed=seed, overlap=True) for seed in (None, *result.seeds)]
+    label, groups = sets[0].labels, check_groups(sets[0].patients, len(sets[0]))
+
+    def compute() -> Json:
+        fold = check_folds(sets[0].folds, label)
+        if sets[0].scores.shape[1] == 1:
+            whole, *single = (resampled_auc(label, own.scores[:, 0], fold) for own in sets)
+        else:
+            whole, *single = (resampled_macro_auc(label, own.scores, fold) for own in sets)
+
+        def gain(drawn_RN: NDArray[np.float64]) -> NDArray[np.float64]:
+            return whole(drawn_RN) - np.mean([each(drawn_RN) for each in single], axis=0)
+
+        value = float(gain(np.ones((1, len(label))))[0])
+        if math.isnan(value):
+            raise MetricError("no gain of the ensemble", "the AUC is undefined without slides of every class",
+                              code="one-class")  # fmt: skip
+        values = bootstrap(gain, label, groups, evaluate.bootstrap, evaluate.seed)
+        found = percentile_interval(value, values, evaluate.confidence)
+        return {**interval_json(found), "p_value": bootstrap_p_value(values), "metric": "auc"}
+
+    return attempt({}, "", compute)
 
 
 def estimator_of(result: MethodResult) -> Estimator:

@@ -59,7 +59,7 @@ def score_outcome(result: MethodResult, evaluate: EvaluateSettings) -> tuple[Jso
     several = max(Counter(row.patient for row in test.values()).values(), default=0) > 1
     what = {**outcome.to_json(), "primary": outcome.primary, "higher_is_better": outcome.higher_is_better}
     about = about_result(result, {"outcome": what, "score": outcome.score_words}, {}, len)
-    slide = _level(result, outcome, "slide", evaluate)
+    slide = {**_level(result, outcome, "slide", evaluate), "ensemble_gain": _ensemble_gain(result, outcome, evaluate)}
     return about, slide, _level(result, outcome, "patient", evaluate) if several else None
 
 
@@ -82,6 +82,27 @@ def _level(result: MethodResult, outcome: Outcome, level: Level, evaluate: Evalu
         "splits": {split: _with_seeds(own) for split, own in by_split.items()},
         "over_splits": spread(ensembles, "splits", _metric_names(ensembles[0])),
     }
+
+
+def _ensemble_gain(result: MethodResult, outcome: Outcome, evaluate: EvaluateSettings) -> Json | None:
+    """Return the primary metric of the ensemble minus that of single seeds, on the same slides; the mean over seeds and
+    splits, with mean limits, which are conservative. None for one seed, or where the metric is undefined."""
+    if len(result.seeds) < 2:
+        return None
+    found: list[Interval] = []
+    for split in result.splits:
+        whole = scored_rows(result, None, split, "slide", evaluate)
+        for seed in result.seeds:
+            try:
+                found.append(outcome.paired(whole, scored_rows(result, seed, split, "slide", evaluate).scores)[0])
+            except MetricError:
+                return None
+    info: Json = {key: float(np.mean([getattr(own, key) for own in found])) for key in ("value", "low", "high")}
+    if not all(map(math.isfinite, info.values())):
+        return None
+    number = len(found)
+    method = f"mean over {number} pairs of ensemble and seed of: {found[0].method}"
+    return {**info, "level": evaluate.confidence, "method": method, "metric": outcome.primary}
 
 
 def scored_rows(result: MethodResult, seed: int | None, split: str, level: Level, evaluate: EvaluateSettings) -> Scored:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -141,7 +141,7 @@ class Training:
         return compare_digests(stored, now, () if stored == now else self._named_changes(config))
 
     def _named_changes(self, config: Mapping[str, Any]) -> tuple[Change, ...]:
-        recipe = asdict(recipe_of(self.name, self.settings).for_dim(int(config["aggregator"]["dim"])))
+        recipe = recipe_of(self.name, self.settings).for_dim(int(config["aggregator"]["dim"])).to_json()
         stored = dict(config["recipe"])
         if recipe["options"].get("evidence") == AUTO:  # stored is what was chosen
             recipe["options"], stored["options"] = ({**each["options"], "evidence": AUTO} for each in (recipe, stored))
@@ -296,7 +296,7 @@ def _made_from(name: str, train: TrainSettings, seed: int, trial: Trial, parts: 
     resolved = recipe_of(name, train)
     # A field that is seldom set takes no part where it is not, so that models from before it was there stay up to date.
     without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
-    recipe = {key: value for key, value in asdict(resolved).items() if key not in without}
+    recipe = {key: value for key, value in resolved.to_json().items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
     predicted = trial.class_names if trial.outcome is None else trial.outcome.to_json()
     accumulates = resolved.accumulate > 1 or (trial.outcome is not None and trial.outcome.needs_batch)

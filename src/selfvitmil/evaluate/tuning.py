@@ -58,7 +58,7 @@ def with_point(name: str, train: TrainSettings, point: Point) -> TrainSettings:
 
 
 def _numbers(name: str, train: TrainSettings) -> dict[str, Any]:
-    recipe = asdict(recipe_of(name, train))
+    recipe = recipe_of(name, train).to_json()
     return {key: value for key, value in recipe.items() if key not in ("source", "departs")}
 
 

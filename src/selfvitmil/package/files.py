@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from selfvitmil import __version__
 from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.metrics import Interval, Platt, Temperature
+from selfvitmil.metrics import ConformalThreshold, Interval, Platt, Temperature
 from selfvitmil.outcomes import Outcome, outcome_from_json
 from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import (
@@ -184,6 +184,13 @@ class Package:
         plain = {name: float(figures[name]["value"]) for name in ("brier", "ece") if figures.get(name)}
         return (ReferenceScores("test", int(known["num"]), {}, None, None, {}, limits, plain),)
 
+    @cached_property
+    def set_threshold(self) -> tuple[ConformalThreshold | None, str]:
+        """Threshold of prediction sets, or why there is none."""
+        from selfvitmil.evaluate.decisions import packaged_threshold
+
+        return packaged_threshold(self.about.get("prediction_sets"))
+
     @property
     def model_folders(self) -> tuple[Path, ...]:
         """Of the aggregators, in the order of the seeds."""
@@ -327,7 +334,7 @@ def open_package(folder: Path) -> Package:
         predicted = len(package.classes) > 1 or (package.outcome is not None and len(package.validation_scores))
         if missing or not package.seeds or not package.encoders or not predicted:
             raise KeyError(missing[0] if missing else "models")
-        _ = package.choice, package.references  # that they can be read
+        _ = package.choice, package.references, package.set_threshold  # that they can be read
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
         why = str(error).strip("'\"").splitlines()[0]
         raise ArtefactError(

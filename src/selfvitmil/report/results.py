@@ -31,6 +31,7 @@ from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, high
 from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
+from selfvitmil.report.decisions import DecisionsData, TuningData, decisions_data, tuning_data
 from selfvitmil.report.render import Picture, Shown, Table, chart, is_finite, layer_picture, picture, picture_file
 from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, SlideRef
@@ -177,7 +178,7 @@ class ComparisonData(ResultsData):
 
 
 def _common(results: ResultsFolder, names: Names) -> dict[str, Any]:
-    elsewhere = ("calibration", "training") if not results.is_comparison else ()
+    elsewhere = ("calibration", "training", "decision_curve") if not results.is_comparison else ()
     charts = results.charts(names, but=(*elsewhere, *(("froc",) if results.lesions else ())))
     info = {"is_optimistic": results.is_optimistic, "is_stale": results.is_stale}
     return {"name": results.name, **info, "charts": charts}
@@ -236,12 +237,15 @@ class EvaluationData(ResultsData):
     calibration: CalibrationData | None
     training: tuple[Shown, ...]
     """Curves of the training."""
+    decisions: DecisionsData | None
+    tuning: TuningData | None
 
 
 def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
     """Return metrics with confidence intervals, and curves, of a method that was evaluated by itself."""
     info = results.methods[0]
-    calibration, training = (results.charts(names, only=(word,)) for word in ("calibration", "training"))
+    kinds = ("calibration", "training", "decision_curve")
+    calibration, training, curves = (results.charts(names, only=(word,)) for word in kinds)
     return EvaluationData(
         **_common(results, names),
         facts=tuple(_evaluation_facts(info).items()),
@@ -249,6 +253,8 @@ def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
         warnings=tuple(info.get("warnings") or ()),
         calibration=_calibration(info, calibration),
         training=training,
+        decisions=decisions_data(info.get("decisions"), curves),
+        tuning=tuning_data(info),
     )
 
 
@@ -316,6 +322,10 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         names = metric_names(ensemble)
         found = [_metric_row(name, key, ensemble.get(key), seeds.get(key)) for key, name in names.items()]
         metrics = [row for row in found if row[1] or row[3]]
+        gain = own.get("ensemble_gain")
+        if gain:
+            name = names.get(gain["metric"], gain["metric"])
+            metrics.append((f"{name}: ensemble minus mean of single seeds", *_interval(gain), ""))
         header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
         notes = [f"{_capitalized(own['words'])}."] if own.get("words") else []
         notes += [own[key] for key in ("estimator_words", "conditional_on") if own.get(key)]

@@ -12,6 +12,7 @@ from selfvitmil.evaluate.subgroups import SubgroupTable
 from selfvitmil.formatting import number, p_value, percent, value_and_limits, with_limits
 from selfvitmil.outcomes import Outcome
 from selfvitmil.pseudonyms import Names
+from selfvitmil.report.decisions import DecisionsData, decisions_data
 from selfvitmil.report.render import Shown, Table, chart, render_template
 from selfvitmil.report.results import METRICS, metric_names
 
@@ -41,6 +42,7 @@ class ValidationPage:
     charts: tuple[Shown, ...]
     metrics_note: str
     """How decisions are made and intervals computed."""
+    decisions: DecisionsData | None = None
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class ValidationPage:
             tuple(subgroup_section(table, found.confidence) for table in found.subgroups),
             tuple(chart(svg, Names()) for svg in charts),
             OF_CLASSES if outcome is None else _methods(found, outcome),
+            decisions_data(found.decisions_json),
         )
 
 
