@@ -49,7 +49,7 @@ Decoded = list[tuple[bytes, dict[str, Any]]]
 
 
 def ours(path: Path, mpp: float, places: Places) -> Iterator[NDArray[np.uint8]]:
-    jpegtiff._cache.clear()
+    jpegtiff.shared_cache.clear()
     with open_slide(path) as slide:
         yield slide.read_tile(0, 0, 1, mpp)  # opened and warm; the clock starts here
         for x, y in places:

@@ -74,8 +74,9 @@ def upsampling_warning(slide_mpp: float, tile_mpp: float) -> str:
 class SlideSettings(Settings):
     """How slides are opened."""
 
-    reader: Literal["auto", "openslide", "jpegtiff"] = "auto"
-    """`jpegtiff` decodes JPEG in TIFF and SVS directly, `openslide` reads all formats; `auto` chooses per slide."""
+    reader: Literal["auto", "openslide", "jpegtiff", "image"] = "auto"
+    """`jpegtiff` decodes JPEG in TIFF and SVS directly, `openslide` reads the formats of scanners, `image` other TIFF,
+    PNG and JPEG; `auto` chooses per slide."""
     mpp: float | None = None
     """Microns per level-0 pixel of slides whose files do not say it, 0.05 to 10; the cohort's column `mpp` wins over
     both."""

@@ -235,7 +235,7 @@ def test_folder_is_searched_to_its_depths(tmp_path: Path):
 
 def test_folders_that_cannot_be_a_cohort(tmp_path: Path):
     with pytest.raises(CohortError, check=has_code("no-slides")):
-        read_cohort(files(tmp_path / "empty", "a.jpg"))
+        read_cohort(files(tmp_path / "empty", "a.txt"))
     with pytest.raises(
         CohortError, match=r"two/A\.tif \(A\) = one/a\.svs \(a\).*cohort\.csv", check=has_code("several-problems")
     ):

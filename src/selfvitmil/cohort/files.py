@@ -380,6 +380,8 @@ SLIDE_SUFFIXES = frozenset(
     (".svs", ".tif", ".tiff", ".ndpi", ".vms", ".vmu", ".scn", ".mrxs", ".svslide", ".bif", ".czi", ".dcm")
 )
 """Suffixes of slide files, in lower case; upper case is recognized too."""
+IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg"))
+"""Suffixes of ordinary images: slides too, but in a folder with other slides they are rather thumbnails or masks."""
 
 
 @dataclass(frozen=True)
@@ -406,10 +408,16 @@ def is_slide(file_name: str) -> bool:
 
 
 def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
-    """Return all slides under `root`, sorted by name, and warnings."""
+    """Return all slides under `root`, sorted by name, and warnings; images only where there are no other slides."""
     found: list[FoundSlide] = []
+    images: list[FoundSlide] = []
     dicom = 0
     for place in walk(root):
+        images += [
+            FoundSlide(Path(file).stem.strip(), place.folder / file, str(place.relative / file))
+            for file in place.files
+            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
+        ]
         slides = [file for file in place.files if is_slide(file)]
         parts = [file for file in slides if file.lower().endswith(".dcm")]
         if parts and len(parts) < len(slides):
@@ -426,14 +434,18 @@ def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
             found += [
                 FoundSlide(Path(file).stem.strip(), place.folder / file, str(place.relative / file)) for file in slides
             ]
-    if not found:
+    if not found and not images:
         raise CohortError(
             f"{root.name}: no slides in this folder",
-            f"no file ends in {', '.join(sorted(SLIDE_SUFFIXES))}",
+            f"no file ends in {', '.join(sorted(SLIDE_SUFFIXES | IMAGE_SUFFIXES))}",
             "Give the folder that contains the slides, or a cohort.csv",
             code="no-slides",
         )
     warnings = [f"{dicom} folders of .dcm files are taken as one slide each."] if dicom else []
+    if images and not found:
+        found, warnings = images, [f"{len(images)} PNG and JPEG images are taken as slides: there are no others."]
+    elif images:
+        warnings.append(f"{len(images)} PNG and JPEG images are not taken as slides; a cohort.csv may list them.")
     return sorted(found, key=lambda slide: (slide.name, slide.where)), warnings
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from selfvitmil.cohort.camelyon16 import is_camelyon16_name, read_camelyon16
 from selfvitmil.cohort.files import (
+    IMAGE_SUFFIXES,
     SLIDE_SUFFIXES,
     FoundSlide,
     Sheet,
@@ -234,7 +235,7 @@ def _filled_cells(sheet: Sheet, role: str) -> list[str]:
 def stem(name: str) -> str:
     """Return the slide's name from a file name, without folders, feature file suffix and slide suffix."""
     name = PurePosixPath(name).name
-    for suffixes in (_FEATURE_SUFFIXES, SLIDE_SUFFIXES):
+    for suffixes in (_FEATURE_SUFFIXES, SLIDE_SUFFIXES | IMAGE_SUFFIXES):
         base, ending = os.path.splitext(name)
         name = base if ending.lower() in suffixes else name
     return name

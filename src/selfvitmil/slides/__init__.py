@@ -3,9 +3,10 @@
     with open_slide("a.svs") as slide:
         tile = slide.read_tile(x_l0=8192, y_l0=4096, size_px=224, mpp=0.5)      # uint8 (224, 224, 3)
 
-There are two readers: `jpegtiff` decodes JPEG-compressed TIFF and SVS directly and fast, `openslide` reads everything
-else; `auto` chooses per file. They share geometry and resampling and agree on the pixels. Importing this package loads
-neither OpenSlide nor any decoder; opening a slide does.
+There are three readers: `jpegtiff` decodes JPEG-compressed TIFF and SVS directly and fast, `openslide` reads the other
+formats of scanners, `image` reads what OpenSlide does not: OME-TIFF, TIFF without tiles, PNG and JPEG; `auto` chooses
+per file. They share geometry and resampling and agree on the pixels. Importing this package loads neither OpenSlide nor
+any decoder; opening a slide does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Level", "Slide", "SlideCache", "SlideRef", "fingerprint", "open_slide"]
 
-READERS = ("auto", "openslide", "jpegtiff")
+READERS = ("auto", "openslide", "jpegtiff", "image")
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def open_slide(
     Parameters
     ----------
     path
-        The slide file, in any format that OpenSlide supports.
+        The slide file: any format that OpenSlide supports, OME-TIFF, TIFF without tiles, PNG or JPEG.
     reader
-        `openslide`, `jpegtiff` (faster; JPEG-compressed TIFF and SVS only), or `auto`, which takes `jpegtiff` where it
-        can read the file.
+        `openslide`, `jpegtiff` (faster; JPEG-compressed TIFF and SVS only), `image` (TIFF, PNG and JPEG), or `auto`,
+        which takes `jpegtiff` where it can read the file and `image` where OpenSlide cannot.
     mpp
         Microns per level-0 pixel, in place of the value in the file.
     otherwise_mpp
@@ -114,7 +115,14 @@ def open_slide(
         raise SlideError(
             f"{path.name}: the slide cannot be opened", str(error), DAMAGED, code="crashing-slide"
         ) from None
-    probe = openslide.probe(path)
+    if reader == "image":
+        return _open_image(path, mpp, otherwise_mpp)
+    try:
+        probe = openslide.probe(path)
+    except SlideError as error:
+        if error.code != "not-a-slide" or reader != "auto":
+            raise
+        return _open_image(path, mpp, otherwise_mpp, error)
     reason = "OpenSlide was requested"
     layout = None
     if reader != "openslide":
@@ -129,12 +137,7 @@ def open_slide(
                 f"{path.name}: the file is truncated", str(error), DAMAGED, code="truncated-slide"
             ) from None
         except OSError as error:
-            raise SlideError(
-                f"{path.name}: the file cannot be read",
-                without_path(str(error), path),
-                DAMAGED,
-                code="unreadable-slide",
-            ) from None
+            raise _unreadable(path, error) from None
     if layout is None and reader == "jpegtiff":
         raise SlideError(
             f"{path.name}: the reader jpegtiff cannot read this slide",
@@ -142,6 +145,8 @@ def open_slide(
             "Leave --slide.reader at auto",
             code="reader-unsuitable",
         )
+    if layout is None and reader == "auto" and probe.vendor == "generic-tiff" and _openslide_misses(path):
+        return _open_image(path, mpp, otherwise_mpp)
     compression = jpegtiff.tiff_compression(path) if layout is None else "jpeg"
     info = SlideInfo(
         levels=levels_of(probe.sizes if layout is None else layout.sizes),
@@ -154,6 +159,51 @@ def open_slide(
     if layout is None:
         return openslide.OpenSlideSlide(path, info, probe.handle)
     return jpegtiff.JpegTiffSlide(path, info, layout)
+
+
+def _openslide_misses(path: Path) -> bool:
+    """Return whether the reader `image` sees levels or colours of a generic TIFF that OpenSlide does not."""
+    from selfvitmil.slides import image
+
+    try:
+        layout = image.open_layout(path)
+    except (SlideError, OSError):
+        return False
+    return layout is not None and layout.adds_to
+
+
+def _open_image(
+    path: Path, mpp: float | None, otherwise_mpp: float | None, no_slide: SlideError | None = None
+) -> Slide:
+    """Open a file with the reader `image`; `no_slide` is OpenSlide's error where it was asked first."""
+    from selfvitmil.slides import image
+
+    try:
+        layout = image.open_layout(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if layout is None:
+        raise no_slide or SlideError(
+            f"{path.name}: the reader image cannot read this slide",
+            "it is no TIFF, PNG or JPEG file",
+            "Leave --slide.reader at auto",
+            code="reader-unsuitable",
+        )
+    info = SlideInfo(
+        levels=levels_of(layout.sizes),
+        mpp=find_mpp(layout.properties, layout.kind, override=mpp, otherwise=otherwise_mpp),
+        vendor=layout.kind,
+        objective_power=None,
+        compression=layout.compression,
+        warnings=layout.warnings,
+    )
+    return image.ImageSlide(path, info, layout)
+
+
+def _unreadable(path: Path, error: OSError) -> SlideError:
+    return SlideError(
+        f"{path.name}: the file cannot be read", without_path(str(error), path), DAMAGED, code="unreadable-slide"
+    )
 
 
 def _check_file(path: Path) -> None:

@@ -99,6 +99,8 @@ def _from_file(properties: Mapping[str, str], vendor: str) -> Mpp:
         return Mpp(mpp, f"objective power {power:g}x", warnings=(warning,), is_guess=True)
     if stated is not None:
         return Mpp(None, problem=f"its {source} gives {stated[0]:g} microns per pixel, which is implausible")
+    if vendor in ("png", "jpeg"):
+        return Mpp(None, problem=f"a {vendor.upper()} image has none; its dots per inch are for printing")
     return Mpp(None, problem="no openslide.mpp-x/-y, no resolution tag, no objective power")
 
 
@@ -193,7 +195,7 @@ class Slide(ABC):
     """
 
     reader: ClassVar[str]
-    """`openslide` or `jpegtiff`."""
+    """`openslide`, `jpegtiff` or `image`."""
 
     def __init__(self, path: Path, info: SlideInfo, handle: Any = None):
         keep_freed_memory()
@@ -250,7 +252,7 @@ class Slide(ABC):
 
     @property
     def vendor(self) -> str:
-        """Format name of OpenSlide: `aperio`, `generic-tiff`, `mirax` ..."""
+        """Format name of OpenSlide: `aperio`, `generic-tiff`, `mirax` ...; or `png`, `jpeg`."""
         return self.info.vendor
 
     @property

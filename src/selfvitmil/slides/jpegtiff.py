@@ -264,9 +264,9 @@ class TileCache:
                 self._tiles[key] = tile
 
 
-_cache = TileCache(CACHE_BYTES)
+shared_cache = TileCache(CACHE_BYTES)
 # Another thread may hold the lock during a fork, and a child does not need its parent's tiles.
-os.register_at_fork(after_in_child=_cache.clear)
+os.register_at_fork(after_in_child=shared_cache.clear)
 
 
 # ---------------------------------------------------------------------------------------------------- slide
@@ -358,7 +358,7 @@ class JpegTiffSlide(Slide):
         if not level.counts[number]:
             return None
         key = (layout.number, index, number, shrink)
-        tile = _cache.get(key)
+        tile = shared_cache.get(key)
         if tile is None:
             try:
                 tile = _decode(layout.descriptor, level, number, shrink)
@@ -367,7 +367,7 @@ class JpegTiffSlide(Slide):
                 x, y = column * level.tile_size[0], row * level.tile_size[1]
                 box = (x, y, min(x + level.tile_size[0], level.size[0]), min(y + level.tile_size[1], level.size[1]))
                 raise self._unreadable(index, box, str(error)) from None
-            _cache.put(key, tile)
+            shared_cache.put(key, tile)
         return tile
 
 

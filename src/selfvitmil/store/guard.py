@@ -182,9 +182,15 @@ def _try_hdf5(path: Path) -> None:
 
 
 def _try_slide(path: Path) -> None:
-    """Open the slide and decode a pixel of each level."""
+    """Open the slide and decode a pixel of each level; of an ordinary image, all of it."""
     import openslide
 
-    with openslide.OpenSlide(path) as slide:
-        for level in range(slide.level_count):
-            slide.read_region((0, 0), level, (1, 1))
+    try:
+        with openslide.OpenSlide(path) as slide:
+            for level in range(slide.level_count):
+                slide.read_region((0, 0), level, (1, 1))
+    except openslide.OpenSlideUnsupportedFormatError:
+        from PIL import Image
+
+        with Image.open(path, formats=("PNG", "JPEG")) as image:
+            image.load()
