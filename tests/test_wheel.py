@@ -88,7 +88,7 @@ def test_archives_hold_what_they_should_and_nothing_else(built: Path, wheel: Pat
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     for needed in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "Makefile", "tests/conftest.py"):
         assert needed in files, needed
-    assert {name for name in files if name.startswith(".")} <= {".npmrc", ".gitignore"}
+    assert {name for name in files if name.startswith(".")} <= {".npmrc", ".gitignore", ".dockerignore"}
     assert not [name for name in files if "__pycache__" in name or name.startswith(("site/", "demo/", "dist/"))]
 
 

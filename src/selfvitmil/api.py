@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from selfvitmil.localize.heatmap import Heatmap
     from selfvitmil.stages.compare import CompareResult
     from selfvitmil.stages.evaluate import EvaluateResult
+    from selfvitmil.view.server import BackgroundViewer
 
 OVERLAYS = ("red", "inferno", "viridis")
 """Colour maps of heatmap pictures, the one of the paper first."""
@@ -340,6 +341,24 @@ class Study:
         from selfvitmil.localize.heatmap import read_heatmap
 
         return read_heatmap(self._heatmap_file(slide, model))
+
+    def view(self, *, pseudonyms: bool = False, height_px: int = 640) -> BackgroundViewer:
+        """Start the web viewer and show it in the notebook's cell, where that runs on the machine of the browser.
+
+        Only browsers on this machine reach it, all of its users' alike. It ends with `.close()` or with the notebook's
+        kernel. For a notebook on a server forward the port of `.url`, or run `selfvitmil view` there.
+
+        Parameters
+        ----------
+        pseudonyms
+            Replace names of slides and patients.
+        height_px
+            Height of the cell.
+        """
+        from selfvitmil.commands.view import viewed_study
+        from selfvitmil.view.server import BackgroundViewer
+
+        return BackgroundViewer(viewed_study(self._open(), pseudonyms), height_px)
 
     def _heatmap_file(self, slide: str, model: str | None) -> Path:
         there = self.heatmaps()

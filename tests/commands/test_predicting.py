@@ -142,7 +142,7 @@ def test_predictions_can_be_viewed(place: Path, out: Path):
     flags = ("--localize.no-pictures", "--localize.geojson", "none")
     assert ask(place, "model", out, "a", flags=flags).returncode == 0
     assert ask(place, "model", out, "b", flags=flags).returncode == 0
-    viewed = view._viewed(Study(out, StudySettings()), pseudonyms=False)
+    viewed = view.viewed_study(Study(out, StudySettings()), pseudonyms=False)
     listed = {row["name"]: row for row in viewed.study_data()["slides"]}
     assert {"a", "b"} <= set(listed)
     assert listed["a"]["status"] == "ok"

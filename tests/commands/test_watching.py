@@ -120,7 +120,7 @@ def test_the_viewer_follows(place: Path, tmp_path: Path):
     incoming, out = tmp_path / "in", tmp_path / "out"
     arrive(place, incoming, "a")
     assert watched(place, incoming, out) == [["a"]]
-    viewed = view._viewed(Study(out, StudySettings()), pseudonyms=False)
+    viewed = view.viewed_study(Study(out, StudySettings()), pseudonyms=False)
     assert [row["name"] for row in viewed.study_data()["slides"]] == ["a"]
     arrive(place, incoming, "b", age_s=1)
     assert watched(place, incoming, out) == []

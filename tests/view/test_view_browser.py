@@ -13,7 +13,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -31,6 +34,7 @@ from selfvitmil.localize.detection import rank_tiles
 from selfvitmil.localize.heatmap import Heatmap, read_heatmap, write_heatmap
 from selfvitmil.slides import open_slide
 from selfvitmil.view.export import write_folder
+from selfvitmil.view.server import BackgroundViewer
 
 pytestmark = [
     pytest.mark.slow,
@@ -477,6 +481,25 @@ def test_gallery_shows_the_strongest_tiles(desk: SimpleNamespace, request: Any, 
     buttons.nth(2).click()
     wait(page, lambda: hash_of(page).get("tile") == str(order[2]))
     assert page.locator("#gallery button[aria-current]").count() == 1
+
+
+def test_a_notebook_shows_it_in_a_cell(browser: Any, study: MadeStudy, tmp_path: Path):
+    shown = BackgroundViewer(study.viewed())
+    try:
+        (tmp_path / "index.html").write_text(f"<!doctype html><title>notebook</title>{shown._repr_html_()}")
+        handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as notebook:
+            Thread(target=notebook.serve_forever, daemon=True).start()
+            page = browser.new_page(viewport={"width": 1000, "height": 760})
+            page.set_default_timeout(WAIT_MS)
+            page.goto(f"http://localhost:{notebook.server_port}/index.html")  # another site than the viewer's
+            cell = page.frame_locator("iframe")
+            cell.locator("#pane-first[data-tiles=loaded]").wait_for()
+            assert cell.locator("#rows .name").all_inner_texts() == ["node_01", "node_10", "node_02"]
+            page.close()
+            notebook.shutdown()
+    finally:
+        shown.close()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

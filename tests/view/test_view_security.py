@@ -444,6 +444,65 @@ def test_who_lets_others_in_by_a_name_needs_a_token() -> None:
         assert address.proxied == (f"//a.example/viewer/?token={address.token}",)
 
 
+def tokens_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
+    file = folder / "tokens.txt"
+    file.write_text("# who may look\n\n" + "\n".join(lines), encoding="utf-8")
+    file.chmod(mode)
+    return file
+
+
+def test_every_user_has_a_token_until_it_is_taken_away(study: Path, tmp_path: Path) -> None:
+    anna, bert = "anna " + "a" * 24, "bert " + "b-_2" * 6
+    file = tokens_file(tmp_path, anna, bert)
+    address = server.listen("127.0.0.1", 0, allowed_hosts=["a.example"], tokens=file)
+    address.listener.close()
+    assert "aaaa" not in address.url + address.proxied[0]  # printed, and kept in the logs of services
+    app, _ = app_of(study, token=address.token, cookie="c")
+    cookies = []
+    for token in ("a" * 24, "b-_2" * 6):
+        entered = ask(app, f"/?token={token}")
+        assert entered.status == 303
+        cookies.append({"cookie": entered.headers["set-cookie"].split(";")[0]})
+        assert ask(app, "/api/study.json", headers=cookies[-1]).status == 200
+    assert ask(app, "/?token=anna").status == 401
+    tokens_file(tmp_path, anna)
+    assert [ask(app, "/api/study.json", headers=each).status for each in cookies] == [200, 401]
+    file.write_text("not a token", encoding="utf-8")  # while it is being edited, say
+    assert [ask(app, "/api/study.json", headers=each).status for each in cookies] == [200, 401]
+
+
+@pytest.mark.parametrize(
+    ("lines", "mode"),
+    [
+        (["anna short"], 0o600),
+        (["a" * 30], 0o600),
+        (["anna " + "a;" * 20], 0o600),
+        (["anna " + "é" * 30], 0o600),
+        (["anna " + "a" * 30, "bert " + "a" * 30], 0o600),
+        ([], 0o600),
+        (["anna " + "a" * 30], 0o644),
+        (["anna " + "a" * 30], 0o620),
+    ],
+)
+def test_tokens_that_are_not_safe_are_refused(tmp_path: Path, lines: list[str], mode: int) -> None:
+    with pytest.raises(ConfigError) as found:
+        server.listen("127.0.0.1", 0, tokens=tokens_file(tmp_path, *lines, mode=mode))
+    assert found.value.code == "user-tokens"
+    with pytest.raises(ConfigError):
+        server.listen("127.0.0.1", 0, tokens=tmp_path / "none.txt")
+
+
+def test_only_a_viewer_that_a_notebook_started_may_be_framed(study: Path) -> None:
+    for framed in (False, True):
+        app, _ = app_of(study, framed=framed)
+        headers = ask(app, "/").headers
+        assert ("x-frame-options" in headers) != framed
+        allowed = headers["content-security-policy"].partition("frame-ancestors ")[2]
+        assert ("http://localhost:*" in allowed) == framed
+        assert (allowed == "'none'") != framed
+        assert "script-src 'self';" in headers["content-security-policy"]
+
+
 def test_tokens_are_compared_in_constant_time(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or False)

@@ -524,6 +524,10 @@ def view(
             help="Require a token on the loopback address too, for machines that several people use.", negative=""
         ),
     ] = False,
+    tokens: Annotated[
+        Path | None,
+        Parameter(help="File with a line `NAME TOKEN` for every user who may look; instead of one token for all."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         Parameter(
@@ -546,7 +550,7 @@ def view(
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides", code="conflicting-flags")
     place = {"host": host, "port": port, "require_token": require_token}
-    place |= {"allowed_hosts": allowed_host or (), "base_path": base_path}
+    place |= {"allowed_hosts": allowed_host or (), "base_path": base_path, "tokens": tokens}
     return end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=say)])
 
 

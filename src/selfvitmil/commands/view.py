@@ -39,14 +39,15 @@ def view(
     require_token: bool = False,
     allowed_hosts: Sequence[str] = (),
     base_path: str = "/",
+    tokens: Path | None = None,
     pseudonyms: bool = False,
     say: Callable[[str], None],
 ) -> ViewResult:
     """Serve the study until interrupted; `say` prints its address."""
     from selfvitmil.view.server import listen, serve
 
-    viewed = _viewed(study, pseudonyms)
-    reached = {"require_token": require_token, "allowed_hosts": allowed_hosts, "base_path": base_path}
+    viewed = viewed_study(study, pseudonyms)
+    reached = {"require_token": require_token, "allowed_hosts": allowed_hosts, "base_path": base_path, "tokens": tokens}
     serve(viewed, listen(host, port, **reached), open_browser=browser, say=say)
     return ViewResult()
 
@@ -63,12 +64,13 @@ def export_view(
     """Write a folder that opens from disk; `say` prints its size."""
     from selfvitmil.view.export import write_folder
 
-    written = write_folder(_viewed(study, pseudonyms), out, slides=slides, top_mpp=top_mpp, say=say)
+    written = write_folder(viewed_study(study, pseudonyms), out, slides=slides, top_mpp=top_mpp, say=say)
     notes = tuple(f"note: {note}" for note in written.notes)
     return ViewResult(out, written.num_slides, written.size_bytes, failures=written.failures, notes=notes)
 
 
-def _viewed(study: Study, pseudonyms: bool) -> ViewedStudy:
+def viewed_study(study: Study, pseudonyms: bool) -> ViewedStudy:
+    """Return a study, or the output of `predict`, as the viewer takes it."""
     from selfvitmil.cohort import read_cohort
     from selfvitmil.pseudonyms import names_of
     from selfvitmil.view.study import ViewedStudy

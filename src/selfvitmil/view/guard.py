@@ -10,18 +10,30 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import os
 import socket
+import stat
+import threading
 from collections.abc import Collection
 from html import escape
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from selfvitmil.errors import ConfigError
 
 MAX_TARGET = 2048
 """Longest path and query that is looked at; ours are shorter than 100."""
 
 MAX_HEADER_BYTES = 16 << 10
+
+MIN_TOKEN = 20
+"""Characters of a user's token: fewer could be guessed."""
+
+FRAMED_BY = "http://localhost:* http://127.0.0.1:* https://localhost:* https://127.0.0.1:* vscode-webview:"
+"""Pages that may show the viewer inside themselves where a notebook started it: notebooks on the same machine."""
 
 CONTENT_POLICY = "; ".join(
     (
@@ -48,6 +60,51 @@ HEADERS = {
 }
 
 
+class UserTokens:
+    """Tokens of several users, from a file with lines of a name and a token; a changed file holds from then on.
+
+    Raises ConfigError where the file cannot be read, other users of the machine may read it, or a line is invalid.
+    While the viewer runs, a file that became invalid changes nothing.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._lock = threading.Lock()
+        self._state, self._tokens = self._read()
+
+    def __call__(self) -> frozenset[str]:
+        """Return the tokens that count now."""
+        with self._lock:
+            try:
+                found = self.file.stat()
+                if (found.st_mtime_ns, found.st_size) != self._state:
+                    self._state, self._tokens = self._read()
+            except (OSError, ConfigError):
+                pass
+            return self._tokens
+
+    def _read(self) -> tuple[tuple[int, int], frozenset[str]]:
+        try:
+            found, text = self.file.stat(), self.file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise self._error("it cannot be read", f"{reason}. Check --tokens") from None
+        if found.st_mode & (stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH) and os.name == "posix":
+            raise self._error("other users of this machine may read or change it", f"Run: chmod 600 {self.file.name}")
+        lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        how = f"A line is a name and a token of at least {MIN_TOKEN} letters, digits, - or _, with a space between"
+        for number, words in enumerate(lines, 1):
+            if len(words) != 2 or len(words[1]) < MIN_TOKEN or not words[1].replace("-", "").replace("_", "").isalnum():
+                raise self._error(f"entry {number} is no name and token", how)
+        tokens = frozenset(words[1] for words in lines)
+        if len(tokens) != len(lines) or not tokens or not all(token.isascii() for token in tokens):
+            raise self._error("it has no token, or one token twice", how)
+        return (found.st_mtime_ns, found.st_size), tokens
+
+    def _error(self, why: str, how: str) -> ConfigError:
+        return ConfigError(f"{self.file.name}: not usable as tokens of users", why, how, code="user-tokens")
+
+
 class Guard:
     """ASGI middleware; without a token everybody who reaches it by an allowed name may look."""
 
@@ -55,13 +112,20 @@ class Guard:
         self,
         app: ASGIApp,
         hosts: HostNames,
-        token: str | None = None,
+        token: str | UserTokens | None = None,
         cookie: str = "selfvitmil",
         base_path: str = "/",
+        framed: bool = False,
     ):
+        """`framed`: notebooks on this machine may show the viewer inside themselves."""
         self.app = app
         self.hosts = hosts
         self.token = token
+        self.headers = dict(HEADERS)
+        if framed:
+            del self.headers["x-frame-options"]
+            policy = CONTENT_POLICY.replace("frame-ancestors 'none'", f"frame-ancestors {FRAMED_BY}")
+            self.headers |= {"content-security-policy": policy, "cross-origin-resource-policy": "cross-origin"}
         self.cookie = cookie
         self.base_path = base_path
         """Path below which a proxy offers the viewer; the proxy may pass it on or take it away."""
@@ -77,7 +141,9 @@ class Guard:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = {name.lower() for name, _ in message["headers"]}
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in own]
+                extra = [
+                    (name.encode(), value.encode()) for name, value in self.headers.items() if name.encode() not in own
+                ]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -87,8 +153,8 @@ class Guard:
             await _refuse(scope, send_marked, *refusal)
         elif f"{outer}/" == self.base_path:  # addresses of the page are relative, so it needs the slash
             await _redirect(send_marked, self._home(scope))
-        elif self.token is not None and self._brings_token(scope):
-            await self._let_in(send_marked)
+        elif self.token is not None and (brought := self._brought_token(scope)) is not None:
+            await self._let_in(send_marked, brought)
         elif self.token is not None and not self._has_cookie(scope):
             await _refuse(scope, send_marked, 401, TOKEN_MISSING)
         else:
@@ -123,9 +189,9 @@ class Guard:
         query = scope["query_string"].decode("latin-1")
         return self.base_path + (f"?{query}" if query else "")
 
-    def _brings_token(self, scope: Scope) -> bool:
+    def _brought_token(self, scope: Scope) -> str | None:
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        return len(given) == 1 and self._is_token(given[0])
+        return given[0] if len(given) == 1 and self._is_token(given[0]) else None
 
     def _has_cookie(self, scope: Scope) -> bool:
         try:
@@ -136,11 +202,12 @@ class Guard:
 
     def _is_token(self, given: str) -> bool:
         assert self.token is not None
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        known = [self.token] if isinstance(self.token, str) else self.token()
+        return max((hmac.compare_digest(given.encode(), token.encode()) for token in known), default=False)
 
-    async def _let_in(self, send: Send) -> None:
+    async def _let_in(self, send: Send, token: str) -> None:
         """Keep the token as a cookie and take it out of the address, where it could be copied along with a link."""
-        cookie = f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path={self.base_path}"
+        cookie = f"{self.cookie}={token}; HttpOnly; SameSite=Strict; Path={self.base_path}"
         await _redirect(send, self.base_path, (b"set-cookie", cookie.encode()))
 
 

@@ -34,6 +34,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cachetools import LRUCache
@@ -47,7 +48,7 @@ from starlette.types import ASGIApp
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.view import tiles
 from selfvitmil.view.export import StaticFile, static_files
-from selfvitmil.view.guard import MAX_HEADER_BYTES, Guard, HostNames, is_address, is_loopback, names_for
+from selfvitmil.view.guard import MAX_HEADER_BYTES, Guard, HostNames, UserTokens, is_address, is_loopback, names_for
 from selfvitmil.view.study import FileState, ViewedSlide, ViewedStudy, to_json
 
 if TYPE_CHECKING:
@@ -245,11 +246,12 @@ def make_app(
     static: dict[str, StaticFile],
     *,
     hosts: HostNames,
-    token: str | None = None,
+    token: str | UserTokens | None = None,
     cookie: str = "selfvitmil",
     base_path: str = "/",
+    framed: bool = False,
 ) -> ASGIApp:
-    """Return the whole application behind its guard."""
+    """Return the whole application behind its guard; `framed` lets notebooks of this machine show it in a cell."""
     viewer = Viewer(study, static)
 
     @asynccontextmanager
@@ -273,7 +275,7 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.viewer = viewer
-    return Guard(app, hosts, token, cookie, base_path)
+    return Guard(app, hosts, token, cookie, base_path, framed)
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
@@ -319,7 +321,7 @@ class Address:
     listener: socket.socket
     host: str
     port: int
-    token: str | None
+    token: str | UserTokens | None
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which browsers reach it."""
     base_path: str = "/"
@@ -340,6 +342,8 @@ class Address:
 
     @property
     def _query(self) -> str:
+        if isinstance(self.token, UserTokens):
+            return "?token=TOKEN"  # theirs: none is printed
         return f"?token={self.token}" if self.token else ""
 
 
@@ -350,10 +354,12 @@ def listen(
     require_token: bool = False,
     allowed_hosts: Collection[str] = (),
     base_path: str = "/",
+    tokens: Path | None = None,
 ) -> Address:
     """Take the port at once, so that one that is taken is an error before anything else is done.
 
-    Who names further hosts lets others in, through a proxy or a name of the machine: they need the token.
+    Who names further hosts lets others in, through a proxy or a name of the machine: they need the token, which is a
+    new one, or those of the users in the file `tokens`.
     """
     base_path = _checked_base_path(base_path)
     for name in allowed_hosts:
@@ -363,7 +369,7 @@ def listen(
             f"port {port} was asked for", "ports go from 0 to 65535", "Choose another --port", code="invalid-port"
         )
     needed = require_token or bool(allowed_hosts) or not is_loopback(host)
-    token = secrets.token_urlsafe(32) if needed else None
+    token = UserTokens(tokens) if tokens else secrets.token_urlsafe(32) if needed else None
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -441,7 +447,9 @@ def serve(
     say(f"Open {address.url} in a browser; Ctrl-C ends the viewer.")
     for place in address.proxied:
         say(f"Behind your proxy: https:{place}")
-    if open_browser and _has_screen():
+    if isinstance(address.token, UserTokens):
+        say(f"TOKEN is each user's own, from {address.token.file.name}.")
+    elif open_browser and _has_screen():
         threading.Timer(0.5, webbrowser.open, [address.url]).start()
     try:
         make_server(app).run(sockets=[address.listener])
@@ -449,6 +457,38 @@ def serve(
         pass
     finally:
         address.listener.close()
+
+
+class BackgroundViewer:
+    """A viewer in a thread of this process, for notebooks: shown in a cell, until `close` or the end of the process."""
+
+    def __init__(self, study: ViewedStudy, height_px: int = 640):
+        address = listen("127.0.0.1", 0)
+        address.listener.listen()  # a browser may ask before the thread has started
+        app = make_app(study, static_files(), hosts=names_for(address.host), framed=True)
+        self.url = address.url
+        """For a browser on the same machine."""
+        self.height_px = height_px
+        self._address, self._server = address, make_server(app)
+        options: dict[str, Any] = {"sockets": [address.listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=options, name="viewer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._address.listener.close()
+
+    def __repr__(self) -> str:
+        return f"The viewer is at {self.url}"
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe src="{self.url}" title="selfvitmil viewer" width="100%" height="{self.height_px}" '
+            f'style="border: 1px solid #8888" allowfullscreen></iframe>\n<p><a href="{self.url}" target="_blank" '
+            'rel="noopener">Open in a window of its own</a></p>'
+        )
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
