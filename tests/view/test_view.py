@@ -29,7 +29,18 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from helpers.heatmaps import PREDICTION, make_heatmap
-from helpers.viewer import MODELS, MPP, OUTLINE, SIZE, app_of, make_slide_file, make_study, packaged_files, viewed
+from helpers.viewer import (
+    MODELS,
+    MPP,
+    OUTLINE,
+    SIZE,
+    STATIC,
+    app_of,
+    make_slide_file,
+    make_study,
+    packaged_files,
+    viewed,
+)
 from selfvitmil import cli, open_slide
 from selfvitmil.bags.similar import SIMILAR, SimilarSlide, write_similar
 from selfvitmil.errors import SelfVitMilError
@@ -41,6 +52,7 @@ from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.view import export, server, tiles
 from selfvitmil.view import study as viewed_study
+from selfvitmil.view.guard import names_for
 from selfvitmil.view.tiles import DeepZoom, OpenSlides
 
 STATIC_FOLDER = Path(export.__file__).parent / "static"
@@ -316,6 +328,23 @@ def test_ten_thousand_slides_are_read_once(tmp_path: Path, study: Path, monkeypa
     (study / "maps/vit_dsmil/s00008.h5").unlink()
     assert sum(bool(row["predictions"]) for row in shown.study_data()["slides"]) == 49
     assert opened[50:] == ["s00007.h5"]
+
+
+def test_many_who_open_the_page_share_one_list(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = viewed(study)
+    built: list[int] = []
+    whole = shown.study_data
+    monkeypatch.setattr(shown, "study_data", lambda: built.append(1) or whole())
+    monkeypatch.setattr(server, "LOOK_AGAIN_S", 3600.0)
+    app = server.make_app(shown, STATIC, hosts=names_for("127.0.0.1"))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answers = [client.get("/api/study.json").json() for _ in range(20)]
+        assert len(built) == 1
+        assert answers == [answers[0]] * 20
+        monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.0)
+        (study / "slides/other.svs").unlink()
+        assert {row["status"] for row in client.get("/api/study.json").json()["slides"]} >= {"missing"}
+    assert len(built) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- changes

@@ -7,13 +7,14 @@ import http.client
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -745,6 +746,26 @@ def test_the_running_server_keeps_to_all_that(port: int) -> None:
     assert exchange(port, b"GET / HTTP/1.1\r\nContent-Length: 10\r\n" + end + b"0123456789").startswith(b"HTTP/1.1 413")
     assert exchange(port, b"\x16\x03\x01 no http at all\r\n\r\n")[9:12] == b"400"
     assert exchange(port, b"GET / HTTP/1.1\r\n" + end).startswith(b"HTTP/1.1 200")  # and is still there
+
+
+def test_hundreds_of_browsers_keep_their_connections(port: int) -> None:
+    """500 viewers look at the same time; each browser keeps several connections open."""
+    server.allow_connections()
+    with ExitStack() as stack:
+        for _ in range(700):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        end = b"Host: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        assert exchange(port, b"GET / HTTP/1.1\r\n" + end).startswith(b"HTTP/1.1 200")
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_needed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+        server.allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(server.MAX_CONNECTIONS + 512, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_static_files_are_a_fixed_list(app: Any) -> None:

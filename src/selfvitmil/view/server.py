@@ -60,9 +60,10 @@ TILE_BYTES = 64 << 20
 THUMBNAIL_BYTES = 32 << 20
 DOCUMENT_BYTES = 64 << 20
 MAX_OPEN_SLIDES = 16
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 4096
+"""A browser keeps six open."""
 LOOK_AGAIN_S = 1.0
-"""Whether a slide's file has changed is checked at most this often."""
+"""Whether a slide's file or the list of slides has changed is checked at most this often."""
 GONE = "The slide's file no longer exists. Was it moved, or is its drive not mounted?"
 CACHED = {"cache-control": "private, max-age=600"}
 REVALIDATED = {"cache-control": "private, no-cache"}
@@ -117,6 +118,7 @@ class Viewer:
         self.thumbnails = BytesCache(self.list_pool, THUMBNAIL_BYTES)
         self.documents = BytesCache(self.pool, DOCUMENT_BYTES)
         self._states: dict[str, tuple[float, FileState]] = {}
+        self._list: tuple[float, asyncio.Future[bytes] | None] = (-math.inf, None)
 
     def close(self) -> None:
         """Close slides and threads."""
@@ -138,8 +140,15 @@ class Viewer:
     # ------------------------------------------------------------------------------------------------ documents
 
     async def study_list(self, request: Request) -> Response:
-        content = await _in_thread(self.list_pool, lambda: to_json(self.study.study_data()).encode())
-        return _answer(request, content, "application/json")
+        """Built at most once in `LOOK_AGAIN_S`: of 10,000 slides it takes 65 ms, and everybody begins with it."""
+        looked, building = self._list
+        if building is None or time.monotonic() - looked >= LOOK_AGAIN_S or building.cancelled():
+            building = asyncio.ensure_future(_in_thread(self.list_pool, self._build_list))
+            self._list = time.monotonic(), building
+        return _answer(request, await asyncio.shield(building), "application/json")
+
+    def _build_list(self) -> bytes:
+        return to_json(self.study.study_data()).encode()
 
     async def slide(self, request: Request) -> Response:
         slide, _ = await self._slide(request)
@@ -451,6 +460,7 @@ def serve(
         say(f"TOKEN is each user's own, from {address.token.file.name}.")
     elif open_browser and _has_screen():
         threading.Timer(0.5, webbrowser.open, [address.url]).start()
+    allow_connections()
     try:
         make_server(app).run(sockets=[address.listener])
     except KeyboardInterrupt:  # the usual end of a viewer
@@ -489,6 +499,18 @@ class BackgroundViewer:
             f'style="border: 1px solid #8888" allowfullscreen></iframe>\n<p><a href="{self.url}" target="_blank" '
             'rel="noopener">Open in a window of its own</a></p>'
         )
+
+
+def allow_connections() -> None:
+    """Raise the limit of open files, often 1024 at first, as far as `MAX_CONNECTIONS` needs and the system allows."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + 512
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS may allow less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
