@@ -373,7 +373,12 @@ def _look_up_torch(images: Any, tables: NDArray[np.float32]) -> Any:
         )
     images_B3HW = images.reshape(-1, *images.shape[-3:])
     out_B3HW = torch.empty_like(images_B3HW)
-    tables_on_device = torch.from_numpy(tables).to(images.device)  # pyright: ignore[reportUnknownMemberType]
+    tables_on_device = torch.from_numpy(tables)  # pyright: ignore[reportUnknownMemberType]
+    # Pinned for a GPU, so that the copy waits for nothing that the device was given before.
+    is_gpu = images.device.type == "cuda"
+    tables_on_device = (tables_on_device.pin_memory() if is_gpu else tables_on_device).to(
+        images.device, non_blocking=is_gpu
+    )
     if images.device.type == "cpu":  # one image at a time fits into the cache
         per_image = tables_on_device.expand(len(images_B3HW), -1, -1, -1)
         for image, table, out in zip(images_B3HW, per_image, out_B3HW, strict=True):

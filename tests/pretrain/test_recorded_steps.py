@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,11 @@ from selfvitmil.data.loader import Batch, TileLoader, TileOrder
 from selfvitmil.data.sources import TensorTiles
 from selfvitmil.data.views import ViewRecipe, make_views, view_recipes
 from selfvitmil.pretrain import learner as learning
+from selfvitmil.pretrain import short_attention as attention
 from selfvitmil.pretrain.learner import Learner
 from selfvitmil.pretrain.optim import resolve_hyperparameters, update_teacher
 from selfvitmil.pretrain.short_attention import HAS_TRITON, short_attention
-from selfvitmil.pretrain.step import TrainingStep, ViewOptions
+from selfvitmil.pretrain.step import RecordedStep, TrainingStep, ViewOptions
 from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import read_metrics
@@ -100,6 +104,146 @@ def test_the_checkpoint_of_a_recorded_run_goes_on_without_recording():
     later.step = 1
     outcome, _ = later(Batch(1, tiles(8), torch.arange(8), torch.arange(8), None, 0), given)
     assert torch.isfinite(outcome.loss)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_checkpoint_does_not_say_how_the_optimizer_of_another_device_computes(fused: bool | None):
+    """A CPU's has neither fused kernels nor steps counted on a GPU; a GPU that goes on has both, and the reverse."""
+    settings = PretrainSettings.model_validate(TINY | METHODS["lejepa"])
+    step, later = step_of(settings), step_of(settings)
+    given = {"lr": 1e-3, "weight_decay": 0.04, "momentum": 0.9, "teacher_temp": 0.05}
+    step(Batch(0, tiles(8), torch.arange(8), torch.arange(8), None, 0), given)
+    state = step.state()
+    for mine, saved in zip(later.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+        mine |= {"fused": fused, "capturable": bool(fused)}
+        saved |= {"fused": None if fused else True, "capturable": not fused, "lr": torch.tensor(0.5)}
+    later.load(state)
+    assert [(group["fused"], group["capturable"]) for group in later.optimizer.param_groups] == (
+        [(fused, bool(fused))] * len(later.optimizer.param_groups)
+    )
+    moments = [found["exp_avg"] for found in later.optimizer.state.values()]
+    assert all(
+        torch.equal(one, step.optimizer.state[weight]["exp_avg"])
+        for one, weight in zip(moments, step.optimizer.state, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- recording
+
+
+class FakeGraph:
+    """Stands for a CUDA graph on a CPU: repeats the recorded function, with Python's values of the time of recording.
+
+    So what a real graph would freeze is frozen here too: the number of the step and the scheduled values.
+    """
+
+    recording: Any = None
+    error: Exception | None = None
+
+    def __init__(self):
+        self.step = FakeGraph.recording.step
+        self.number = self.step.step
+
+    def replay(self) -> None:
+        now, self.step.step = self.step.step, self.number
+        FakeGraph.recording._compute()
+        self.step.step = now
+
+
+class FakeCapture:
+    """Stands for `torch.cuda.graph`, which runs nothing while it records; here it fails if it is to."""
+
+    def __init__(self, graph: FakeGraph, **options: Any):
+        del graph, options
+
+    def __enter__(self) -> None:
+        step = FakeGraph.recording.step
+        self.saved = step.learner.state_dict(), step.optimizer.state_dict()
+        self.saved = copy.deepcopy(self.saved)
+
+    def __exit__(self, *exception: object) -> None:
+        step = FakeGraph.recording.step
+        step.learner.load_state_dict(self.saved[0])
+        step.optimizer.load_state_dict(self.saved[1])
+        if FakeGraph.error is not None:
+            raise FakeGraph.error
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Streams and graphs without a GPU; returns what was set."""
+    seen = SimpleNamespace(streams=[], states=[])
+    stream = SimpleNamespace(device=torch.device("cpu", 0), wait_stream=lambda other: None)
+    generator = SimpleNamespace(graphsafe_set_state=seen.states.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", seen.streams.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", FakeCapture)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    generators = torch.Generator
+
+    def make_generator(device: torch.device | None = None) -> Any:
+        if device is None:
+            return generators()
+        return SimpleNamespace(graphsafe_get_state=lambda: f"state of {device}")
+
+    monkeypatch.setattr(torch, "Generator", make_generator)
+    monkeypatch.setattr(FakeGraph, "error", None)
+    return seen
+
+
+def steps_of(settings: PretrainSettings, count: int, *, record: bool) -> tuple[TrainingStep, list[list[float]]]:
+    """Do some steps with values that change from one to the next; return what was checked after each."""
+    step = step_of(settings)
+    if record:
+        step.recorded = FakeGraph.recording = RecordedStep(step)
+    found: list[list[float]] = []
+    for number in range(count):
+        step.step = number
+        rows = torch.arange(8 * number, 8 * number + 8) % 48
+        values = {
+            "lr": 1e-3 * (number + 1), "weight_decay": 0.04 * number, "momentum": 0.9 + number / 100,
+            "teacher_temp": 0.04 + number / 200,
+        }  # fmt: skip
+        batch = Batch(number, tiles()[rows], rows, rows, None, 0)
+        found.append(step(batch, values, stop=number == 6)[1].get())
+    return step, found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_of_a_step_is_frozen_when_it_is_recorded(method: str, fake_gpu: SimpleNamespace):
+    """Fresh views, dropped paths, directions and scheduled values in every step, and the request to stop."""
+    settings = PretrainSettings.model_validate(TINY | METHODS[method] | {"drop_path": 0.2})
+    plain, wanted = steps_of(settings, 9, record=False)
+    step, found = steps_of(settings, 9, record=True)
+    assert step.recorded is not None
+    assert step.recorded.graph is not None
+    assert not step.warnings
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+    assert [stop for _, stop, _ in found] == [0, 0, 0, 0, 0, 0, 1, 0, 0]
+    shown = torch.randn(4, 3, 32, 32, generator=torch.default_generator.manual_seed(0))
+    with torch.no_grad():
+        mine, theirs = (each.learner.result.eval()(shown) for each in (step, plain))
+    torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("out of memory")])
+def test_where_recording_fails_the_run_goes_on(error: Exception, fake_gpu: SimpleNamespace):
+    """Also for want of memory: a recording has memory of its own, and steps have fitted without it."""
+    FakeGraph.error = error
+    settings = PretrainSettings.model_validate(TINY | METHODS["lejepa"])
+    _, wanted = steps_of(settings, 6, record=False)
+    step, found = steps_of(settings, 6, record=True)
+    assert step.recorded is not None
+    assert step.recorded.graph is None
+    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+    assert len(step.warnings) == 1
+    assert str(error) in step.warnings[0]
+    assert len(fake_gpu.streams) == 1
+    assert fake_gpu.states == ["state of cpu:0"]
 
 
 def test_weight_decay_of_a_recorded_step_follows_its_schedule():
@@ -187,10 +331,27 @@ def test_short_attention_is_attention():
     code = """
     import sys, torch
     from pretrain.test_recorded_steps import compare_short_attention
+    from selfvitmil.pretrain.short_attention import try_kernels
     compare_short_attention("cpu", torch.float16, heads=2, channels=16)
+    assert try_kernels(torch.device("cpu"), torch.float16, 16) is None
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("channels", [16, 48])
+def test_kernels_that_do_not_run_are_done_without(channels: int, monkeypatch: pytest.MonkeyPatch):
+    """As where Triton finds no C compiler. Heads that they are not for say nothing of them."""
+    monkeypatch.setattr(attention, "kernels_work", True)
+
+    def no_kernels() -> Any:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(attention, "_kernels", no_kernels)
+    told = attention.try_kernels(torch.device("cpu"), torch.float16, channels)
+    assert told == ("RuntimeError: Failed to find C compiler." if channels == 16 else None)
+    assert attention.kernels_work is (channels == 48)
+    assert attention.try_kernels(torch.device("cpu"), torch.float16, channels) is None  # said once
 
 
 @pytest.mark.gpu

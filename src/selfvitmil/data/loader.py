@@ -425,7 +425,8 @@ class TileLoader:
     ) -> Batch:
         chosen = torch.from_numpy(rows)
         if self._on_gpu:
-            tiles_B3HW = memory_T3HW.index_select(0, chosen.to(memory_T3HW.device))
+            # Pinned, so that this thread does not wait for the training steps that the device was given before.
+            tiles_B3HW = memory_T3HW.index_select(0, chosen.pin_memory().to(memory_T3HW.device, non_blocking=True))
         else:
             pinned = self._gpu is not None
             tiles_B3HW = torch.empty((len(batch), *memory_T3HW.shape[1:]), dtype=torch.uint8, pin_memory=pinned)

@@ -21,17 +21,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfvitmil.runtime.device import synchronize
+
 HAS_TRITON = find_spec("triton") is not None
 """torch for CUDA brings it, but not on every platform."""
+kernels_work = HAS_TRITON
+"""False once `try_kernels` has failed: attention is torch's own then."""
 LONGEST = 64
 """Tokens up to which a sequence counts as short: a program holds all pairs of them."""
+CHANNELS = (16, 32, 64, 128)
+"""Channels of a head that the kernels are for."""
 
 
 def is_short(qkv_T3HC: Tensor, shapes: Sequence[tuple[int, int]]) -> bool:
     """Return whether `short_attention` is for this: half precision on a GPU, few tokens, a power of two of channels."""
     half = qkv_T3HC.dtype in (torch.bfloat16, torch.float16)
-    fits = all(tokens <= LONGEST for _, tokens in shapes) and qkv_T3HC.shape[-1] in (16, 32, 64, 128)
-    return qkv_T3HC.device.type == "cuda" and half and fits and HAS_TRITON
+    fits = all(tokens <= LONGEST for _, tokens in shapes) and qkv_T3HC.shape[-1] in CHANNELS
+    return qkv_T3HC.device.type == "cuda" and half and fits and kernels_work
+
+
+def try_kernels(device: torch.device, dtype: torch.dtype, channels: int) -> str | None:
+    """Run the kernels once on the longest sequence; if that fails, do without them from now on and return why.
+
+    Triton needs a C compiler, a GPU that is not too old and enough shared memory on it. None of this shows before.
+    """
+    global kernels_work
+    if not kernels_work or channels not in CHANNELS:
+        return None
+    try:
+        qkv_T3HC = torch.zeros(LONGEST, 3, 1, channels, dtype=dtype, device=device)
+        short_attention_backward(qkv_T3HC, short_attention(qkv_T3HC, [1], [LONGEST]), [1], [LONGEST])
+        synchronize(device)
+    except Exception as error:  # its compiler, driver and launcher fail in any way
+        kernels_work = False
+        return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+    return None
 
 
 @torch.library.custom_op("selfvitmil::short_attention", mutates_args=())

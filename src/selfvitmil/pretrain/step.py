@@ -30,7 +30,8 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.learner import Branch, Learner
 from selfvitmil.pretrain.objectives import JointBatch, LossOutput, Part
 from selfvitmil.pretrain.optim import Hyperparameters, all_finite, clip_each_gradient, layered_groups
-from selfvitmil.pretrain.vit import compiled_embedding_of, embedding_of
+from selfvitmil.pretrain.short_attention import try_kernels
+from selfvitmil.pretrain.vit import compiled_embedding_of, embedding_of, has_shortcut
 from selfvitmil.runtime.device import AsyncValues, PhaseTimer, Worker, choose_precision
 from selfvitmil.settings import PretrainSettings
 
@@ -91,10 +92,21 @@ class TrainingStep:
         self.student: nn.Module = learner.student
         self.timer = PhaseTimer(device)
         self.warnings: list[str] = []
+        self._try_attention()
         self.recorded: RecordedStep | None = None
         if self._can_record():
             self.recorded = RecordedStep(self)
-        self._mark_recordable()
+        for group in self.optimizer.param_groups:  # keeps its state where a recorded step can use it
+            group["capturable"] = self.recorded is not None
+
+    def _try_attention(self) -> None:
+        """Find out before the first step whether the kernels for short sequences run on this GPU."""
+        backbone: Any = self.learner.student.backbone
+        if self.worker.device.type != "cuda" or self.dtype == torch.float32 or not has_shortcut(backbone):
+            return
+        reason = try_kernels(self.worker.device, self.dtype, backbone.blocks[0].attn.head_dim)
+        if reason:
+            self.warnings.append(f"attention of small views is that of torch, slower: Triton failed ({reason})")
 
     def _can_record(self) -> bool:
         settings, worker = self.settings, self.worker
@@ -102,22 +114,19 @@ class TrainingStep:
         plain = isinstance(self.optimizer, torch.optim.AdamW) and not self.scaler.is_enabled()
         return alone and plain and settings.compile != "off"
 
-    def _mark_recordable(self) -> None:
-        """Let the optimizer keep its state where a recorded step can use it; a checkpoint says what it was once."""
-        for group in self.optimizer.param_groups:
-            group["capturable"] = self.recorded is not None
-
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of learner, optimizer and loss scaler."""
         parts = {"learner": self.learner, "optimizer": self.optimizer, "scaler": self.scaler}
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave."""
+        """Continue from what `state` gave, on whatever device it was."""
         self.learner.load_state_dict(state["learner"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # How the optimizer computes, and so where it counts its steps, is this device's matter, not the checkpoint's.
+        pairs = zip(state["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True)
+        groups = [saved | {name: own[name] for name in ("fused", "capturable")} for saved, own in pairs]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         self.scaler.load_state_dict(state["scaler"])
-        self._mark_recordable()
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in (self.learner.student, self.learner.teacher) if branch is not None]
@@ -513,21 +522,29 @@ class RecordedStep:
         self.computed += self.step.learner.objective.is_settled(self.step.step)
 
     def _record(self) -> None:
+        device = self.stream.device
+        main = torch.cuda.current_stream(device)
         graph = torch.cuda.CUDAGraph()
         self.found = None
         gc.collect()
-        torch.cuda.synchronize(self.stream.device)
+        torch.cuda.synchronize(device)
         try:
             # Other threads (the one that brings tiles) may use the device meanwhile.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self._compute()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # also where memory does not suffice: steps that are not recorded fit
             self.failed = True
             reason = str(error).splitlines()[0]
             self.step.warnings.append(f"a step could not be recorded ({reason}); training continues without, slower")
-            self.step.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.synchronize(self.stream.device)
+            self._clean_up(main)
             return
         self.graph = graph
+
+    def _clean_up(self, main: torch.cuda.Stream) -> None:
+        """Undo what a failed recording leaves behind: gradients, its stream, a random generator that still records."""
+        self.found = None
+        self.step.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.set_stream(main)
+        fresh = torch.Generator(self.stream.device)  # seeded before every step
+        torch.cuda.default_generators[self.stream.device.index].graphsafe_set_state(fresh.graphsafe_get_state())
+        torch.cuda.synchronize(self.stream.device)

@@ -457,7 +457,8 @@ class PretrainRun:
                 pending = checked
                 self.step += 1
                 probing, measuring = self._probe_is_due(), self.quality.is_due(self.step)
-                if (self.step - 1) % self.settings.log_steps == 0 or self.step == total or probing or measuring:
+                leaving = self.step == total or self.step in snapshots  # weights leave the run here
+                if (self.step - 1) % self.settings.log_steps == 0 or leaving or probing or measuring:
                     stopping = self._check(pending, self.step - 1) or stopping
                     pending = None
                     measured = self._probe() if probing else {}
