@@ -169,8 +169,9 @@ def _embed(result: EmbedResult) -> Rendered:
 
 
 def _export(result: ExportResult) -> Rendered:
-    line = f"{len(result.slides)} of {result.num_slides} slides written to {result.folder} for {result.tool}"
-    return Rendered((*result.notes, line))
+    lines = [f"{len(result.slides)} of {result.num_slides} slides written to {result.folder} for {result.tool}"]
+    lines += [f"tables: {', '.join(_few(list(result.tables), 'the folder', 6))}"] if result.tables else []
+    return Rendered((*result.notes, *lines))
 
 
 def _slide_embeddings(result: SlideEmbeddingsResult) -> Rendered:

@@ -1,4 +1,4 @@
-"""Feature files: one row per tile of a slide. Writes ours; reads ours and those of TRIDENT, CLAM and STAMP.
+"""Feature files: a row per tile of a slide. Writes ours; reads ours and those of TRIDENT, CLAM, STAMP and torchmil.
 
 Ours are HDF5 files that the other tools open unchanged: `features` (N, D) float16 and `coords` (N, 2) int64 (level-0
 top left), contiguous and uncompressed, with TRIDENT's attributes on `coords`. A contiguous file can be memory-mapped
@@ -28,6 +28,7 @@ from selfvitmil.tiles import TileTable, trident_attributes
 SCHEMA = "selfvitmil.bag"
 FORMAT_VERSION = 1
 CHECK_ROWS = 4096
+FEATURE_SUFFIXES = (".h5", ".pt", ".npy")
 
 Features = NDArray[np.floating]
 
@@ -94,21 +95,43 @@ def _write(
 
 
 def find_bags(folder: Path) -> dict[str, Path]:
-    """Return slide name -> feature file for a folder of ours, TRIDENT's, CLAM's or STAMP's; h5 takes precedence over
-    pt."""
+    """Return slide name -> feature file for a folder of ours, TRIDENT's, CLAM's, STAMP's or torchmil's.
+
+    Where a slide has several, .h5 takes precedence over .npy and .pt. STAMP repeats the folders of the slides: folders
+    below are searched where this one has no feature file.
+    """
     places = [place for name in (".", "h5_files", "pt_files") if (place := folder / name).is_dir()]
     found: dict[str, Path] = {}
     for place in places:
         for path in sorted(place.iterdir()):
-            if path.suffix in (".h5", ".pt") and not path.name.startswith("."):
+            if path.suffix in FEATURE_SUFFIXES and not path.name.startswith("."):
                 found.setdefault(path.stem, path)
+    found = found or _nested(folder)
     if not found:
         raise BagError(
             f"{folder.name}: no feature files",
-            "the folder contains neither .h5 nor .pt files",
+            "the folder contains neither .h5 nor .pt nor .npy files",
             "Give the folder that contains them",
             code="no-feature-files",
         )
+    return found
+
+
+def _nested(folder: Path) -> dict[str, Path]:
+    """Return the .h5 files in folders below; BagError where two have the same name."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.h5")):
+        if path.name.startswith(".") or path.stem.endswith("_patches"):
+            continue
+        if path.stem in found:
+            places = " and ".join(each.parent.relative_to(folder).as_posix() for each in (found[path.stem], path))
+            raise BagError(
+                f"{folder.name}: several feature files are named {path.name}",
+                f"they are in {places}",
+                "Give the folder of one encoder",
+                code="ambiguous-feature-files",
+            )
+        found[path.stem] = path
     return found
 
 
@@ -116,6 +139,8 @@ def read_bag(path: Path) -> Bag:
     """Open a feature file of any known kind; raise BagError if it is damaged or of an unknown kind."""
     if path.suffix == ".pt":
         return _read_pt(path)
+    if path.suffix == ".npy":
+        return _read_npy(path)
     try:
         with open_hdf5(path) as file:
             name = next((name for name in ("features", "feats") if name in file), None)
@@ -160,7 +185,9 @@ def _with_places(bag: Bag, file: Any) -> Bag:
     """Add coordinates and tile metadata."""
     attributes = {key: _plain(value) for key, value in file.attrs.items()}
     if "coords" not in file:
-        return replace(bag, attributes=attributes)
+        return replace(
+            bag, encoder=str(attributes.get("extractor", attributes.get("encoder", ""))), attributes=attributes
+        )
     coords = file["coords"][:].reshape(-1, 2) if file["coords"].ndim == 3 else file["coords"][:]
     if str(attributes.get("unit", "")) == "um":  # STAMP
         extent = attributes.get("tile_size_um", attributes.get("tile_size"))
@@ -168,6 +195,13 @@ def _with_places(bag: Bag, file: Any) -> Bag:
         encoder = str(attributes.get("extractor", ""))
         return replace(
             bag, coords=coords, unit="um", tile_extent=extent, mpp=mpp, encoder=encoder, attributes=attributes
+        )
+    if "feats" in file and "unit" not in attributes and round(_stride(coords)) == STAMP_1_PX:
+        extent, scale = STAMP_1_UM, STAMP_1_UM / STAMP_1_PX
+        attributes |= {"tile_size_um": extent, "tile_size_px": STAMP_1_PX}
+        encoder = str(attributes.get("extractor", ""))
+        return replace(
+            bag, coords=coords * scale, unit="um", tile_extent=extent, mpp=scale, encoder=encoder, attributes=attributes
         )
     of_coords = {key: _plain(value) for key, value in file["coords"].attrs.items()}
     extent = of_coords.get("patch_size_level0")
@@ -182,6 +216,27 @@ def _with_places(bag: Bag, file: Any) -> Bag:
         encoder=str(file[name].attrs.get("encoder", "")),
         attributes={**attributes, **of_coords},
     )
+
+
+STAMP_1_PX, STAMP_1_UM = 224, 256.0
+"""Edge of a tile in the first version of STAMP, whose files say neither: coordinates count these pixels."""
+
+
+def _stride(coords: NDArray[Any]) -> float:
+    """Return the smallest distance of tiles along x or y; 0 where there is none."""
+    gaps = [np.diff(np.unique(axis)) for axis in np.asarray(coords, np.float64).T]
+    return min((float(gap.min()) for gap in gaps if len(gap)), default=0.0)
+
+
+def _read_npy(path: Path) -> Bag:
+    """Read torchmil's arrays, without executing pickles. Its coordinates have no stated unit and are left out."""
+    try:
+        features_ND = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise _unreadable(path, error) from None
+    if features_ND.ndim not in (1, 2) or features_ND.dtype.kind not in "fiu":
+        raise _unreadable(path, ValueError(f"it is no (N, D) array of numbers, but {features_ND.shape}"))
+    return Bag(path.stem, np.atleast_2d(features_ND), None)
 
 
 def _plain(value: Any) -> Any:

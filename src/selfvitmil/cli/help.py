@@ -25,6 +25,7 @@ _FIRST = {
     "pretrain": "name preset pretrain.method pretrain.init pretrain.epochs pretrain.batch pretrain.steps "
     "pretrain.transductive pretrain.per-split images",
     "embed": "encoder embed.layout embed.batch embed.device tile.mpp workers",
+    "export": "encoder to out dtype embed.layout train.split tile.mpp workers",
     "slide-embeddings": "cohort labels label-column encoder features pooling model neighbors similar-to out pseudonyms",
     "train": "labels label-column encoder features train.aggregator train.seeds train.folds train.epochs "
     "train.positive train.device",

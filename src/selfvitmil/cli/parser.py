@@ -211,12 +211,15 @@ def export(
         Literal["float16", "float32"] | None,
         Parameter(help="Floating-point type; by default the one that the tool expects."),
     ] = None,
+    embed: EmbedSettings = EmbedSettings(),
+    train: TrainSettings = TrainSettings(),
     tile: TileSettings = TileSettings(),
     engine: EngineOption = EngineSettings(),
 ):
+    """Labels, patients and splits (`--train.split`) go with them as the tables that the tool reads."""
     from selfvitmil.commands import export as export_command
 
-    opened = _open(study, tile=tile, engine=engine)
+    opened = _open(study, embed=embed, train=train, tile=tile, engine=engine)
     with _workers(opened) as workers:
         return end([export_command.export(opened, encoder, out, to, workers, dtype)])
 

@@ -42,7 +42,7 @@ from selfvitmil.cohort.table import (
 )
 from selfvitmil.errors import CohortError, ConfigError, raise_problems
 
-_FEATURE_SUFFIXES = frozenset((".h5", ".pt"))  # tables of CLAM and STAMP may name a slide by its feature file
+_FEATURE_SUFFIXES = frozenset((".h5", ".pt", ".npy"))  # tables of CLAM and STAMP may name a slide by its feature file
 
 CAMELYON16_PREFIX = "camelyon16:"
 """Prefix of a folder that must be Camelyon16."""
@@ -169,7 +169,7 @@ def _from_table(
         check_columns(sheet, COLUMNS, required=("slide", "path"))
     else:
         check_spelling(sheet)
-    if sheet.find("slide") is None and sheet.find("path") is None:
+    if sheet.find("slide") is None and sheet.find("path") is None and not _by_patients(sheet, features):
         raise CohortError(
             f"{sheet.name}: no column names the slides",
             f"its columns are {listing(filter(None, sheet.columns))}",
@@ -191,6 +191,12 @@ def _from_table(
     return make_cohort(rows, sheet.name, where=sheet.where, warnings=warnings, problems=problems)
 
 
+def _by_patients(sheet: Sheet, features: Mapping[str, Path] | None) -> bool:
+    """Return whether feature files are of whole patients, and the table lists these, as STAMP's clini table does."""
+    names = {name_key(name) for name in features or ()}
+    return any(key in names for cell in sheet.cells(sheet.find("patient")) for key in _spellings(cell))
+
+
 def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
     """Return the row with its feature file instead of the slide, or with the file name that it would have."""
     names = {name_key(name): name for name in features}
@@ -202,7 +208,8 @@ def _at_features(row: SlideRow, features: Mapping[str, Path]) -> SlideRow:
 
 def _rows_of(sheet: Sheet, label_index: int | None, *, keep_names: bool) -> Iterator[SlideRow]:
     """Yield the rows of the table; `path` is only the name that the table uses for the slide."""
-    names = _filled_cells(sheet, "slide" if sheet.find("slide") is not None else "path")
+    role = next((role for role in ("slide", "path") if sheet.find(role) is not None), "patient")
+    names = _filled_cells(sheet, role)
     columns = [sheet.cells(sheet.find(role)) for role in ("patient", "split", "mpp", "annotation")]
     for where, name, extra, label, patient, split, mpp, annotation in zip(
         sheet.where, names, sheet.extras(label_index), sheet.cells(label_index), *columns, strict=True

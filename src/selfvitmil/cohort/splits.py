@@ -8,7 +8,7 @@ patient of every class, and as close to its fraction as whole patients allow. Sl
 
 `val` is always the fraction of the remaining training patients that is set aside, 0 for none.
 Existing splits are read in CLAM's formats: `splits_<k>.csv` (three ragged columns of slide names), or
-`splits_<k>_bool.csv`.
+`splits_<k>_bool.csv`, and in Patho-Bench's: one table with columns `fold_<k>` that hold train, val or test.
 
 If no table states the patients, they are derived from the slide names where these are unambiguous (`guess_patients`).
 Two patterns are recognized: TCGA barcodes (`TCGA-A1-A0SB` is the patient) and `<patient>_<block>_<stain>` as in
@@ -274,22 +274,55 @@ def _checked_seed(seed: int) -> int:
 def read_splits(folder: Path, cohort: Cohort) -> tuple[Split, ...]:
     """Read the splits of a folder in the order of their numbers, named `fold<k>`; checked against the cohort.
 
-    `splits_<k>.csv` takes precedence over `splits_<k>_bool.csv`.
+    `splits_<k>.csv` takes precedence over `splits_<k>_bool.csv`, and both over a table `k=all.tsv`.
     """
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("splits_*.csv"), reverse=True):  # ".csv" sorts below "_bool.csv", and so wins
         if match := re.fullmatch(r"splits_(\d+)(_bool)?\.csv", path.name):
             files[int(match[1])] = path
+    table = next(iter(sorted(folder.glob("k=*.tsv"))), None)
+    if not files and table is not None:
+        return _read_fold_columns(table, cohort)
     if not files:
         raise CohortError(
             f"{folder.name}: no splits in this folder",
-            "splits are files named splits_0.csv, splits_1.csv and so on",
+            "splits are files named splits_0.csv, splits_1.csv and so on, or one named k=all.tsv",
             "Give the folder that contains them",
             code="no-split-files",
         )
     splits = [_read_split(files[k], k) for k in sorted(files)]
     for k, split in zip(sorted(files), splits, strict=True):
         check_split(split, cohort, files[k].name)
+    return tuple(splits)
+
+
+def _read_fold_columns(path: Path, cohort: Cohort) -> tuple[Split, ...]:
+    """Read Patho-Bench's table: a row per slide, a column `fold_<k>` per split; empty cells are in no set."""
+    sheet = read_sheet(path)
+    slides = sheet.cells(sheet.find("slide"))
+    folds = [name for name in sheet.columns if re.fullmatch(r"fold_\d+", name)]
+    if not folds or not any(slides):
+        raise CohortError(
+            f"{path.name}: no splits in this table",
+            "it needs a column slide_id, and fold_0, fold_1 and so on",
+            "Give Patho-Bench's table of the task",
+            code="no-split-files",
+        )
+    splits: list[Split] = []
+    for name in folds:
+        sides: dict[str, list[str]] = {side: [] for side in SIDES}
+        for slide, cell in zip(slides, sheet.cells(sheet.named(name)), strict=True):
+            if cell and cell.casefold() not in sides:
+                raise CohortError(
+                    f"{path.name}: {name} of {slide} is {cell!r}",
+                    f"a set is one of {', '.join(SIDES)}",
+                    "Correct the file",
+                    code="invalid-split-file",
+                )
+            if cell:
+                sides[cell.casefold()].append(slide)
+        splits.append(Split(name.replace("_", ""), *(tuple(sides[side]) for side in SIDES)))
+        check_split(splits[-1], cohort, f"{path.name}, {name}")
     return tuple(splits)
 
 

@@ -290,7 +290,7 @@ class Mapper:
 
         row = self.cohort[slide]
         # In a cohort of another tool's feature files these stand where slides would be named.
-        at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt")
+        at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt", ".npy")
         ref = SlideRef.of(row, self.settings.slide) if at_hand else None
         return ExportJob(self.folder / f"{slide}.h5", ref, row.annotation, self.settings.localize)
 
