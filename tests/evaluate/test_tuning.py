@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from helpers.planted_outcomes import planted_outcomes
 from selfvitmil.aggregate import NAMES
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagStore, load_model
+from selfvitmil.commands.run import Request
 from selfvitmil.errors import ArtefactError, CohortError, ConfigError, HeldOutLabelError
 from selfvitmil.evaluate.dataset import Cases, Trial, hold_out_test_labels, make_splits
 from selfvitmil.evaluate.inner_folds import InnerTraining, Results, inner_folds, tune
 from selfvitmil.evaluate.protocol import check_models, evaluate_method, fit_method
 from selfvitmil.evaluate.tuning import Tuning, choose_point, tuning_points, with_point
 from selfvitmil.metrics import auc
-from selfvitmil.settings import EvaluateSettings, TrainSettings
+from selfvitmil.settings import EvaluateSettings, StudySettings, TrainSettings
+from selfvitmil.stages.train import compared_methods, num_tuning_trainings
 
 HONEST = EvaluateSettings(bootstrap=100)
 HOPELESS = TrainSettings(
@@ -196,6 +199,25 @@ def test_point_that_diverges_is_not_chosen(tmp_path: Path):
     tuning = chosen(cases, train)["given"]
     assert [each.mean is None for each in tuning.tried] == [True, False]
     assert tuning.chosen == 1
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_plan_says_as_many_trainings_as_there_are(tmp_path: Path, splits: bool):
+    cases = planted.planted(tmp_path, patients=12, splits=splits)
+    settings = StudySettings.model_validate({"train": HOPELESS.model_copy(update={"folds": 2}).model_dump(),
+                                             "compare": {"methods": ("mean", "max", "abmil:published")}})  # fmt: skip
+    plan: Any = SimpleNamespace(cohort=cases.cohort, settings=settings, labels=None, request=Request())
+    trial, done = trial_of(cases, settings.train), 0
+
+    def counted(todo: Any) -> Results:
+        nonlocal done
+        done += len(todo)
+        return [(0.5, None) for _ in todo]
+
+    rows = compared_methods(settings, two_scales=False)
+    tune([(row.method, trial, row.train, None) for row in rows], counted)
+    assert done == num_tuning_trainings(plan) == (1 if splits else 2) * 3 * 2 * 2
+    assert num_tuning_trainings(SimpleNamespace(**vars(plan) | {"request": Request(one_method=True)})) == done // 2
 
 
 # ---------------------------------------------------------------------------------------------------- commands

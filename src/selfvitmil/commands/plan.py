@@ -19,7 +19,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.stages.base import Estimate, Pending, StageResult
 from selfvitmil.stages.measure import Measures, measure_aggregators, measure_encoder, measure_slides
 from selfvitmil.stages.pretrain import untrained_network
-from selfvitmil.stages.train import Compared, compared_methods
+from selfvitmil.stages.train import trained_rows
 from selfvitmil.study import Study
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _measure(plan: RunPlan) -> tuple[Measures, str]:
     measures = replace(measures, encoder=measure_encoder(network, settings))
     if plan.has("compare") or plan.has("evaluate"):
         device = torch.device("cuda" if gpu and settings.train.device != "cpu" else "cpu")
-        bag_s = measure_aggregators(_rows(plan), network.dim, measures.mean_tiles, device)
+        bag_s = measure_aggregators(trained_rows(plan), network.dim, measures.mean_tiles, device)
         measures = replace(measures, bag_s=bag_s)
     return measures, note
 
@@ -138,11 +138,3 @@ def _encoder(plan: RunPlan) -> tuple[Encoder | None, str]:
         return load_encoder(source, layout=plan.settings.embed.layout), ""
     except SelfVitMilError as error:
         return None, f"note: the rate of the encoder is unknown: {error}"
-
-
-def _rows(plan: RunPlan) -> tuple[Compared, ...]:
-    """Return the methods that are trained."""
-    train = plan.settings.train
-    if plan.request.one_method:
-        return (Compared(train.aggregator, train.aggregator, train),)
-    return compared_methods(plan.settings, two_scales=bool(plan.settings.tile.parent_mpp))

@@ -223,7 +223,7 @@ class ComparisonRow:
     """Whether the encoder was trained, without labels, on slides of test patients; a warning gives the number."""
     published: Published | None = None
     recipe: str = "-"
-    """`published`, `ours`, or `changed` (published with changes); a dash for rows that are no aggregator."""
+    """`published`, `ours`, `changed` (published with changes) or `tuned`; a dash for rows that are no aggregator."""
     recipe_words: str = ""
     """Source of the recipe, or its differences from the published one."""
     evidence: tuple[str, ...] = ()

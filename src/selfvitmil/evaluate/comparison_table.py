@@ -188,7 +188,8 @@ def _notes(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[int]]]:
 
 _RECIPE_WORDS = (
     "Recipe: 'published' as the method's paper or code says, 'changed' that with some numbers changed, 'ours' one made "
-    "here for cohorts of any size; table.md and the column recipe_words of table.csv list all differences."
+    "here for cohorts of any size, 'tuned' chosen by cross-validation without test slides; table.md and the column "
+    "recipe_words of table.csv list all differences."
 )
 
 

@@ -241,6 +241,7 @@ def _outcome_row(result: MethodResult, scores: Any, cohort: str) -> OutcomeRow:
         len(result.seeds),
         training_seconds=sum(run.seconds for run in result.runs),
         warnings=result.warnings,
+        recipe_words="" if result.recipe is None else result.recipe.words,
     )
 
 
@@ -296,10 +297,11 @@ def outcome_notes(rows: Sequence[OutcomeRow]) -> list[str]:
 
 
 def outcome_markdown(rows: Sequence[OutcomeRow]) -> str:
-    return f"{markdown_table(outcome_cells(rows))}\n\n{markdown_list(outcome_notes(rows))}\n"
+    recipes = [f"Recipe of {row.display_name}: {row.recipe_words}" for row in rows if row.recipe_words]
+    return f"{markdown_table(outcome_cells(rows))}\n\n{markdown_list([*outcome_notes(rows), *recipes])}\n"
 
 
-_FIELDS = ("method", "display_name", "features", "recipe", "kind", "on")
+_FIELDS = ("method", "display_name", "features", "recipe", "recipe_words", "kind", "on")
 
 
 def outcome_csv(rows: Sequence[OutcomeRow]) -> str:
@@ -337,6 +339,7 @@ def read_outcome_csv(text: str) -> list[OutcomeRow]:
                 display_name=record["display_name"],
                 features=record["features"],
                 recipe=record["recipe"],
+                recipe_words=record.get("recipe_words", ""),
                 kind=record["kind"],
                 on=record["on"],
                 metrics={head: interval(f"{head} ") for head in heads},

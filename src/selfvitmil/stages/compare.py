@@ -46,6 +46,7 @@ from selfvitmil.stages.train import (
     remove_earlier_results,
     results_name,
     results_progress,
+    trained_rows,
     try_method,
     tune_methods,
 )
@@ -491,9 +492,8 @@ class Compare(Stage):
             check_supervised(labels.class_names, plan.cohort, outcome)
 
     def pending(self, plan: RunPlan) -> Pending:
-        rows, outcome = plan.settings.compare, None if plan.labels is None else plan.labels.outcome
-        asked = compared_methods(plan.settings, two_scales=bool(plan.settings.tile.parent_mpp), outcome=outcome)
-        number = len(asked)
+        rows = plan.settings.compare
+        number = len(trained_rows(plan))
         number += rows.random_encoder + rows.mean_color + (rows.supervised != "none")
         return pending_models(plan, f"{number} methods")
 

@@ -170,7 +170,7 @@ class Evaluate(Stage):
             try_method(train.aggregator, train, plan.labels.num_classes, shown, plan.labels.outcome)
 
     def pending(self, plan: RunPlan) -> Pending:
-        return pending_models(plan, plan.settings.train.aggregator)
+        return pending_models(plan, plan.settings.train.aggregator, tunes=plan.request.one_method)
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
         if plan.request.one_method:

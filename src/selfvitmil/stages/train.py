@@ -568,7 +568,7 @@ MODEL_BYTES = 3_000_000
 """Usual size of a stored model."""
 
 
-def pending_models(plan: RunPlan, what: str) -> Pending:
+def pending_models(plan: RunPlan, what: str, *, tunes: bool = True) -> Pending:
     """What a stage that trains models has before it: it decides by itself which of the stored ones it uses again."""
     folder = models_folder(plan.study.root, plan.tiling, plan.features, plan.settings.train)
     there = sum(1 for _ in folder.rglob("config.json"))
@@ -578,37 +578,41 @@ def pending_models(plan: RunPlan, what: str) -> Pending:
         else "those that fit are used again"
     )
     models = f"; {there} models are there, {fate}" if there else ""
-    tune = ""
-    if plan.settings.train.tune:
-        number = num_tuning_trainings(plan)
-        tune = f"; settings of each chosen by cross-validation: {number} trainings, where they are not stored"
-    return Pending(words=f"evaluate {what} with {plan.settings.train.seeds} seeds{models}{tune}")
+    number = num_tuning_trainings(plan) if tunes else 0
+    tuning = f"; before, {number} trainings choose settings by cross-validation" if number else ""
+    return Pending(words=f"evaluate {what} with {plan.settings.train.seeds} seeds{models}{tuning}")
 
 
-def _num_splits(plan: RunPlan) -> int:
-    train = plan.settings.train
-    return 1 if train.split in ("auto", "given") and any(row.split for row in plan.cohort.rows) else train.folds
-
-
-def tuned_rows(plan: RunPlan) -> tuple[Compared, ...]:
-    """Rows of the comparison, or the one method, whose settings are chosen by cross-validation."""
-    settings = plan.settings
-    train, outcome = settings.train, None if plan.labels is None else plan.labels.outcome
+def trained_rows(plan: RunPlan) -> tuple[Compared, ...]:
+    """Return the methods that a run trains."""
+    settings, labels = plan.settings, plan.labels
+    train = settings.train
     if plan.request.one_method:
-        rows = (Compared(train.aggregator, train.aggregator, train),)
-    else:
-        rows = compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome)
-    return tuple(row for row in rows if row.train.tune)
+        return (Compared(train.aggregator, train.aggregator, train),)
+    outcome = None if labels is None else labels.outcome
+    return compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome)
 
 
 def num_tuning_trainings(plan: RunPlan) -> int:
-    """Return how many trainings the choice of settings takes, over all methods and splits."""
+    """Return how many trainings choose settings, over all methods and splits; none without `train.tune`."""
     from selfvitmil.evaluate.tuning import tuning_points
 
-    train = plan.settings.train
-    return _num_splits(plan) * sum(
-        len(tuning_points(row.method, row.train)) * train.tune_folds for row in tuned_rows(plan)
-    )
+    rows, settings = trained_rows(plan), plan.settings
+    asked = [(row.method, row.train) for row in rows if row.train.tune]
+    if settings.train.tune and not plan.request.one_method:  # rows of the main method on other features
+        both_scales = {TWO_SCALES, "self-vit-mil"} <= {row.title for row in rows}
+        others = settings.compare.random_encoder + settings.compare.mean_color + both_scales
+        asked += [("self-vit-mil", options_for("self-vit-mil", settings.train))] * others
+    return _num_splits(plan) * settings.train.tune_folds * sum(len(tuning_points(*each)) for each in asked)
+
+
+def _num_splits(plan: RunPlan) -> int:
+    cohort, train = plan.cohort, plan.settings.train
+    if train.split in ("auto", "given") and any(row.split for row in cohort.rows):
+        return 1
+    if train.split == "leave-site-out":
+        return len({row.value(train.site) for row in cohort.rows} - {None})
+    return train.folds
 
 
 def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
@@ -622,28 +626,23 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:
         return unknown(on_gpu=gpu)
-    one_split = _num_splits(plan) == 1
     splits = _num_splits(plan)
-    trainings = train.seeds * splits
-    bags = len(cohort.select(split="train")) if one_split else len(cohort)
+    bags = len(cohort.select(split="train")) if splits == 1 else len(cohort)
     largest = max(measures.tiles.values(), default=0) * encoder.network.dim
     side_by_side = 1 if gpu or largest >= ONE_THREAD_ELEMENTS else measures.processes
-    seconds = STARTUP_S + (trainings * sum(measures.bag_s.values()) + _tuning_s(plan, measures)) * bags / side_by_side
-    disk = trainings * len(measures.bag_s) * MODEL_BYTES
+    bag_s = sum(measures.bag_s.values())
+    tuning_s = sum(_tuning_share(row) * measures.bag_s.get(row.title, 0.0) for row in trained_rows(plan))
+    seconds = STARTUP_S + splits * bags * (train.seeds * bag_s + tuning_s) / side_by_side
+    disk = splits * train.seeds * len(measures.bag_s) * MODEL_BYTES
     return Estimate(seconds, disk, 12 * largest + 1e9, Basis.DERIVED, gpu)
 
 
-def _tuning_s(plan: RunPlan, measures: Measures) -> float:
-    """Return the seconds per bag that the choice of settings takes: inner folds leave out a share of the bags."""
+def _tuning_share(row: Compared) -> int:
+    """Return how many trainings on all bags the choice of a split's settings is worth: each inner fold leaves out its
+    share of the bags."""
     from selfvitmil.evaluate.tuning import tuning_points
 
-    train = plan.settings.train
-    if not train.tune:
-        return 0.0
-    per_point = _num_splits(plan) * (train.tune_folds - 1)
-    return per_point * sum(
-        len(tuning_points(row.method, row.train)) * measures.bag_s.get(row.title, 0.0) for row in tuned_rows(plan)
-    )
+    return len(tuning_points(row.method, row.train)) * (row.train.tune_folds - 1) if row.train.tune else 0
 
 
 class Train(Stage):
