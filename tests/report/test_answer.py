@@ -93,6 +93,16 @@ def test_answer_has_the_numbers_of_the_main_method(study: Path):
     assert any("Few test slides (1 normal, 2 tumor)" in text for text in answer.limitations)
 
 
+def test_long_warnings_are_short_on_the_first_screen(tmp_path: Path):
+    long = (
+        "the critical tile is unstable, so its position is not reliable evidence. Try a lower learning rate, (1 of 3)"
+    )
+    one = result(warnings=(long,))
+    write_results(tmp_path / "results" / MODEL, [one], [score_method(one, EVALUATE)], EVALUATE)
+    said = answer_of(tmp_path).limitations[-1]
+    assert said == "The critical tile is unstable, so its position is not reliable evidence."
+
+
 def test_margin_is_the_difference_of_areas_on_the_same_slides(tmp_path: Path):
     rng = np.random.default_rng(1)
     labels = [0] * 40 + [1] * 40

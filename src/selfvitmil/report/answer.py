@@ -481,7 +481,8 @@ def _limitations(files: StudyFiles, folder: ResultsFolder, info: Mapping[str, An
     if files.heatmaps and not any(one.lesions for one in files.results):
         yield "Heatmaps were not compared with annotations: where the model looks is not verified."
     for text in (info.get("warnings") or ())[:2]:
-        yield str(text)
+        sentence, more, _ = str(text).partition(". ")
+        yield sentence[:1].upper() + sentence[1:] + ("." if more else "")  # in full where the metrics are
 
 
 def _site_words(cohort: Cohort | None) -> Iterator[str]:
