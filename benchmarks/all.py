@@ -58,6 +58,7 @@ BUSY = 0.1
 BY_HAND = {
     "pretrain_quality": "needs labelled tiles and minutes of a GPU",
     "pretrain_budget": "needs labelled tiles of patients and a GPU",
+    "pretrain_protocol": "many runs of pretrain_budget",
     "small_cohorts": "takes hours",
     "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",

@@ -11,14 +11,14 @@ are the same for all runs, so that runs can be compared in pairs. Few patients h
 tiles: differences between runs count, not the AUC by itself.
 
 With a constant schedule one run per seed serves all budgets: its weights at step n are those of a run of n steps. With
-a cosine every budget is a run of its own. Assessed are the weights of that very step, not the best ones before it, and
-no run ends early. Budget 0 (--untrained) is the network before training.
+a cosine, or a decay at the end, every budget is a run of its own. Assessed are the weights of that very step, not the
+best ones before it, and no run ends early. Budget 0 (--untrained) is the network before training.
 
-Printed is a line per encoder, then means with their standard deviation over seeds. `falls` lists what is worse at a
-budget than at half of it by more than that standard deviation (the larger of the two); `dependable` says that nothing
-is. Where metrics.jsonl has the label-free `quality`, `spearman` is its rank correlation with each measure over all
-encoders. The last line is JSON. With --out, each encoder's line is appended to a file as soon as it is assessed; those
-that stand there are not trained again.
+Printed are what colours alone tell, a line per encoder, then means with their standard deviation over seeds. `falls`
+lists what is worse at a budget than at half of it by more than that standard deviation (the larger of the two);
+`dependable` says that nothing is. Where metrics.jsonl has the label-free `quality`, `spearman` is its rank correlation
+with each measure over all encoders. The last line is JSON. With --out, each encoder's line is appended to a file as
+soon as it is assessed; those that stand there are not trained again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +127,14 @@ class Cohort:
     test: Sequence[Slide]
 
     @classmethod
-    def read(cls, arguments: argparse.Namespace, shape: SlideShape) -> Cohort:
-        tiles = read_table(arguments.data)
+    @lru_cache(maxsize=2)  # a process may do several runs with it
+    def read(cls, data: Path, downscale: int, slides: tuple[int, int], shape: SlideShape) -> Cohort:
+        """`slides` are those for training and for testing."""
+        tiles = read_table(data)
         is_train = np.isin(tiles.patients, sorted(train_patients(tiles)))
-        training = make_slides(tiles, np.flatnonzero(is_train), arguments.slides, shape, seed=1)
-        test = make_slides(tiles, np.flatnonzero(~is_train), arguments.test_slides, shape, seed=2)
-        return cls(tiles, load_tiles(tiles.paths, arguments.downscale), is_train, training, test)
+        training = make_slides(tiles, np.flatnonzero(is_train), slides[0], shape, seed=1)
+        test = make_slides(tiles, np.flatnonzero(~is_train), slides[1], shape, seed=2)
+        return cls(tiles, load_tiles(tiles.paths, downscale), is_train, training, test)
 
     @property
     def source(self) -> TensorTiles:
@@ -147,6 +151,14 @@ class Cohort:
         for method in methods:
             found |= assess_slides(method, features_ND, self.training, self.test, seed, device)
         return found
+
+    def assess_colours(self) -> dict[str, float]:
+        """Probes of the mean and spread of each tile's colours, which need no encoder."""
+        pixels_N3X = self.pixels_N3HW.flatten(2)
+        parts = [part_N3X.float() for part_N3X in pixels_N3X.split(256)]
+        colours_N6 = torch.cat([torch.cat([part.mean(dim=2), part.std(dim=2)], dim=1) for part in parts])
+        own = colours_N6[torch.from_numpy(self.is_train)]
+        return assess_tiles((colours_N6 - own.mean(dim=0)) / own.std(dim=0), self.tiles, self.is_train)
 
     def __str__(self) -> str:
         sides = (
@@ -198,37 +210,59 @@ def _mean_sd(values: Sequence[float]) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------- all of it
 
 
+def key_of(arguments: argparse.Namespace, budget: int, seed: int) -> dict[str, Any]:
+    """What tells a result from others: all that it depends on."""
+    steps = budget * arguments.steps
+    told = settings_from(arguments, steps, seed).model_dump(mode="json", exclude_unset=True)
+    return {
+        "data": arguments.data.name,
+        "downscale": arguments.downscale,
+        "slides": [arguments.slides, arguments.test_slides],
+        "shape": asdict(shape_of(arguments)),
+        "methods": arguments.methods,
+        "budget": budget,
+        "steps": steps,
+        "seed": seed,
+        "settings": {name: value for name, value in told.items() if name != "steps"},
+    }
+
+
+def shape_of(arguments: argparse.Namespace) -> SlideShape:
+    return SlideShape(arguments.slide_tiles, arguments.lesion_tiles, arguments.hosts)
+
+
+def read_results(path: Path | None) -> list[dict[str, Any]]:
+    """All lines of a file of results; a line that was cut off when its writer was ended does not count."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def find(results: Sequence[dict[str, Any]], arguments: argparse.Namespace, budget: int, seed: int):
+    """The result of one encoder among others, or None."""
+    key = key_of(arguments, budget, seed)
+    return next((run for run in results if {name: run.get(name) for name in key} == key), None)
+
+
+def one_run_serves_all(settings: PretrainSettings) -> bool:
+    """Whether the weights of a run after n steps are those of a run of n steps."""
+    return settings.chosen("schedule") == "constant" and not settings.decay_share
+
+
 class Benchmark:
     """The encoders that were asked for, and those that are done already."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
-        self.shape = SlideShape(arguments.slide_tiles, arguments.lesion_tiles, arguments.hosts)
-        self.cohort = Cohort.read(arguments, self.shape)
+        slides = arguments.slides, arguments.test_slides
+        self.cohort = Cohort.read(arguments.data, arguments.downscale, slides, shape_of(arguments))
         self.source = self.cohort.source
-        out = arguments.out
-        lines = out.read_text(encoding="utf-8").splitlines() if out is not None and out.exists() else []
-        self.done: list[dict[str, Any]] = [json.loads(line) for line in lines]
-
-    def key(self, budget: int, seed: int) -> dict[str, Any]:
-        """What tells a result from others: all that it depends on."""
-        arguments, steps = self.arguments, budget * self.arguments.steps
-        told = settings_from(arguments, steps, seed).model_dump(mode="json", exclude_unset=True)
-        return {
-            "data": arguments.data.name,
-            "downscale": arguments.downscale,
-            "slides": [arguments.slides, arguments.test_slides],
-            "shape": asdict(self.shape),
-            "methods": arguments.methods,
-            "budget": budget,
-            "steps": steps,
-            "seed": seed,
-            "settings": {name: value for name, value in told.items() if name != "steps"},
-        }
+        self.done = read_results(arguments.out)
 
     def found(self, budget: int, seed: int) -> dict[str, Any] | None:
-        key = self.key(budget, seed)
-        return next((run for run in self.done if {name: run.get(name) for name in key} == key), None)
+        return find(self.done, self.arguments, budget, seed)
 
     def snapshots(self, budgets: Sequence[int], seed: int) -> Iterator[tuple[int, Snapshot]]:
         """Train what is needed for these budgets: one run where the schedule is constant, else one for each."""
@@ -237,8 +271,8 @@ class Benchmark:
             settings = settings_from(arguments, 1, seed)
             yield 0, Snapshot(0, start_encoder(settings, self.source.size_px, seed).eval(), {})
         trained = sorted(budget for budget in budgets if budget)
-        is_constant = settings_from(arguments, 1, seed).chosen("schedule") == "constant"
-        for group in [trained] if is_constant and trained else [[budget] for budget in trained]:
+        together = one_run_serves_all(settings_from(arguments, 1, seed))
+        for group in [trained] if together and trained else [[budget] for budget in trained]:
             settings = settings_from(arguments, group[-1] * arguments.steps, seed)
             steps = [budget * arguments.steps for budget in group]
             yield from zip(group, train_snapshots(self.source, settings, steps, device), strict=True)
@@ -247,7 +281,7 @@ class Benchmark:
         """A line per budget."""
         missing = [budget for budget in budgets if self.found(budget, seed) is None]
         for budget, snapshot in self.snapshots(missing, seed):
-            line = self.key(budget, seed) | snapshot.facts
+            line = key_of(self.arguments, budget, seed) | snapshot.facts
             line |= self.cohort.assess(snapshot.encoder, self.arguments.methods, seed, self.arguments.device)
             self.done.append(line)
             if self.arguments.out is not None:
@@ -259,7 +293,7 @@ class Benchmark:
             yield line
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = SlideShape()
     parser.add_argument("--data", type=Path, required=True)
@@ -280,8 +314,15 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(given)
     settings_from(arguments, 1, 0)  # a wrong setting shows before anything is read
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(given)
     benchmark = Benchmark(arguments)
     print(benchmark.cohort, flush=True)
+    colours = ", ".join(f"{name} {value:.3f}" for name, value in benchmark.cohort.assess_colours().items())
+    print(f"mean and spread of the colours alone: {colours}", flush=True)
 
     lines: list[dict[str, Any]] = []
     for seed in arguments.seeds:

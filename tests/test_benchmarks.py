@@ -190,6 +190,59 @@ def test_the_budget_benchmark_runs_and_takes_up_where_it_stopped(tissue: Path, t
     assert runs[2:] == [(1,), (2,)], "with a cosine every budget is a run of its own"
 
 
+def protocol_arguments(tissue: Path, out: Path, *more: str) -> list[str]:
+    own = ["--root", str(tissue.parent), "--sets", tissue.name, "--out", str(out), "--only", "preset", "rate 2.5e-4"]
+    return [*own, *budget_arguments(tissue, *more)[2:]]
+
+
+def test_the_protocol_does_the_most_telling_runs_first(tissue: Path, tmp_path: Path):
+    protocol, budget = load("pretrain_protocol"), load("pretrain_budget")
+    out = tmp_path / "runs.jsonl"
+    own = protocol.parse(protocol_arguments(tissue, out, "--jobs", "2"))
+    runs = protocol.runs_of(own)
+    assert [(run.name, run.seed, run.budgets) for run in runs] == [
+        ("preset", 0, (0, 1, 2)), ("preset", 1, (0, 1, 2)), ("rate 2.5e-4", 0, (1, 2)), ("rate 2.5e-4", 1, (1, 2)),
+    ]  # fmt: skip
+    assert [run.tiles() for run in runs] == [16] * 4, "one run serves all budgets"
+    arguments = runs[0].arguments
+    done = budget.key_of(arguments, 1, 0)
+    out.write_text(json.dumps(done) + '\n{"data": "cut o')
+    assert protocol.runs_of(own)[0].budgets == (0, 2)
+    decayed = protocol.Run("x", (*runs[0].given, "--set", "decay_share=0.2"), 0, (1, 2))
+    assert decayed.tiles() == 24, "each budget is a run of its own"
+    larger = protocol.parse(protocol_arguments(tissue, out, "--steps", "6", "--only", "batch 512, rate x 2"))
+    assert [run.arguments.steps for run in protocol.runs_of(larger)] == [1, 1], "as many tiles, not steps"
+
+    estimate = protocol.Estimate("cpu", 2)
+    guess = estimate.seconds(runs[0])
+    assert guess == estimate.guess(runs[0]) > 3 * protocol.ASSESS_S["cpu"]
+    estimate.add(runs[0], guess / 2)
+    assert estimate.seconds(runs[0]) == pytest.approx(0.6 * guess)
+
+
+@pytest.mark.slow
+def test_the_protocol_runs_and_prints_its_table(tissue: Path, tmp_path: Path):
+    out = tmp_path / "runs.jsonl"
+    given = protocol_arguments(tissue, out, "--seeds", "0")
+
+    def run(*more: str) -> list[str]:
+        command = [sys.executable, str(FOLDER / "pretrain_protocol.py"), *given, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert run("--minutes", "0.01")[-1] == '{"failed": 0, "left": 2}'
+    assert not out.exists()
+    assert run("--minutes", "60")[-1] == '{"failed": 0, "left": 0}'
+    assert len(out.read_text().splitlines()) == 5
+    assert run("--minutes", "60")[0].startswith("0 runs are left")
+    rows = [line for line in run("--table") if line.startswith(f"| {tissue.name}")]
+    assert [row.split(" | ")[1:4] for row in rows] == [
+        ["untrained", "0", "1"], ["preset", "1", "1"], ["preset", "2", "1"], ["rate 2.5e-4", "1", "1"],
+        ["rate 2.5e-4", "2", "1"],
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert f"{lines[1]['tile_auc_knn']:.3f}" in rows[1]
+
+
 def test_a_budget_that_is_worse_than_half_of_it_is_listed():
     runs = [
         {"budget": budget, "knn20": 0.5 - 0.1 * budget, "auc_mean": auc + 0.01 * seed, "tile_auc_knn": 0.9}
