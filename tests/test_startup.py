@@ -93,3 +93,45 @@ def test_pytorch_is_announced_once_and_only_when_it_is_loaded(tmp_path):
     with torch_announced():
         pass
     assert sys.meta_path == before
+
+
+# "torch" itself is in sys.modules when "loading PyTorch" is printed; `doctor` works before its first line.
+SLOW_TO_IMPORT = {
+    *("torch.nn", "torchvision", "timm", "matplotlib", "pandas", "sklearn", "dask", "distributed", "openslide"),
+    *("scipy.optimize", "scipy.sparse", "scipy.spatial", "scipy.stats"),
+}
+WITHOUT_ARRAYS_OF_TILES = ("check", "run", "status")
+COMMANDS_OF_A_STUDY = ("tile", "pretrain", "train", "compare", "evaluate", "localize", "report", "plan", "view")
+
+
+def test_no_command_imports_slow_libraries_before_its_first_line(tmp_path):
+    """Each command is forked from a process that has loaded the parser, and ends at the first character it prints."""
+    code = (
+        "import os, sys\nfrom selfvitmil import cli\nfrom selfvitmil.cli import parser\n"
+        "class First:\n"
+        "    encoding = 'utf-8'\n"
+        "    def isatty(self): return False\n"
+        "    def flush(self): pass\n"
+        "    def write(self, text):\n"
+        "        os.write(1, (' '.join([name, *sys.modules]) + '\\n').encode())\n"
+        "        os._exit(0)\n"
+        "for name in sys.argv[2:]:\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdout = sys.stderr = First()\n"
+        "        cli.main([name, sys.argv[1]])\n"
+        "        os._exit(1)\n"
+        "    os.wait()\n"
+    )
+    names = (*WITHOUT_ARRAYS_OF_TILES, *COMMANDS_OF_A_STUDY)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), *names],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    )
+    loaded = {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
+    assert set(loaded) == set(names)
+    assert {name: found & SLOW_TO_IMPORT for name, found in loaded.items() if found & SLOW_TO_IMPORT} == {}
+    assert not {"scipy", "h5py", "PIL"} & set.union(*map(loaded.__getitem__, WITHOUT_ARRAYS_OF_TILES))
+    assert all("selfvitmil.cli.parser" in found for found in loaded.values())

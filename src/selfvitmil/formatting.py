@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from selfvitmil.metrics import Interval
+if TYPE_CHECKING:
+    from selfvitmil.metrics import Interval
 
 # ---------------------------------------------------------------------------------------------------- numbers
 

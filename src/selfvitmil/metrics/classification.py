@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 from scipy.special import expit, ndtri, softmax
 from scipy.special import logit as logit_of
 
@@ -522,6 +521,8 @@ def fit_temperature(labels: ArrayLike, logits: ArrayLike) -> Temperature:
     high = 1.0 / np.abs(columns).max()
     while slope(high) < 0:
         high *= 2
+    from scipy.optimize import brentq  # slow to import: the commands that need no root do without it
+
     inverse = float(brentq(slope, 0.0, high, xtol=1e-14 * high))  # pyright: ignore[reportArgumentType]
     return Temperature(1 / inverse)
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 from scipy.special import expit, logit, ndtr
 
 from selfvitmil.errors import MetricError
@@ -314,6 +313,8 @@ def _newcombe_low(value: float, sizes: Sequence[_Size], z: float) -> float:
 
     def excess(guess: float) -> float:
         return (value - guess) ** 2 - sum(size.share**2 * squared_reach(guess, size) for size in sizes)
+
+    from scipy.optimize import brentq  # slow to import, as in `classification`
 
     # At value 1 the end itself is a spurious root: stay just below.
     return float(brentq(excess, 0.0, min(value, 1 - 1e-12)))  # pyright: ignore[reportArgumentType]

@@ -102,6 +102,16 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
+    """Use one worker per GPU unless the user set something else; with a single GPU the calling process does the
+    work."""
+    asked = settings.workers is not None or settings.cluster is not None or settings.batch.kind != "none"
+    if asked or device == "cpu" or not torch.cuda.is_available():
+        return settings
+    gpus = torch.cuda.device_count() if device == "auto" else 1
+    return settings.model_copy(update={"workers": 0 if gpus == 1 else gpus})
+
+
 # ---------------------------------------------------------------------------------------------------- precision
 
 
