@@ -11,7 +11,8 @@ HEAD = """# Encoders
 Published tile encoders that selfvitmil knows: by name on the Hugging Face hub, or in a folder or file of that name. Any
 other network of timm, and ViTs of the transformers library (ViT, DINOv2 with or without registers), can be loaded as
 well; see [use foundation models](../how-to/use-foundation-model-features.md). Their published preprocessing leaves
-colours as scanned, and so does selfvitmil unless `stain.method` is set. Licences and access are those of the owners: read the page of each.
+colours as scanned, and so does selfvitmil unless `stain.method` is set. Licences and access are those of the owners:
+read the page of each.
 
 Made from `encoder/registry.py` by `make docs`; edit there.
 

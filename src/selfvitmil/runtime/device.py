@@ -115,16 +115,6 @@ def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
 # ---------------------------------------------------------------------------------------------------- precision
 
 
-def workers_for(settings: EngineSettings, device: str) -> EngineSettings:
-    """Use one worker per GPU unless the user set something else; with a single GPU the calling process does the
-    work."""
-    asked = settings.workers is not None or settings.cluster is not None or settings.batch.kind != "none"
-    if asked or device == "cpu" or not torch.cuda.is_available():
-        return settings
-    gpus = torch.cuda.device_count() if device == "auto" else 1
-    return settings.model_copy(update={"workers": 0 if gpus == 1 else gpus})
-
-
 def choose_precision(precision: str, device: torch.device) -> torch.dtype:
     """Return the autocast type of `bf16`, `fp16`, `fp32` or `auto`: half precision on a GPU, float32 on a CPU."""
     if precision == "auto":
