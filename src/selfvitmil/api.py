@@ -137,7 +137,7 @@ class Study:
         return f"Study({str(self.root)!r}), {len(self.cohort)} slides"
 
     def _repr_html_(self) -> str:
-        return self.status()._repr_html_()
+        return self.status()._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     def _open(self) -> core.Study:
         return core.open_study(self.root, self._flags)

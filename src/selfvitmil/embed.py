@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def _load(source: str, content: tuple[str, ...], settings: EmbedSettings) -> Loa
         use_patch_product(encoder)
     if settings.compile:
         # Compile the encoder, not its backbone: tokens are not obtained by calling the backbone itself.
-        encoder.compile(dynamic=False)
+        encoder.compile(dynamic=False)  # pyright: ignore[reportUnknownMemberType]
     # A fixed size lets small slides share batches. On a CPU small batches cost nothing, and padding would.
     batch = settings.batch if settings.compile or device.type == "cuda" else None
     return LoadedEncoder(encoder, identity, device, choose_precision(settings.precision, device), batch)
@@ -344,7 +344,8 @@ class _Stream:
 
     def _normalized(self, batch: TileBatch) -> torch.Tensor:
         """Return the tiles on the device, with the stains of their slides normalized."""
-        tiles_BHW3 = torch.from_numpy(batch.tiles_BHW3).to(self._model.device, non_blocking=True)
+        tiles_BHW3 = torch.from_numpy(batch.tiles_BHW3)  # pyright: ignore[reportUnknownMemberType]
+        tiles_BHW3 = tiles_BHW3.to(self._model.device, non_blocking=True)
         tiles_B3HW = tiles_BHW3.permute(0, 3, 1, 2)
         fits = [self._open[part.key].fit if part.key in self._open else None for part in batch.parts]
         if all(fit is None for fit in fits):
@@ -421,7 +422,7 @@ class _Stream:
 
 
 @contextmanager
-def readers_for(settings: EmbedSettings, device: torch.device, size_px: int) -> Iterator[Readers]:
+def readers_for(settings: EmbedSettings, device: torch.device, size_px: int) -> Generator[Readers]:
     """Give readers: processes, which are kept for the next call, if the encoder is on a GPU, else threads."""
     from selfvitmil.data.readers import ProcessReaders, ThreadReaders
 
@@ -447,8 +448,7 @@ def _reader_processes(num_readers: int, batch: int, size_px: int) -> ProcessRead
             readers.close()
         _processes.clear()
         _processes[key] = ProcessReaders(*key)
-        memory = torch.from_numpy(_processes[key].tiles_KBHW3)
+        memory = torch.from_numpy(_processes[key].tiles_KBHW3)  # pyright: ignore[reportUnknownMemberType]
         # Without pinning it is only slower, so the result is ignored.
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        cast("Any", torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     return _processes[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -61,7 +61,13 @@ def cell(value: Any) -> str:
     """Return a value as a cell of a CSV file: five digits of a float, several values joined by semicolons."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "; ".join(value) if isinstance(value, tuple | list) else "" if value is None else str(value)
+    return (
+        "; ".join(cast("Sequence[str]", value))
+        if isinstance(value, tuple | list)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def shorten(text: str, most: int) -> str:

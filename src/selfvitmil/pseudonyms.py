@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from html import escape, unescape
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from selfvitmil.cohort import Cohort
 from selfvitmil.errors import ArtefactError
@@ -68,14 +68,16 @@ class Names:
         if isinstance(data, str):
             return self.text(data)  # pyright: ignore[reportReturnType]
         if isinstance(data, tuple | list):
-            return type(data)(self.apply(item) for item in data)  # pyright: ignore[reportCallIssue]
+            items = cast("tuple[object, ...]", data)
+            return type(items)(self.apply(item) for item in items)  # pyright: ignore[reportReturnType]
         if is_dataclass(data) and not isinstance(data, type):
             return replace(data, **{field.name: self.apply(getattr(data, field.name)) for field in fields(data)})
         return data
 
     def _renamed(self, text: str, pattern: re.Pattern[str]) -> str:
         folded, places = _folded(text)
-        parts, done = [], 0
+        parts: list[str] = []
+        done = 0
         for found in pattern.finditer(folded):
             parts += [text[done : places[found.start()]], self._replacement[found.group()]]
             done = places[found.end()]

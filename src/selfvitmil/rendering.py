@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -240,13 +240,15 @@ def _evaluate(result: EvaluateResult) -> Rendered:
 
 
 def _metric_cells(level: Mapping[str, Any], name: str) -> tuple[str, str, str, str] | None:
-    info = (level.get("ensemble") or {}).get(name)
+    ensemble: Mapping[str, Any] = level.get("ensemble") or {}
+    info = ensemble.get(name)
     value, limits = "-", ""
     if isinstance(info, Mapping):
-        value, limits = formatting.value_and_limits(info)
+        value, limits = formatting.value_and_limits(cast("Mapping[str, Any]", info))
     elif isinstance(info, int | float):
         value = f"{info:.3f}"
-    spread = (level.get("over_seeds") or {}).get(name) or {}
+    over_seeds: Mapping[str, Any] = level.get("over_seeds") or {}
+    spread: Mapping[str, Any] = over_seeds.get(name) or {}
     mean, sd = spread.get("mean"), spread.get("sd")
     if value == "-" and mean is None:
         return None
@@ -332,7 +334,7 @@ def _predict(result: PredictResult) -> Rendered:
 
     package, choice = result.package, result.package.choice
     positive = package.about["positive"]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for slide in result.slides:
         prediction = slide.heatmap.prediction
         shown = f"{prediction.probability[0]:.4f}"
@@ -366,7 +368,7 @@ def _validate(result: ValidateResult) -> Rendered:
 
     found = result.validation
     header = ("", *(f"by {level.level} (n = {level.num})" for level in found.levels))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in shown_metrics(result.package):
         cells = [_with_limits(level.metrics.get(name)) for level in found.levels]
         if any(cells):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,7 +82,7 @@ class Features:
     coarse: Any = None
     encoder_slides: frozenset[str] = frozenset()
     """Slides that their encoder was trained on, as far as is known."""
-    by_split: Mapping[str, Features] = field(default_factory=dict)
+    by_split: Mapping[str, Features] = field(default_factory=dict[str, "Features"])
     """Where every split has an encoder of its own: the features of each."""
 
 
@@ -212,7 +212,7 @@ class Study:
 
     def forget_features(self) -> None:
         """Read features and splits anew: feature files were written."""
-        for key in [key for key in self._read if isinstance(key, tuple)]:
+        for key in [key for key in self._read if not isinstance(key, str)]:
             del self._read[key]
 
 
@@ -261,12 +261,12 @@ def remember_settings(root: Path, flags: Mapping[str, Any]) -> tuple[str, ...]:
 def _with_absolute_paths(value: Any) -> Any:
     """Return settings whose paths mean the same wherever a later command is typed."""
     if isinstance(value, Mapping):
-        return {key: _with_absolute_paths(each) for key, each in value.items()}
+        return {key: _with_absolute_paths(each) for key, each in cast("Mapping[str, Any]", value).items()}
     return value.absolute() if isinstance(value, Path) else value
 
 
 @contextmanager
-def lock_study(root: Path, command: str) -> Iterator[None]:
+def lock_study(root: Path, command: str) -> Generator[None]:
     """Hold the lock of a folder, with what a killed run left behind swept away."""
     with study_lock(root, command, announce):
         remove_leftovers(root)
@@ -535,7 +535,7 @@ def _cases_by_split(cohort: Cohort, features: Features, stage: str, train: Train
     """Cases with the features of every split's own encoder: the slides of which all of these are sound."""
     found = {split: labelled_cases(cohort, own, stage, train) for split, own in features.by_split.items()}
     failures = {failure.slide: failure for own in found.values() for failure in own.failures}
-    common = set.intersection(*(set(own.by_slide) for own in found.values()))
+    common = frozenset[str].intersection(*(frozenset(own.by_slide) for own in found.values()))
     first = next(iter(found.values()))
     return replace(
         first, encoder=features.encoder, encoder_slides=frozenset(), failures=tuple(failures.values()), by_split=found

@@ -75,7 +75,7 @@ def corners_of(n: int, seed: int = 2) -> Tensor:
 
 
 def test_names_are_what_can_be_built():
-    assert set(aggregate.NAMES) == set(base._REGISTRY)
+    assert set(aggregate.NAMES) == set(base.CLASSES)
 
 
 @ALL

@@ -224,7 +224,7 @@ def test_unscaled_attention_is_warned_of_and_nearly_one_hot(preset):
 
 
 def test_method_without_a_recipe_is_trained_by_the_base_recipe(monkeypatch):
-    monkeypatch.setitem(base._REGISTRY, "new", base._REGISTRY["mean"])
+    monkeypatch.setitem(base.CLASSES, "new", base.CLASSES["mean"])
     ours, published = (
         recipe_of("new", TrainSettings.model_validate({"recipe": each})) for each in ("default", "published")
     )

@@ -290,7 +290,8 @@ class Aggregator(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------- registry
 
-_REGISTRY: dict[str, type[Aggregator]] = {}
+CLASSES: dict[str, type[Aggregator]] = {}
+"""Name -> class, by `register`."""
 _Class = TypeVar("_Class", bound=type[Aggregator])
 
 
@@ -302,7 +303,7 @@ def register(name: str, **defaults: Any) -> Callable[[_Class], _Class]:
     """
 
     def enter(aggregator: _Class) -> _Class:
-        _REGISTRY[name] = aggregator
+        CLASSES[name] = aggregator
         inherited: Any = aggregator.__init__
         if "__init__" not in vars(aggregator):
             arguments = (aggregator.__base__.__doc__ or "").partition("    Args:")  # pyright: ignore[reportOptionalMemberAccess]
@@ -334,14 +335,14 @@ def _with_defaults(signature: inspect.Signature, defaults: dict[str, Any]) -> in
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return the settings of a method with their defaults; raise ConfigError for an unknown name."""
-    if name not in _REGISTRY:
-        known = sorted(_REGISTRY)
+    if name not in CLASSES:
+        known = sorted(CLASSES)
         raise ConfigError(
             f"unknown aggregator {name!r}{nearest(name, known)}",
             how=f"There are {', '.join(known)}",
             code="unknown-aggregator",
         )
-    parameters = inspect.signature(_REGISTRY[name]).parameters.values()
+    parameters = inspect.signature(CLASSES[name]).parameters.values()
     return {each.name: each.default for each in parameters if each.name not in ("dim", "num_classes")}
 
 
@@ -363,7 +364,7 @@ def build(
                 how=how,
                 code="unknown-aggregator-setting",
             )
-    module = _REGISTRY[name](dim, num_classes, **settings)
+    module = CLASSES[name](dim, num_classes, **settings)
     if outcome is not None:
         module.predict(outcome_from_json(outcome))
     return module

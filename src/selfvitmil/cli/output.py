@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +53,7 @@ _printed = Printed()
 
 
 @contextmanager
-def printing(*, quiet: bool = False, as_json: bool = False, log_file: Path | None = None) -> Iterator[Printed]:
+def printing(*, quiet: bool = False, as_json: bool = False, log_file: Path | None = None) -> Generator[Printed]:
     """Say how the command inside prints; with `log_file` all is appended there too."""
     from selfvitmil.engine.progress import output_to
 
@@ -222,7 +222,7 @@ def complain(message: str) -> None:
 
 
 @contextmanager
-def torch_announced() -> Iterator[None]:
+def torch_announced() -> Generator[None]:
     """Say so on standard error as soon as PyTorch is loaded inside: that takes seconds, and nothing else moves."""
     watch = _TorchWatch()
     sys.meta_path.insert(0, watch)

@@ -548,13 +548,14 @@ def view(
 
     opened = _open(study, slide=slide)
     if export is not None:
-        folder = {"slides": slides or (), "top_mpp": export_mpp}
-        return end([view_command.export_view(opened, export, **folder, pseudonyms=pseudonyms, say=say)])
+        shown, hidden = slides or (), pseudonyms
+        found = view_command.export_view(opened, export, slides=shown, top_mpp=export_mpp, pseudonyms=hidden, say=say)
+        return end([found])
     if slides:
         raise ConfigError("--slides goes with --export only", "the viewer shows all slides", code="conflicting-flags")
-    place = {"host": host, "port": port, "require_token": require_token}
-    place |= {"allowed_hosts": allowed_host or (), "base_path": base_path, "tokens": tokens}
-    return end([view_command.view(opened, **place, browser=browser, pseudonyms=pseudonyms, say=say)])
+    place: dict[str, Any] = {"host": host, "port": port, "require_token": require_token, "base_path": base_path}
+    place |= {"allowed_hosts": allowed_host or (), "tokens": tokens, "browser": browser, "pseudonyms": pseudonyms}
+    return end([view_command.view(opened, **place, say=say)])
 
 
 @command
@@ -683,7 +684,7 @@ def report(
 ):
     from selfvitmil.stages.report import report as write_page
 
-    asked = {"out": out, "pseudonyms": pseudonyms, "results": results or (), "slides": slides}
+    asked: dict[str, Any] = {"out": out, "pseudonyms": pseudonyms, "results": results or (), "slides": slides}
     opened = _open(study)
     with _workers(opened) as workers:
         return end([write_page(opened, **asked, engine=workers)])

@@ -6,7 +6,7 @@ import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -89,7 +89,8 @@ def _line(key: str, value: Any) -> str:
 def _inline(value: Any) -> str:
     """Return a value on one line; JSON's strings, numbers, booleans and arrays of them are TOML's too."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name} = {_inline(each)}' for name, each in value.items())}}}"
+        items = cast("dict[str, Any]", value).items()
+        return f"{{{', '.join(f'{name} = {_inline(each)}' for name, each in items)}}}"
     return json.dumps(value, ensure_ascii=False)
 
 

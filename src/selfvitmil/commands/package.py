@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
@@ -225,7 +225,7 @@ def _made_with(table: Path) -> dict[str, Any]:
     from selfvitmil.store.files import open_hdf5
 
     with open_hdf5(table) as file:
-        return json.loads(str(file.attrs["settings"]))
+        return json.loads(str(cast("Any", file.attrs["settings"])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,7 +360,7 @@ def _counts(cases: Cases, slides: Sequence[str]) -> dict[str, Any]:
         targets = [cases.by_slide[slide].label for slide in slides]
         described = cases.outcome.describe(targets) if targets else "no slides"
         return {"slides": {"slides": len(slides)}, "patients": len(patients), "described": described}
-    counts = Counter(cases.class_names[cases.by_slide[slide].label] for slide in slides)
+    counts: Counter[str] = Counter(cases.class_names[int(cases.by_slide[slide].label)] for slide in slides)
     return {"slides": {name: counts[name] for name in cases.class_names}, "patients": len(patients)}
 
 

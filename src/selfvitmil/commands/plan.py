@@ -10,7 +10,7 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.commands.doctor import existing_folder, memory_bytes
 from selfvitmil.commands.run import Request, RunPlan, as_before, device_lines, plan_run, read_record
@@ -99,7 +99,7 @@ def plan(study: Study, request: Request) -> PlanResult:
         measures,
         disk_free=shutil.disk_usage(existing_folder(study.root)).free,
         memory=memory_bytes(),
-        gpu_memory=torch.cuda.get_device_properties(0).total_memory if measures.gpu else 0,
+        gpu_memory=cast("Any", torch.cuda).get_device_properties(0).total_memory if measures.gpu else 0,
         notes=(*run_plan.lines(), *split, *device_lines(run_plan, before), *([note] if note else [])),
     )
 

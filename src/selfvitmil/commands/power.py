@@ -82,7 +82,8 @@ def power(study: Study, width: float = 0.1) -> PowerResult:
     if overlap:  # repeats of one experiment: more of them are no more patients
         tests = tests[:1]
     names = trial.class_names[1:] if trial.num_classes == 1 else trial.class_names
-    classes, notes = [], ["note: test sets overlap; counted is the first of them"] if overlap else []
+    classes: list[ClassPower] = []
+    notes = ["note: test sets overlap; counted is the first of them"] if overlap else []
     for name in names:
         found = [_patients(cohort, test, name) for test in tests]
         sets = [TestSet(*each) for each in found if min(each)]

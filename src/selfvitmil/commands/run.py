@@ -380,8 +380,9 @@ def read_record(study: Path) -> RunRecord | None:
     """None when there is none, or none that can be read: it is only a log."""
     try:
         info: dict[str, Any] = json.loads(StudyLayout(study).run_record.read_text(encoding="utf-8"))
-        known = {key: value for key, value in info.items() if key in RunRecord.__dataclass_fields__}
-        return RunRecord(**{**known, "stages": tuple(known["stages"])})
+        known: dict[str, Any] = {key: value for key, value in info.items() if key in RunRecord.__dataclass_fields__}
+        known["stages"] = tuple(known["stages"])
+        return RunRecord(**known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -422,9 +423,8 @@ class Request:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages that were asked for; ConfigError when `until` is none of them."""
-        absent = {"pretrain"} if not self.trains_encoder else set()
-        absent |= {"compare"} if self.one_method else set()
-        stages = [stage for stage in STAGES if stage.in_run and stage.name not in absent]
+        absent = {"compare": self.one_method, "pretrain": not self.trains_encoder}
+        stages = [stage for stage in STAGES if stage.in_run and not absent.get(stage.name)]
         names = [stage.name for stage in stages]
         if self.until is None:
             return tuple(stages)
@@ -520,7 +520,7 @@ class RunPlan:
         """The encoders that exist; None where only a hub has one and is not asked."""
         from selfvitmil.encoder import load_encoder
 
-        unfinished = self.pending("pretrain").todo if self.request.trains_encoder else {}
+        unfinished: Mapping[str, str] = self.pending("pretrain").todo if self.request.trains_encoder else {}
         layout = self.settings.embed.layout
         return {
             name: None if self.offline and not Path(source).exists() else load_encoder(source, layout=layout)
@@ -660,7 +660,8 @@ def _format_of(path: Path) -> int | None:
         if path.suffix == ".json":
             return json.loads(path.read_text(encoding="utf-8")).get("selfvitmil", {}).get("format_version")
         with open_hdf5(path) as file:
-            version: Any = file.attrs.get("format_version")
+            attributes: Any = file.attrs
+            version = attributes.get("format_version")
             return None if version is None else int(version)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -91,7 +91,7 @@ class _Step:
 
 def _steps(study: Study, request: Request, jobs: Jobs) -> list[_Step]:
     root = shlex.quote(str(study.root.resolve()))
-    which = []
+    which: list[str] = []
     if request.encoder is not None:
         source = encoder_source(study.root, request.encoder)
         which += ["--encoder", str(Path(source).resolve()) if Path(source).exists() else source]

@@ -80,8 +80,8 @@ def external_labels(
         check_same_classes(package, other)
     columns = dict.fromkeys(name for text in by for each in text.split(",") if (name := each.strip()))
     files = {row.slide: row.path for row in find_new_slides(slides).rows}
-    how = {"label_column": label_column, "label_map": parse_label_map(label_map), "columns": tuple(columns)}
-    return read_labels(table, package.classes, files, outcome=package.outcome, **how)
+    how: dict[str, Any] = {"label_column": label_column, "label_map": parse_label_map(label_map)}
+    return read_labels(table, package.classes, files, outcome=package.outcome, columns=tuple(columns), **how)
 
 
 def check_same_classes(package: Package, other: Package) -> None:
@@ -290,7 +290,11 @@ def _figures(
         "class_names": package.classes, "threshold": threshold, "threshold_from": ", ".join(samples.threshold_from),
         "level": evaluate.confidence,
     }  # fmt: skip
-    curves = {"groups": np.array(samples.patients), "resamples": evaluate.bootstrap, "seed": evaluate.seed}
+    curves: dict[str, Any] = {
+        "groups": np.array(samples.patients),
+        "resamples": evaluate.bootstrap,
+        "seed": evaluate.seed,
+    }
     before: dict[str, Any] = {"uncalibrated": normalized(scores)} if samples.calibrated else {}
     draw = {
         "roc": lambda: roc_figure(samples.labels, scores, "ROC curve on the new cohort", **shared, **curves),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.errors import ConfigError
 from selfvitmil.stages.base import StageResult
@@ -47,7 +47,8 @@ def view(
     from selfvitmil.view.server import listen, serve
 
     viewed = viewed_study(study, pseudonyms)
-    reached = {"require_token": require_token, "allowed_hosts": allowed_hosts, "base_path": base_path, "tokens": tokens}
+    reached: dict[str, Any] = {"require_token": require_token, "allowed_hosts": allowed_hosts}
+    reached |= {"base_path": base_path, "tokens": tokens}
     serve(viewed, listen(host, port, **reached), open_browser=browser, say=say)
     return ViewResult()
 

@@ -80,7 +80,7 @@ def state_of(path: Path) -> State:
     files = [path, *(beside.rglob("*") if beside.is_dir() else ())]
     if path.suffix.lower() == ".dcm":
         files = [each for each in path.parent.iterdir() if each.suffix.lower() == ".dcm"]
-    found = []
+    found: list[os.stat_result] = []
     for file in files:
         try:
             found.append(os.stat(file))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -83,27 +84,27 @@ def regression_metrics(
     )
 
 
-def mae(values: ArrayLike, predictions: ArrayLike, **how) -> Interval:
+def mae(values: ArrayLike, predictions: ArrayLike, **how: Any) -> Interval:
     """Return the mean absolute error; options as in `regression_metrics`."""
     return _interval(values, predictions, _mae, **how)
 
 
-def rmse(values: ArrayLike, predictions: ArrayLike, **how) -> Interval:
+def rmse(values: ArrayLike, predictions: ArrayLike, **how: Any) -> Interval:
     """Return the root of the mean squared error; options as in `regression_metrics`."""
     return _interval(values, predictions, _rmse, **how)
 
 
-def r2(values: ArrayLike, predictions: ArrayLike, **how) -> Interval:
+def r2(values: ArrayLike, predictions: ArrayLike, **how: Any) -> Interval:
     """Return 1 - squared error / squared deviation from the mean value; it may be negative."""
     return _interval(values, predictions, _r2, **how)
 
 
-def pearson(values: ArrayLike, predictions: ArrayLike, **how) -> Interval:
+def pearson(values: ArrayLike, predictions: ArrayLike, **how: Any) -> Interval:
     """Return the linear correlation; options as in `regression_metrics`."""
     return _correlation(values, predictions, False, **how)
 
 
-def spearman(values: ArrayLike, predictions: ArrayLike, **how) -> Interval:
+def spearman(values: ArrayLike, predictions: ArrayLike, **how: Any) -> Interval:
     """Return the correlation of midranks; options as in `regression_metrics`."""
     return _correlation(values, predictions, True, **how)
 

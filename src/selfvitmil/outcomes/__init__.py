@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from selfvitmil.cohort.table import Cohort, column_key, listing
 from selfvitmil.errors import CohortError, ConfigError
@@ -52,7 +52,10 @@ class Classes:
 
 def outcome_from_json(info: Mapping[str, Any]) -> Outcome:
     """Return the outcome that a file describes; ValueError for one that this version does not know."""
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in info.items() if key != "kind"}
+    fields: dict[str, Any] = {key: value for key, value in info.items() if key != "kind"}
+    fields = {
+        key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value for key, value in fields.items()
+    }
     if info.get("kind") not in KINDS:
         raise ValueError(f"unknown outcome {info.get('kind')!r}")
     return _kind(info["kind"])(**fields)

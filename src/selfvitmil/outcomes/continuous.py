@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtr, stdtrit  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.cohort.table import SlideRow
 from selfvitmil.errors import CohortError

@@ -167,7 +167,7 @@ class MultiLabel(Outcome):
     def _resampled(
         self, scored: Scored, scores_NK: Floats, resampled: Callable[..., Callable[[Floats], Floats]]
     ) -> Callable[[Floats], Floats]:
-        parts = []
+        parts: list[tuple[Any, Callable[[Floats], Floats]]] = []
         for place, (label, _, known) in enumerate(_labels(scored)):
             if len(set(label)) == 2:
                 parts.append((known, resampled(label, scores_NK[known, place])))

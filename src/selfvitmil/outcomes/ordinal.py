@@ -162,16 +162,16 @@ class Ordinal(Outcome):
 
     def primary_metric(self, scored: Scored) -> Interval:
         level = scored.targets[:, 0].astype(np.int64)
-        how = {"groups": scored.patients, "level": scored.evaluate.confidence}
-        return metrics.quadratic_weighted_kappa(level, self._called(scored.scores), len(self.levels), **how)
+        called, number, confidence = self._called(scored.scores), len(self.levels), scored.evaluate.confidence
+        return metrics.quadratic_weighted_kappa(level, called, number, groups=scored.patients, level=confidence)
 
     def compute(self, scored: Scored) -> dict[str, Callable[[], Any]]:
         level, evaluate = scored.targets[:, 0].astype(np.int64), scored.evaluate
         called = self._called(scored.scores)
 
         def agreement() -> metrics.OrdinalAgreement:
-            how = {"groups": scored.patients, "level": evaluate.confidence}
-            return metrics.ordinal_agreement(level, called, len(self.levels), **how)
+            confidence = evaluate.confidence
+            return metrics.ordinal_agreement(level, called, len(self.levels), groups=scored.patients, level=confidence)
 
         drawn = {"level": evaluate.confidence, "resamples": evaluate.bootstrap, "seed": evaluate.seed}
         return {

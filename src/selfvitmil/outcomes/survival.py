@@ -52,8 +52,8 @@ _CENSORED = (
     "progression free", "progression-free", "alive or dead tumor free", "alive or dead tumour free",
 )  # fmt: skip
 MEANINGS = ("censored", "it happened")
-EVENTS = {**TWO_VALUED, **dict.fromkeys(_HAPPENED, 1), **dict.fromkeys(_CENSORED, 0)}
-EVENTS |= {f"{event}:{word}": event for word, event in EVENTS.items() if not word[0].isdigit()}
+_WORDS = {**TWO_VALUED, **dict.fromkeys(_HAPPENED, 1), **dict.fromkeys(_CENSORED, 0)}
+EVENTS = _WORDS | {f"{event}:{word}": event for word, event in _WORDS.items() if not word[0].isdigit()}
 """Cells of the event column; cBioPortal writes `1:DECEASED`, `0:LIVING`."""
 
 

@@ -11,12 +11,12 @@ import copy
 import io
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.errors import ConfigError, SelfVitMilError
 from selfvitmil.store.failures import Failure
@@ -53,14 +53,14 @@ def data_frame(rows: Sequence[Mapping[str, Any]], index: str, *, parse: bool = F
     Raises ConfigError without pandas.
     """
     try:
-        import pandas
+        import pandas  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise ConfigError(
             "to_frame needs pandas", "it is not installed", "Run pip install pandas, or use .rows", code="no-pandas"
         ) from None
-    frame = pandas.DataFrame(list(rows))
+    frame: Any = pandas.DataFrame(list(rows))
     if parse:
-        frame = pandas.read_csv(io.StringIO(frame.to_csv(index=False)))
+        frame = cast("Any", pandas).read_csv(io.StringIO(frame.to_csv(index=False)))
     return frame.set_index(index)
 
 
@@ -68,7 +68,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], index: str, *, parse: bool = F
 class Pending:
     """What one stage has left to do."""
 
-    todo: Mapping[str, str] = field(default_factory=dict)
+    todo: Mapping[str, str] = field(default_factory=dict[str, str])
     """Slide (or encoder) -> why it is to be built."""
     num_up_to_date: int = 0
     hopeless: frozenset[str] = frozenset()
@@ -232,7 +232,7 @@ class SlideWork:
     """As failures.csv calls it."""
     function: Callable[[Any], Any]
     jobs: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of `Engine.map`."""
     record: Callable[[Any], Any] | None = None
     """What assembling needs of a result beyond the study's files, as JSON can hold it."""
@@ -314,7 +314,7 @@ def why_build(freshness: Freshness) -> str:
 
 
 @contextmanager
-def nothing_done() -> Iterator[None]:
+def nothing_done() -> Generator[None]:
     """Add to an error raised inside that nothing was done."""
     try:
         yield

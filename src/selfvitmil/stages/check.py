@@ -160,7 +160,8 @@ def check_work(study: Study) -> SlideWork:
 def _of_record(recorded: Any) -> SlideCheck | None:
     """Return a check as `check_work` records it; None of anything else."""
     try:
-        return SlideCheck(**{**recorded, "warnings": tuple(recorded["warnings"])})
+        known: dict[str, Any] = {**recorded, "warnings": tuple(recorded["warnings"])}
+        return SlideCheck(**known)
     except (TypeError, KeyError):
         return None
 

@@ -141,7 +141,7 @@ class CompareResult(StageResult):
         from selfvitmil.metrics import roc_curve
 
         figure = Figure(figsize=(5, 5), layout="constrained")
-        axes = figure.add_subplot(xlabel="1 - specificity", ylabel="sensitivity", aspect="equal")
+        axes: Any = figure.add_subplot(xlabel="1 - specificity", ylabel="sensitivity", aspect="equal")
         axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
         for method in methods or self.methods:
             rows = [row for row in self._of(method) if row.part == "test" and row.seed is None]
@@ -256,9 +256,11 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
         folder, report = own.models / title, epoch_reporter(title)
-        fit = lambda outcomes, tuned: fit_method(  # noqa: E731
-            method, trial, train, title=title, folder=folder, store=store, report=report, outcomes=outcomes, tuned=tuned
-        )
+
+        def fit(outcomes: Mapping[Path, BuildOutcome], tuned: Mapping[str, Tuning]) -> Fitted:
+            how: dict[str, Any] = {"title": title, "folder": folder, "store": store, "report": report}
+            return fit_method(method, trial, train, outcomes=outcomes, tuned=tuned, **how)
+
         return Row(title, trial, fit, train, folder)
 
     def on(own: Features) -> Cases:
@@ -395,8 +397,8 @@ def _baseline(study: Path, name: str, like: str, settings: StudySettings) -> Enc
     from selfvitmil.pretrain.learner import seeded
 
     if name == MEAN_COLOR:
-        info = {"mpp": settings.tile.mpp, "stain": settings.stain.method}
-        return build_encoder(MEAN_COLOR, img_size=settings.tile.size_px, **info)
+        size, mpp, stain = settings.tile.size_px, settings.tile.mpp, settings.stain.method
+        return build_encoder(MEAN_COLOR, img_size=size, mpp=mpp, stain=stain)
     config = load_encoder(StudyLayout(study).encoder(like)).config
     kept = config.model_dump(include={"layout", "mean", "std", "mpp", "stain"})
     with seeded(0):

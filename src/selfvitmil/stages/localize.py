@@ -196,7 +196,7 @@ def choose_slides(
             "Name others",
             code="empty-parts",
         )
-    notes = []
+    notes: list[str] = []
     if several := [slide for slide in chosen if slide in again]:
         notes.append(f"{listing(several)}: in the same part of several splits; mapped by the models of the first")
     if learned := [slide for slide, each in chosen.items() if each.part == "train"]:

@@ -73,7 +73,7 @@ class EncoderRate:
 class Measures:
     """All measurements of a plan."""
 
-    tiles: Mapping[str, int] = field(default_factory=dict)
+    tiles: Mapping[str, int] = field(default_factory=dict[str, int])
     """Slide -> number of tiles: counted in its tile table, else estimated."""
     num_sampled: int = 0
     """Slides that were tiled for the estimate; 0 where all are counted."""
@@ -85,7 +85,7 @@ class Measures:
     """Tiles that one process reads per second; 0 where none could be read."""
     encoder: EncoderRate | None = None
     """None where its weights are not on this disk."""
-    bag_s: Mapping[str, float] = field(default_factory=dict)
+    bag_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Row of the comparison -> seconds to train it on one bag of mean size, over all epochs."""
     processes: int = 1
     """Worker processes."""
@@ -153,11 +153,12 @@ def _sample(rows: Sequence[SlideRow], settings: StudySettings) -> list[tuple[int
 
     Return (tiles, area in square microns, seconds of tiling, tiles read per second) of each.
     """
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLED_SLIDES, len(rows))).round().astype(int))
+    places: Any = np.linspace(0, len(rows) - 1, min(SAMPLED_SLIDES, len(rows))).round().astype(int)
+    chosen = [row for place, row in enumerate(rows) if place in places]
     end = time.perf_counter() + SAMPLE_S
     sample: list[tuple[int, float, float, float]] = []
     with tempfile.TemporaryDirectory(prefix="selfvitmil-plan-") as folder:
-        for row in (rows[index] for index in chosen):
+        for row in chosen:
             if sample and time.perf_counter() > end:
                 break
             begin = time.perf_counter()
@@ -230,12 +231,12 @@ def measure_aggregators(rows: Sequence[Compared], dim: int, num_instances: int, 
     from selfvitmil.runtime.device import synchronize
 
     features_ND = np.random.default_rng(0).standard_normal((max(1, min(num_instances, MAX_INSTANCES)), dim), np.float32)
-    bag_ND = torch.from_numpy(features_ND).to(device)
+    bag_ND = torch.tensor(features_ND, device=device)
     found: dict[str, float] = {}
     for row in rows:
         recipe = recipe_of(row.method, row.train)
         module = build(row.method, dim, 1, **recipe.module_options).to(device).train()
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        optimizer: Any = torch.optim.AdamW(module.parameters(), fused=True)
         step_s = math.inf
         with few_threads([Bag("noise", features_ND, None)], device):
             for _ in range(3):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class PretrainResult(StageResult):
     """What `pretrain` did."""
 
-    encoders: Mapping[str, TrainedEncoder] = field(default_factory=dict)
+    encoders: Mapping[str, TrainedEncoder] = field(default_factory=dict[str, "TrainedEncoder"])
     """By name, in the order of training; empty in all but the first process under torchrun."""
     split_table: tuple[tuple[str, ...], ...] = ()
     """Slides and patients of a split that was proposed and stored, header first."""
@@ -140,7 +140,7 @@ def training_tiles(study: Study, run: EncoderRun) -> tuple[Any, list[str], str]:
 
 
 @contextmanager
-def _watched(source: Any, out: Path, settings: PretrainSettings) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _watched(source: Any, out: Path, settings: PretrainSettings) -> Generator[Callable[[dict[str, Any]], None]]:
     """Yield a function that shows each line of metrics: steps of how many, tiles per second, time left, loss.
 
     The first alarm is printed at once, so that whoever watches can end a run that gets worse.

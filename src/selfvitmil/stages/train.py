@@ -300,12 +300,12 @@ def compared_methods(
     to none.
     """
     from selfvitmil.aggregate import NAMES
-    from selfvitmil.aggregate.base import _REGISTRY, nearest
+    from selfvitmil.aggregate.base import CLASSES, nearest
 
     compare, train = settings.compare, settings.train
     asked = compare.methods or tuple(method for method in NAMES if method != TWO_SCALES or two_scales)
     if outcome is not None and not compare.methods:
-        asked = tuple(method for method in asked if not _REGISTRY[method].needs_classes)
+        asked = tuple(method for method in asked if not CLASSES[method].needs_classes)
     elif not compare.methods and train.recipe == "default":
         asked = (*asked, *(f"{method}:published" for method in BOTH_RECIPES))
     rows: dict[str, Compared] = {}
