@@ -42,7 +42,6 @@ class ExternalLabels:
     names: Mapping[str, str]
     """The same key -> the slide's name in the table."""
     columns: tuple[str, ...]
-    num_without_label: int
     left_out: tuple[str, ...]
     """Labels whose slides are left out by --label-map."""
     warnings: tuple[str, ...]
@@ -113,10 +112,9 @@ def read_labels(
             values = {column: row.value(column) for column in columns}
             found[name_key(row.slide)] = ExternalLabel(label, row.patient, values)
             names[name_key(row.slide)] = row.slide
-    without = len(cohort.unlabelled) if outcome is None else len(cohort.rows) - len(targets)
     left_out = tuple(label for label, name in label_map.items() if name == LEAVE_OUT)
     warnings = [*([cohort.patient_warning] if cohort.patient_warning else []), *remarks]
-    return ExternalLabels(path.name, found, names, tuple(columns), without, left_out, tuple(warnings))
+    return ExternalLabels(path.name, found, names, tuple(columns), left_out, tuple(warnings))
 
 
 def _check_labels(table: str, cohort: Cohort, classes: Sequence[str], label_map: Mapping[str, str]) -> None:
