@@ -117,7 +117,7 @@ export class Panel {
     const items = found.map(({ row, similarity }) => {
       const facts = [row.label ?? "no label", row.patient === row.name ? "" : row.patient].filter(Boolean).join(", ");
       const name = make("span", {}, make("b", {}, row.name), make("small", {}, facts));
-      const button = make("button.lesion", { type: "button" }, thumbnail(row), name, make("span.number", {}, similarity.toFixed(2)));
+      const button = make("button.lesion", { type: "button" }, thumbnail(row), name, make("span.number", {}, similarity.toFixed(3)));
       button.addEventListener("click", () => this.events.openSlide(row.id));
       return make("li", {}, button);
     });
