@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,11 @@ from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError, ConfigError
 
 WITHOUT = ("mean", "max", "topk", "chowder")
-SMALL = {"abmil": {"hidden": 16}, "transmil": {"hidden": 16, "heads": 2}, "clam-sb": {"hidden": 16}}
+SMALL: dict[str, dict[str, Any]] = {
+    "abmil": {"hidden": 16},
+    "transmil": {"hidden": 16, "heads": 2},
+    "clam-sb": {"hidden": 16},
+}
 
 
 def bag(number: int = 9, dim: int = 12) -> Bag:
@@ -35,7 +41,7 @@ def test_pooling_equals_numpy(number: int):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT])
 def test_the_classifier_turns_the_embedding_into_the_logits(name: str, classes: int):
     torch.manual_seed(0)
-    module = build(name, 12, classes, standardize=True, **SMALL.get(name, {})).eval()
+    module: Any = build(name, 12, classes, standardize=True, **SMALL.get(name, {})).eval()
     module.set_standardization(torch.randn(12), torch.rand(12) + 0.5)
     own = bag()
     embedding = torch.from_numpy(pool_by_model(module, own))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -20,7 +21,7 @@ from selfvitmil.stages.tile import tile
 from selfvitmil.study import CohortSource, open_study
 
 SETTINGS = {"tile": {"size_px": 224, "mpp": 0.25}}
-ARGS = {"img_size": 224, "patch_size": 56, "embed_dim": 16, "depth": 4, "num_heads": 2}
+ARGS: dict[str, Any] = {"img_size": 224, "patch_size": 56, "embed_dim": 16, "depth": 4, "num_heads": 2}
 
 
 @pytest.fixture(scope="module")

@@ -146,8 +146,9 @@ def read_bag(path: Path) -> Bag:
             name = next((name for name in ("features", "feats") if name in file), None)
             if name is None:
                 raise KeyError(f"it has no dataset named features or feats, only {sorted(file)}")
-            bag = _with_places(Bag(path.stem, _mapped(path, file[name]), None), file)
-            if file[name].ndim == 1:  # of a whole slide; TRIDENT keeps the coordinates of its tiles beside it
+            dataset: Any = file[name]
+            bag = _with_places(Bag(path.stem, _mapped(path, dataset), None), file)
+            if dataset.ndim == 1:  # of a whole slide; TRIDENT keeps the coordinates of its tiles beside it
                 bag = replace(bag, coords=None)
     except (OSError, KeyError, ValueError) as error:
         raise _unreadable(path, error) from None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from selfvitmil.cohort.splits import SIDES, Split
 from selfvitmil.cohort.table import Cohort, SlideRow, listing
@@ -94,11 +95,11 @@ def _trident(rows: Sequence[SlideRow], classes: Sequence[str], splits: Sequence[
     }
 
 
-def _yaml(config: dict[str, object]) -> str:
+def _yaml(config: Mapping[str, Any]) -> str:
     """Return flat settings as YAML, of which JSON's values are a part; keys that are numbers stay numbers."""
-    lines = []
+    lines: list[str] = []
     for key, value in config.items():
-        if isinstance(value, dict):
+        if key == "label_dict":
             lines += [f"{key}:", *(f"  {name}: {json.dumps(each, ensure_ascii=False)}" for name, each in value.items())]
         else:
             lines.append(f"{key}: {json.dumps(value, ensure_ascii=False)}")

@@ -320,7 +320,8 @@ def _write_table(study: Study, result: SlideEmbeddingsResult, out: Path, *, pseu
     import pandas
 
     about = pandas.DataFrame(
-        [line[1:3] for line in lines], index=[line[0] for line in lines], columns=["patient", "label"]
+        {"patient": [line[1] for line in lines], "label": [line[2] for line in lines]},
+        index=pandas.Index([line[0] for line in lines]),
     )
     table = anndata.AnnData(
         X=np.array([line[3:] for line in lines], dtype=np.float32), obs=about, uns={"embedding": result.folder.name}
