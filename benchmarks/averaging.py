@@ -67,7 +67,7 @@ def tuned_settings(kept: Sequence[LabelledBag], held: Sequence[LabelledBag], set
 
     name = settings.aggregator
     asked = settings.model_copy(update={"tune": True})
-    (found,) = tune([(name, trial, asked, None)], lambda todo: [each.score(bag_of, store) for _, each in todo])
+    (found,) = tune([(name, trial, asked, None)], lambda _, todo: [each.score(bag_of, store) for each in todo])
     return found["given"].apply(name, asked)
 
 

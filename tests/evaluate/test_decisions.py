@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def predictions(
     """Rows of an ensemble whose probabilities are right: the label is drawn from them."""
     generator = np.random.default_rng(seed)
     rows: list[Prediction] = []
-    for part, number in (("val", val), ("test", test)):
+    parts: tuple[tuple[Literal["val", "test"], int], ...] = (("val", val), ("test", test))
+    for part, number in parts:
         for patient in range(number):
             odds = np.exp(sharpness * generator.normal(size=len(classes)))
             chances = odds / odds.sum()

@@ -212,7 +212,7 @@ def write_sets(path: Path, found: PredictionSets, class_names: Sequence[str], le
     scores = _scores(found.samples)
     scores_NC = np.stack([1 - scores, scores], axis=1) if scores.ndim == 1 else scores
     for row, name in enumerate(found.samples.names):
-        own = [k for k in np.argsort(-scores_NC[row], kind="stable") if found.sets_NC[row, k]]
+        own = [int(k) for k in np.argsort(-scores_NC[row], kind="stable") if found.sets_NC[row, k]]
         label = int(found.samples.labels[row])
         cells = [class_names[label], "; ".join(class_names[k] for k in own), len(own), "yes" if label in own else "no"]
         rows.append([name, found.samples.splits[row], *cells])

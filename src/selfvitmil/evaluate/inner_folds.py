@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +80,8 @@ def score_elsewhere(inner: InnerTraining) -> tuple[float | None, EvidenceChoice 
 
 
 Results = list[tuple[float | None, EvidenceChoice | None]]
-ScoreAll = Callable[[Sequence[tuple[Trial, InnerTraining]]], Results]
-"""Trains and scores many, in the given order of results."""
+ScoreAll = Callable[[Trial, Sequence[InnerTraining]], Results]
+"""Trains and scores several of one trial; results in their order."""
 Asked = tuple[str, Trial, TrainSettings, Path | None]
 """A method with its data, its settings and the folder of its models."""
 
@@ -92,46 +91,38 @@ def tune(asked: Sequence[Asked], score_all: ScoreAll) -> list[dict[str, Tuning]]
 
     Methods without `train.tune` get none. Choices are stored beside the models, where these have a folder.
     """
-    tuned: list[dict[str, Tuning]] = [{} for _ in asked]
-    searches: list[tuple[int, _Search]] = []
-    for place, (name, trial, train, folder) in enumerate(asked):
+    tuned: list[dict[str, Tuning]] = []
+    for name, trial, train, folder in asked:
+        own: dict[str, Tuning] = {}
         for split in trial.splits if train.tune else ():
             found = stored_tuning(name, trial, train, folder, split)
             if found is None:
-                searches.append((place, _Search(name, trial, train, folder, split)))
-            else:
-                tuned[place][split.name] = found
-    with ExitStack() as stack:
-        for _, search in searches:
-            stack.enter_context(search.trial.labels.training(f"{search.name}, {search.split.name}, inner folds"))
-        # The first point of all searches, whose trainings choose the kind of evidence, then all others.
-        for first in (True, False):
-            todo = [(search, at) for _, search in searches for at in search.places if (at[0] == 0) == first]
-            results = score_all([(search.trial, search.inner(*at)) for search, at in todo])
-            for (search, at), result in zip(todo, results, strict=True):
-                search.results[at] = result
-    for place, search in searches:
-        tuning = search.choose()
-        if search.folder is not None:
-            write_tuning(search.folder, tuning)
-        tuned[place][search.split.name] = tuning
-    order = [[split.name for split in trial.splits] for _, trial, _, _ in asked]
-    return [{name: own[name] for name in names if name in own} for own, names in zip(tuned, order, strict=True)]
+                with trial.labels.training(f"{name}, {split.name}, inner folds"):
+                    found = _Search(name, trial, train, split).run(score_all)
+                if folder is not None:
+                    write_tuning(folder, found)
+            own[split.name] = found
+        tuned.append(own)
+    return tuned
 
 
 class _Search:
     """The search for one method on one split."""
 
-    def __init__(self, name: str, trial: Trial, train: TrainSettings, folder: Path | None, split: TrialSplit):
-        self.name, self.trial, self.train, self.folder, self.split = name, trial, train, folder, split
+    def __init__(self, name: str, trial: Trial, train: TrainSettings, split: TrialSplit):
+        self.name, self.trial, self.train, self.split = name, trial, train, split
         self.points: tuple[Point, ...] = tuning_points(name, train)
         self.cases = {case.slide: case for case in (*split.train, *split.val)}
         self.folds = inner_folds(self.cases.values(), trial, train, f"{name}, {split.name}")
         self.results: dict[tuple[int, int], tuple[float | None, EvidenceChoice | None]] = {}
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        return [(point, fold) for point in range(len(self.points)) for fold in range(len(self.folds))]
+    def run(self, score_all: ScoreAll) -> Tuning:
+        """Try all points: the first by itself, since its trainings choose the kind of evidence, then the others."""
+        for points in (range(1), range(1, len(self.points))):
+            todo = [(point, fold) for point in points for fold in range(len(self.folds))]
+            results = score_all(self.trial, [self.inner(*at) for at in todo]) if todo else []
+            self.results |= zip(todo, results, strict=True)
+        return self.choose()
 
     def inner(self, point: int, fold: int) -> InnerTraining:
         """Return the training of a point on an inner fold."""

@@ -36,6 +36,7 @@ METRIC_NAMES = {
     "auc_t": "time-dependent AUC",
     "hazard_ratio": "hazard ratio, high against low risk",
     "log_rank_p": "p of the log-rank test",
+    "integrated_brier": "integrated Brier score",
     "mae": "mean absolute error",
     "rmse": "root mean squared error",
     "r2": "R²",
@@ -109,8 +110,13 @@ def scored_rows(result: MethodResult, seed: int | None, split: str, level: Level
     """Return the test slides, or patients, of one split as arrays."""
     assert result.outcome is not None
     rows = [row for row in result.predictions if (row.part, row.seed, row.split) == ("test", seed, split)]
+    validated = [row for row in result.predictions if (row.part, row.seed, row.split) == ("val", seed, split)]
     cut = result.choices[split, seed].threshold
-    return scored_predictions(result.outcome, rows, level, cut, evaluate, as_array(result.known))
+    scored = scored_predictions(result.outcome, rows, level, cut, evaluate, as_array(result.known))
+    if not validated:
+        return scored
+    own = scored_predictions(result.outcome, validated, level, cut, evaluate)
+    return replace(scored, validation=(own.targets, own.scores))
 
 
 def scored_predictions(

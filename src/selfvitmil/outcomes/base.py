@@ -56,6 +56,8 @@ class Scored:
     known: Floats
     """(M, T) targets of training and validation slides."""
     evaluate: EvaluateSettings
+    validation: tuple[Floats, Floats] | None = None
+    """Targets and scores of validation slides (or patients) by the same models; None where there are none."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from selfvitmil.cohort.table import Cohort, SlideRow, listing
-from selfvitmil.errors import CohortError
+from selfvitmil.errors import CohortError, MetricError
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics import survival as metrics
 from selfvitmil.outcomes.base import (
@@ -218,7 +218,26 @@ class Survival(Outcome):
             "auc_t": auc_t,
             "hazard_ratio": lambda: metrics.hazard_ratio(time, event, high, strata=fold, level=level),
             "log_rank_p": log_rank,
+            "integrated_brier": lambda: self._integrated_brier(scored),
         }
+
+    def _integrated_brier(self, scored: Scored) -> Interval:
+        """Return the integrated Brier score of survival curves by Breslow's baseline of the validation slides."""
+        if scored.validation is None:
+            raise MetricError(
+                "no survival curves",
+                "risks become survival curves by the baseline hazard of validation slides, and there are none here",
+                code="no-validation-slides",
+            )
+        (own_time, own_event), own_risk = scored.validation[0].T, self.rank(scored.validation[1])
+        baseline = metrics.breslow_baseline(own_time, own_event, own_risk)
+        (time, event), (known_time, known_event) = scored.targets.T, scored.known.T
+        times = metrics.evaluation_times(known_time, known_event, time, event)
+        survival_NT = baseline.survival(self.rank(scored.scores), times)
+        return metrics.integrated_brier_score(
+            known_time, known_event, time, event, survival_NT, times, groups=scored.patients,
+            level=scored.evaluate.confidence,
+        )  # fmt: skip
 
     def paired(self, scored: Scored, baseline: Floats) -> tuple[Interval, str, float]:
         time, event = scored.targets.T
@@ -265,6 +284,14 @@ class DiscreteSurvival(Survival):
 
     def rank(self, scores_NK: Floats) -> Floats:
         return -np.cumprod(1 - scores_NK, axis=1).sum(axis=1)
+
+    def _integrated_brier(self, scored: Scored) -> Interval:
+        del scored
+        raise MetricError(
+            "no survival curves in time",
+            "intervals of time have other limits in every split; `survival` gives curves in time",
+            code="no-survival-curves",
+        )
 
 
 def _within(scored: Scored) -> dict[str, Any]:

@@ -35,6 +35,8 @@ DEFINITIONS = {
     "tile AUC": "AUC of tile scores within a slide: tiles with annotated tumour against tiles without.",
     "tile AP": "Average precision of tile scores within a slide.",
     "hit rate": "Share of positive slides whose highest-scoring tile has annotated tumour.",
+    "integrated Brier score": "Mean squared difference between the predicted probability to be event-free and what "
+    "happened, over time and patients, weighted for censoring. 0 is perfect; always stating 0.5 gives 0.25.",
     "C-index": "Share of pairs of patients in which the one whose event comes first has the higher risk. 0.5 is "
     "chance.",
     "Harrell's C-index": "Share of comparable pairs of patients in which the one whose event comes first has the "

@@ -540,15 +540,16 @@ def tune_methods(asked: Sequence[Asked], engine: Engine, store: BagStore) -> lis
     bags are small, as `make_models` does."""
     from selfvitmil.evaluate.inner_folds import score_elsewhere, tune
 
-    def score_all(todo: Sequence[tuple[Trial, InnerTraining]]) -> Results:
+    report = epoch_reporter()
+
+    def score_all(trial: Trial, todo: Sequence[InnerTraining]) -> Results:
         found: dict[int, tuple[float | None, EvidenceChoice | None]] = {}
-        at_once = store.device.type == "cpu" and engine.num_local > 1 and len(todo) > 2
-        if at_once and _are_small([(trial, each.training, None) for trial, each in todo]):
-            items = {str(place): each for place, (_, each) in enumerate(todo)}
+        at_once = store.device.type == "cpu" and engine.num_local > 1 and len(todo) > 1
+        if at_once and _are_small([(trial, each.training, None) for each in todo]):
+            items = {str(place): each for place, each in enumerate(todo)}
             done = engine.map(score_elsewhere, items, stage="tune", items_are="trainings", unit="trainings")
             found = {int(each.name): each.value for each in done if each.value is not None}
-        report = epoch_reporter()
-        for place, (trial, each) in enumerate(todo):  # one that failed elsewhere fails again here, and says why
+        for place, each in enumerate(todo):  # one that failed elsewhere fails again here, and says why
             if place not in found:
                 found[place] = each.score(trial.bag, store, report)
         return [found[place] for place in range(len(todo))]
