@@ -60,6 +60,7 @@ BY_HAND = {
     "pretrain_budget": "needs labelled tiles of patients and a GPU",
     "pretrain_protocol": "many runs of pretrain_budget",
     "small_cohorts": "takes hours",
+    "averaging": "takes an hour",
     "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",

@@ -21,6 +21,7 @@ from selfvitmil.evaluate.decisions import (
     set_threshold,
     useful_range,
 )
+from selfvitmil.evaluate.external import validate_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.metrics import DecisionCurve
 from selfvitmil.report.decisions import decisions_data
@@ -193,3 +194,22 @@ def test_package_carries_the_threshold_or_the_reason():
     assert "need 9" in why
     assert "earlier version" in packaged_threshold(None)[1]
     assert metrics.conformal_threshold([0, 1], [0.4, 0.6], 0.5).count == 2
+
+
+def test_external_validation_uses_the_threshold_of_the_package_and_warns_where_coverage_falls():
+    rows, elsewhere = predictions(val=100), predictions(seed=5, split="given")
+    threshold, _ = packaged_threshold(package_sets([row for row in rows if row.part == "val"], TWO, 0.9))
+    test = [row for row in elsewhere if row.part == "test"]
+    wrong = [replace(row, label=int(row.score[0] < 0.5)) for row in test]
+    for labelled, falls in ((test, False), (wrong, True)):
+        found = validate_predictions(labelled, TWO, EVALUATE, sets=(threshold, ""))
+        assert found.decisions_json is not None
+        sets = found.decisions_json["prediction_sets"]
+        assert sets["thresholds"][0]["quantile"] == threshold.quantile  # pyright: ignore[reportOptionalMemberAccess]
+        assert sets["wanted"] == 0.9
+        assert any("prediction sets" in text for text in found.warnings) is falls
+        assert found.to_json()["decisions"] == found.decisions_json
+    without = validate_predictions(test, TWO, EVALUATE, sets=packaged_threshold(None))
+    assert without.decisions_json is not None
+    assert without.decisions_json["prediction_sets"] is None
+    assert "earlier version" in without.decisions_json["reasons"]["prediction_sets"]

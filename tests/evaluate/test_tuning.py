@@ -125,7 +125,7 @@ def test_bad_default_is_beaten_and_the_model_says_so(tmp_path: Path):
     assert tried[0].mean is not None
     assert tried[1].mean > tried[0].mean + 0.2
     test = [row for row in result.predictions if row.part == "test" and row.seed is None]
-    assert auc([row.label for row in test], [row.score[0] for row in test]) > 0.9
+    assert auc([row.label for row in test], [row.score[0] for row in test]) > 0.7
 
 
 def test_stored_choice_is_used_again_until_something_changes(tmp_path: Path):
