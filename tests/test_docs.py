@@ -15,7 +15,7 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from selfvitmil.cli.flags import split_lists
+from selfvitmil.cli.flags import SHORT, split_lists
 from selfvitmil.cli.parser import app, output_flags
 from selfvitmil.settings import StudySettings
 
@@ -142,7 +142,7 @@ def test_a_wrong_flag_would_be_seen():
 @cache
 def all_flags() -> set[str]:
     arguments = [each for name in COMMANDS for each in app[name].assemble_argument_collection()]
-    common = {"--help", "--help-all", "--version", "--quiet", "--json", "--log-file"}
+    common = {"--help", "--help-all", "--version", "--quiet", "--json", "--log-file", *SHORT}
     return common | {flag for each in arguments for flag in each.names if flag.startswith("--")}
 
 

@@ -232,6 +232,8 @@ VERBATIM = ("batch",)
 """Sections whose texts may have commas."""
 OTHERS = ("--by",)
 """List options of commands that take commas too; names of slides and folders may have some."""
+SHORT = {"--tune": "--train.tune", "--no-tune": "--train.no-tune"}
+"""Short names of flags."""
 
 
 @cache
@@ -253,10 +255,11 @@ def _of(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def split_lists(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with values of list options that are separated by commas as values of their own."""
+    """Return the arguments with short names of flags written out, and with values of list options that are separated by
+    commas as values of their own."""
     found: list[str] = []
     inside = False
-    for each in arguments:
+    for each in (SHORT.get(given, given) for given in arguments):
         if each.startswith("--"):
             name, joined, value = each.partition("=")
             inside = name in list_options()

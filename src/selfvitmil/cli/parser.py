@@ -744,14 +744,10 @@ OWN_JSON = ("status", "doctor", "predict")
 """Commands whose `--json` prints data of their own."""
 
 
-SHORT = {"--tune": "--train.tune", "--no-tune": "--train.no-tune"}
-"""Short names of settings."""
-
-
 def call(arguments: Sequence[str]) -> int:
     """Run the command that the arguments ask for; return the exit status."""
     try:
-        given, how = output_flags(asked_for(split_lists([SHORT.get(each, each) for each in arguments])))
+        given, how = output_flags(asked_for(split_lists(arguments)))
         with printing(**how):
             status, error = _run(given)
             if how["as_json"]:

@@ -133,11 +133,12 @@ def fit_models(
 
 
 def evidence_lines(name: str, fitted: Fitted) -> list[str]:
-    """Which kinds of evidence the splits chose, and why."""
+    """Which kinds of evidence and which settings the splits chose, and why."""
     from selfvitmil.aggregate.selection import evidence_words
 
     choices = {run.split: run.evidence for run in fitted.runs if run.evidence is not None}
-    return [f"{name} looks for {text}" for text in evidence_words(list(choices.values()))]
+    tuned = [f"settings of {name}, {split}: {own.words}" for split, own in fitted.tuned.items()]
+    return [*tuned, *(f"{name} looks for {text}" for text in evidence_words(list(choices.values())))]
 
 
 def announce_recipes(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
