@@ -20,6 +20,7 @@ STAGES = [
     "slides",
     "tissue",
     "stain",
+    "quality",
     "tiles",
     "data",
     "encoder",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -121,7 +121,20 @@ def _tile(result: TileResult) -> Rendered:
         ]
     up_to_date = _num_up_to_date(found.outcome for found in slides.values())
     total = f"{sum(counts.values()):,} tiles of {len(slides)} of {result.num_slides} slides in tiles/{name}"
-    return Rendered((*result.notes, *_rebuilt(slides), *_few(warnings, f"tiles/{name}/tiles.csv"), total + up_to_date))
+    lines = (*_few(warnings, f"tiles/{name}/tiles.csv"), *_tile_quality(result), total + up_to_date)
+    return Rendered((*result.notes, *_rebuilt(slides), *lines))
+
+
+def _tile_quality(result: TileResult) -> Iterator[str]:
+    """Yield how many tiles quality control flagged, and how many of them are excluded."""
+    measured = [found.attributes for found in result.slides.values() if "flagged" in found.attributes]
+    if measured:
+        counts = {kind: sum(info["flagged"][kind] for info in measured) for kind in measured[0]["flagged"]}
+        flagged = ", ".join(f"{number:,} {kind}" for kind, number in counts.items() if number) or "none"
+        excluded, slides = sum(info["excluded"] for info in measured), sum(info["excluded"] > 0 for info in measured)
+        of_slides = f"{slides} slide{'s' * (slides > 1)}"
+        dropped = f"{excluded:,} excluded in {of_slides}" if excluded else "none excluded"
+        yield f"flagged tiles: {flagged}; {dropped}; see tiles/{result.tiling}/quality.html"
 
 
 def _synth(result: SynthResult) -> Rendered:

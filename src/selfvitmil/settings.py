@@ -127,6 +127,11 @@ class StainSettings(Settings):
     """Which tiles those are."""
 
 
+QualityKind = Literal["pen", "blur", "fold", "bubble", "blood"]
+QUALITY_KINDS: tuple[QualityKind, ...] = get_args(QualityKind)
+"""What quality control recognizes in tiles; see `selfvitmil.quality`."""
+
+
 class TileSettings(Settings):
     """How a slide is cut into tiles."""
 
@@ -140,6 +145,23 @@ class TileSettings(Settings):
     """Keep a tile when at least this fraction of it is tissue."""
     parent_mpp: tuple[Annotated[float, Field(ge=SMALLEST_MPP, le=LARGEST_TILE_MPP)], ...] = ()
     """Coarser resolutions cut beside it; every tile then knows the coarse tile around it (for multi-scale bags)."""
+    quality: bool = False
+    """Flag tiles with pen marks, blur, folds, bubbles or blood, in the tile table and on a page; none is dropped."""
+    exclude: tuple[QualityKind, ...] = ()
+    """Drop tiles flagged as these kinds (pen, blur, fold, bubble, blood), counted per slide; implies `quality`."""
+
+    @property
+    def with_quality(self) -> bool:
+        """Whether the quality of tiles is measured."""
+        return self.quality or bool(self.exclude)
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        """Accept `pen,blur` for two kinds; their order does not count."""
+        parts = cast(tuple[Any, ...], (value,) if isinstance(value, str) else tuple(value))
+        kinds = {kind.strip() for part in parts for kind in str(part).split(",")}
+        return tuple(sorted(kinds, key=lambda kind: QUALITY_KINDS.index(kind) if kind in QUALITY_KINDS else -1))
 
     @field_validator("parent_mpp", mode="before")
     @classmethod

@@ -5,7 +5,9 @@ px at 0.5 um/px is 112 um wide on every scanner. Next to the table are a picture
 the contour of the tissue (`<slide>.geojson`, for QuPath).
 
 File layout (version 1): dataset `coords` (N, 2) int64, level-0 top left, in reading order, with TRIDENT's attributes;
-`tissue` (N,) float32; `annotated` (N,) float32, the fraction of each tile inside annotated tumour, if the cohort links
+`tissue` (N,) float32; with `tile.quality`, group `quality` with `scores` (N, 5) float32 and `flagged` (N, 5) bool,
+whose columns its attribute `kinds` names, and the same with `coords` in `quality/excluded` for the tiles that
+`tile.exclude` dropped; `annotated` (N,) float32, the fraction of each tile inside annotated tumour, if the cohort links
 an annotation; `parents/<tiling>` (N,) int64, row of the coarse tile around each tile, -1 where none fits into the
 slide; group `stain` with the slide's fit; file attributes `schema`, `format_version`, `made_from` (hash of settings
 and inputs), `settings` and `inputs` (JSON), from which a rerun finds what changed.
@@ -38,10 +40,11 @@ from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.engine import is_transient
 from selfvitmil.errors import AnnotationError, ArtefactError, MissingMppError, SlideError, TissueError
 from selfvitmil.geometry import box_fractions, extent_l0, grid_origins, nominal_magnification
-from selfvitmil.settings import StudySettings, TileSettings, tiling_name, upsampling_warning
+from selfvitmil.quality import TileQuality, draw_examples, measure_quality
+from selfvitmil.settings import QUALITY_KINDS, StudySettings, TileSettings, tiling_name, upsampling_warning
 from selfvitmil.slides import Slide, SlideRef, fingerprint
 from selfvitmil.store.files import file_fingerprint, hash_of, open_hdf5, write_bytes
-from selfvitmil.store.layout import thumbnail_of
+from selfvitmil.store.layout import quality_examples_of, thumbnail_of
 from selfvitmil.store.provenance import (
     FRESH,
     MISSING,
@@ -59,6 +62,8 @@ from selfvitmil.tissue import Tissue, find_tissue, grey_of, own_mask_path
 
 SCHEMA = "selfvitmil.tiles"
 FORMAT_VERSION = 1
+QUALITY_VERSION = 1
+"""Of the rules of quality control; another version makes tables with quality stale."""
 SECTIONS = {"slide", "tissue", "stain", "tile"}
 """Sections of the settings that affect a tile table."""
 MAX_TILES = 10_000_000
@@ -93,6 +98,10 @@ class TileTable:
     """The slide's stain fit; None when stains are normalized per tile or not at all."""
     annotated: NDArray[np.float32] | None = None
     """(N,) fraction of each tile inside annotated tumour; None without an annotation."""
+    quality: TileQuality | None = None
+    """Quality of the tiles; None where it was not measured."""
+    excluded: tuple[Coords, TileQuality] | None = None
+    """Corners (M, 2) and quality of the tiles that `tile.exclude` dropped; None where it was not measured."""
     parents: Mapping[str, Coords] = field(default_factory=dict)
     """Tiling name of a coarser table -> (N,) row of the parent tile, or -1."""
     parent_digests: Mapping[str, str] = field(default_factory=dict)
@@ -239,9 +248,10 @@ def tile_slide(job: TileJob) -> TiledSlide:
             tissue = find_tissue(slide, job.settings.tissue, job.slide.name)
             tables = _cut(slide, tissue, job)
             picture = draw_qc_picture(tables[0], tissue, qc_thumbnail(slide, tissue))
+            examples = _examples(slide, tables[0])
     except (TissueError, AnnotationError, MissingMppError) as error:
         if not is_transient(error):
-            for path in (*_tables(job), *_companion_files(job)):
+            for path in (*_tables(job), *_companion_files(job), quality_examples_of(target)):
                 path.unlink(missing_ok=True)
         raise
     for table in tables[1:]:  # coarse tables first: the fine table marks completion
@@ -250,6 +260,10 @@ def tile_slide(job: TileJob) -> TiledSlide:
     write_bytes(thumbnail_of(target), picture)
     contours = mask_to_annotations(tissue.mask, tissue.mpp, fine.slide_mpp, group="Tissue")
     write_annotations(target.with_suffix(".geojson"), contours)
+    if examples is None:
+        quality_examples_of(target).unlink(missing_ok=True)
+    else:
+        write_bytes(quality_examples_of(target), examples)
     write_tiles(target, fine, provenance)
     return TiledSlide(len(fine), outcome_of(freshness), fine.attributes)
 
@@ -272,6 +286,18 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
             "Lower tile.min_tissue or tile.size_px, or take the slide out of the cohort",
             code="no-tiles",
         )
+    quality, dropped = None, np.zeros(len(kept), bool)
+    if tile.with_quality:
+        quality = measure_quality(slide, tissue, boxes[kept])
+        dropped[kept] = quality.has_any(tile.exclude)
+        kept &= ~dropped
+        if not kept.any():
+            raise TissueError(
+                f"{slide.path.name}: tile.exclude leaves none of {dropped.sum()} tiles",
+                f"they are flagged as {', '.join(kind for kind, number in quality.counts().items() if number)}",
+                "Look at the slide, exclude fewer kinds, or take the slide out of the cohort",
+                code="all-tiles-excluded",
+            )
     coverage, counts, notes = _annotated(job.annotation, boxes, kept)
     fine = TileTable(
         slide=job.slide.name,
@@ -284,6 +310,12 @@ def _cut(slide: Slide, tissue: Tissue, job: TileJob) -> list[TileTable]:
         size_l0=slide.size_l0,
         annotated=None if coverage is None else coverage[kept].astype(np.float32),
     )
+    if quality is not None:
+        is_dropped = dropped[kept | dropped]
+        fine = replace(
+            fine, quality=quality.part(~is_dropped), excluded=(candidates[dropped], quality.part(is_dropped))
+        )
+        counts |= {"flagged": quality.counts(), "excluded": int(dropped.sum())}
     if warning := upsampling_warning(slide.mpp, tile.mpp):
         notes.append(warning)
     fit = _fit_stain(slide, fine, job.settings)
@@ -332,12 +364,27 @@ def _parent_table(fine: TileTable, tissue: Tissue, mpp: float) -> TileTable:
     coords, _ = parent_rows(fine, fine.size_l0, mpp)
     boxes = boxes_l0(coords, extent_l0(fine.size_px, mpp, fine.slide_mpp))
     fractions = mask_fractions(boxes, tissue, fine.slide_mpp).astype(np.float32)
-    return replace(fine, coords_l0=coords, tissue=fractions, mpp=mpp, annotated=None)
+    return replace(fine, coords_l0=coords, tissue=fractions, mpp=mpp, annotated=None, quality=None, excluded=None)
+
+
+def _examples(slide: Slide, table: TileTable) -> bytes | None:
+    """Return a picture of flagged tiles, excluded ones too; None where quality was not measured."""
+    if table.quality is None or table.excluded is None:
+        return None
+    coords = np.concatenate([table.coords_l0, table.excluded[0]])
+    both = (table.quality, table.excluded[1])
+    scores, flagged = (np.concatenate([getattr(one, name) for one in both]) for name in ("scores", "flagged"))
+
+    def read(row: int) -> NDArray[np.uint8]:
+        x, y = coords[row].tolist()
+        return slide.read_tile(x, y, table.size_px, table.mpp)
+
+    return draw_examples(TileQuality(scores, flagged), read)
 
 
 def _annotated(
     path: Path | None, boxes: NDArray[np.float64], kept: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64] | None, dict[str, int], list[str]]:
+) -> tuple[NDArray[np.float64] | None, dict[str, Any], list[str]]:
     """Return the tumour fraction of every candidate tile, how many the tissue filter drops, and notes for the user."""
     if path is None:
         return None, {}, []
@@ -391,7 +438,13 @@ def without_mask_folder(settings: StudySettings) -> StudySettings:
 
 def _relevant(settings: StudySettings) -> dict[str, Any]:
     """Return all settings that affect a table."""
-    return without_mask_folder(settings).model_dump(mode="json", include=SECTIONS)
+    record = without_mask_folder(settings).model_dump(mode="json", include=SECTIONS)
+    # Absent where they are off: tables of versions that did not have them stay up to date.
+    wanted = {"quality": settings.tile.with_quality, "exclude": settings.tile.exclude}
+    record["tile"] = {key: value for key, value in record["tile"].items() if wanted.get(key, True)}
+    if settings.tile.with_quality:
+        record["tile"]["quality"] = QUALITY_VERSION
+    return record
 
 
 def _inputs(job: TileJob) -> dict[str, str | float | None]:
@@ -479,6 +532,12 @@ def write_tiles(path: Path, table: TileTable, provenance: Provenance) -> None:
         file.create_dataset("tissue", data=table.tissue.astype(np.float32))
         if table.annotated is not None:
             file.create_dataset("annotated", data=table.annotated.astype(np.float32))
+        if table.quality is not None and table.excluded is not None:
+            group = file.create_group("quality")
+            group.attrs["kinds"] = list(QUALITY_KINDS)
+            _write_quality(group, table.quality)
+            group.create_dataset("excluded/coords", data=table.excluded[0].astype(np.int64))
+            _write_quality(group["excluded"], table.excluded[1])
         for name, rows in table.parents.items():
             file.create_dataset(f"parents/{name}", data=rows.astype(np.int64)).attrs["coords_sha256"] = (
                 table.parent_digests[name]
@@ -486,6 +545,15 @@ def write_tiles(path: Path, table: TileTable, provenance: Provenance) -> None:
         if table.stain is not None:
             file.create_group("stain").attrs["fit"] = json.dumps(table.stain.to_attributes(), sort_keys=True)
     write_bytes(path, content.getvalue())
+
+
+def _write_quality(group: Any, quality: TileQuality) -> None:
+    group.create_dataset("scores", data=quality.scores)
+    group.create_dataset("flagged", data=quality.flagged)
+
+
+def _read_quality(group: Any) -> TileQuality:
+    return TileQuality(group["scores"][:], group["flagged"][:])
 
 
 def read_tiles(path: Path) -> TileTable:
@@ -534,7 +602,7 @@ def _table_from(file: Any) -> TileTable:
         )
     coords = file["coords"]
     check_slide_name(str(coords.attrs["name"]))
-    parents = file.get("parents", {})
+    parents, quality = file.get("parents", {}), file.get("quality")
     return TileTable(
         slide=str(coords.attrs["name"]),
         coords_l0=coords[:],
@@ -546,6 +614,8 @@ def _table_from(file: Any) -> TileTable:
         size_l0=(int(coords.attrs["level0_width"]), int(coords.attrs["level0_height"])),
         stain=stain.StainFit.from_attributes(json.loads(file["stain"].attrs["fit"])) if "stain" in file else None,
         annotated=file["annotated"][:] if "annotated" in file else None,
+        quality=_read_quality(quality) if quality is not None else None,
+        excluded=(quality["excluded/coords"][:], _read_quality(quality["excluded"])) if quality is not None else None,
         parents={name: parents[name][:] for name in parents},
         parent_digests={name: str(parents[name].attrs["coords_sha256"]) for name in parents},
         attributes=json.loads(file.attrs["attributes"]),

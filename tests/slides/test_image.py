@@ -225,7 +225,7 @@ def test_a_folder_of_images_is_a_cohort_unless_it_has_slides(tmp_path: Path, pix
     (tmp_path / "notes.txt").touch()
     cohort = read_cohort(tmp_path)
     assert list(cohort.slides) == ["a", "b"]
-    assert any("2 PNG and JPEG" in text for text in cohort.warnings)
+    assert any("taken as slides (2)" in text for text in cohort.warnings)
     tifffile.imwrite(tmp_path / "c.tif", pixels, photometric="rgb")
     cohort = read_cohort(tmp_path)
     assert list(cohort.slides) == ["c"]

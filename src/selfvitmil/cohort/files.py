@@ -417,6 +417,7 @@ def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
             FoundSlide(Path(file).stem.strip(), place.folder / file, str(place.relative / file))
             for file in place.files
             if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
+            and not any(other.lower().endswith((".vms", ".vmu")) for other in place.files)  # whose pixels they may be
         ]
         slides = [file for file in place.files if is_slide(file)]
         parts = [file for file in slides if file.lower().endswith(".dcm")]
@@ -443,9 +444,9 @@ def find_slides(root: Path) -> tuple[list[FoundSlide], list[str]]:
         )
     warnings = [f"{dicom} folders of .dcm files are taken as one slide each."] if dicom else []
     if images and not found:
-        found, warnings = images, [f"{len(images)} PNG and JPEG images are taken as slides: there are no others."]
+        found, warnings = images, [f"PNG and JPEG images are taken as slides ({len(images)}): there are no others."]
     elif images:
-        warnings.append(f"{len(images)} PNG and JPEG images are not taken as slides; a cohort.csv may list them.")
+        warnings.append(f"PNG and JPEG images are not taken as slides ({len(images)}); a cohort.csv may list them.")
     return sorted(found, key=lambda slide: (slide.name, slide.where)), warnings
 
 

@@ -65,7 +65,7 @@ SETTINGS: dict[str, set[str]] = {
     "slide": {"reader"},
     "tissue": set(TissueSettings.model_fields) - {"folder"},
     "stain": set(StainSettings.model_fields),
-    "tile": {"size_px", "mpp", "overlap_px", "min_tissue", "parent_mpp"},
+    "tile": {"size_px", "mpp", "overlap_px", "min_tissue", "parent_mpp", "exclude"},
     "embed": {"batch", "precision"},
     "localize": {
         *("score", "scale", "z_limit", "gate"),

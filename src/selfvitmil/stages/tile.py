@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.engine import Engine
@@ -25,7 +26,7 @@ from selfvitmil.stages.base import (
 )
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv, write_text
-from selfvitmil.store.layout import tiling_summary
+from selfvitmil.store.layout import quality_page, tiling_summary
 from selfvitmil.store.provenance import MISSING
 from selfvitmil.study import Study, map_slides, num_tiles
 
@@ -62,8 +63,10 @@ def tile(study: Study, engine: Engine) -> TileResult:
         done, failures = map_slides(engine, study.root, work.stage, work.function, work.jobs, **work.options)
         if done:
             write_text(folder / "settings.toml", to_toml(without_mask_folder(settings), SECTIONS))
-            rows = [list(map(cell, _tiles_row(slide, found).values())) for slide, found in done.items()]
-            write_csv(tiling_summary(folder), [TILES_HEADER, *rows])
+            rows = [_tiles_row(slide, found) for slide, found in done.items()]
+            header = max(map(list, rows), key=len)  # with quality, there are more columns
+            write_csv(tiling_summary(folder), [header, *([cell(row.get(key)) for key in header] for row in rows)])
+            _write_quality_page(folder, done, settings.tile.exclude)
         study.forget_claims("tile")
     return TileResult(study.tiling, done, len(work.jobs), failures=tuple(failures), notes=study.cohort_notes)
 
@@ -104,7 +107,25 @@ TILES_HEADER = (
 def _tiles_row(slide: str, found: TiledSlide) -> dict[str, Any]:
     """Return a row of tiles.csv."""
     info = {"slide": slide, "tiles": found.num_tiles}
-    return {**info, **{column: found.attributes.get(column) for column in TILES_HEADER[2:]}}
+    row = {**info, **{column: found.attributes.get(column) for column in TILES_HEADER[2:]}}
+    if "flagged" in found.attributes:
+        row |= {"excluded": found.attributes["excluded"], **found.attributes["flagged"]}
+    return row
+
+
+def _write_quality_page(folder: Path, done: Mapping[str, TiledSlide], exclude: tuple[str, ...]) -> None:
+    """Write the page on the quality of tiles, or remove that of earlier settings."""
+    path = quality_page(folder)
+    if not any("flagged" in found.attributes for found in done.values()):
+        path.unlink(missing_ok=True)
+        return
+    from selfvitmil.report.tile_quality import quality_page_of
+
+    page = quality_page_of(
+        folder, {slide: (found.num_tiles, found.attributes) for slide, found in done.items()}, exclude
+    )
+    if page is not None:
+        write_text(path, page)
 
 
 BYTES_PER_TILE, BYTES_PER_SLIDE = 28, 400_000

@@ -230,6 +230,16 @@ def thumbnail_of(tile_table: Path) -> Path:
     return tile_table.with_suffix(".jpg")
 
 
+def quality_examples_of(tile_table: Path) -> Path:
+    """Return the picture of flagged tiles of the slide of a tile table."""
+    return tile_table.parent / "quality" / f"{tile_table.stem}.jpg"
+
+
+def quality_page(tiling: Path) -> Path:
+    """Return the page on the quality of tiles in the folder of a tiling."""
+    return tiling / "quality.html"
+
+
 def tiling_summary(tiling: Path) -> Path:
     """Return the table of tile counts and warnings in the folder of a tiling, one row per slide."""
     return tiling / "tiles.csv"
