@@ -30,6 +30,7 @@ def test_the_notebook_is_stored_without_outputs():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -49,6 +50,9 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     heatmap = outputs(notebook, "study.heatmap(")
     assert "image/png" in heatmap
     assert re.search(r"slide_\d+ probability [01]\.\d\d", heatmap)
+    assert "image/png" in outputs(notebook, "plt.subplots(2, 6")
+    assert '<iframe src="http://127.0.0.1:' in outputs(notebook, "study.view()")
+    assert "image/svg+xml" in outputs(notebook, "kaplan_meier")
     assert "torch.Size([4, 480])" in outputs(notebook, "encoder.embed(")
     shapes = re.findall(r"torch\.Size\(\[([\d, ]+)\]\)", outputs(notebook, "aggregators.DSMIL("))
     assert shapes[0] == "1"

@@ -125,7 +125,9 @@ def test_the_viewer_follows(place: Path, tmp_path: Path):
     arrive(place, incoming, "b", age_s=1)
     assert watched(place, incoming, out) == []
     listed = {row["name"]: row for row in viewed.study_data()["slides"]}
-    assert (set(listed), listed["b"]["predictions"]) == ({"a", "b"}, {})  # it waits
+    assert (set(listed), listed["b"]["predictions"]) == ({"a", "b"}, {})
+    assert viewed.study_data()["queue"]
+    assert [listed[name]["waits"] for name in "ab"] == [False, True]
 
 
 @pytest.mark.parametrize(("every", "folder", "code"), [(0.0, "in", "watch-pause"), (5.0, "nowhere", "watch-folder")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of made slides with an untrained encoder and an evaluated aggregator."""
     folder = tmp_path_factory.mktemp("package") / "study"
     synthetic.make_cohort(folder.parent / "cohort", slides=12, seed=1, size=SIZE, test_fraction=0.25)
+    table = folder.parent / "cohort" / "cohort.csv"
+    head, *rows = table.read_text(encoding="utf-8").splitlines()
+    sites = [f"{row},{'Springfield' if k % 3 else 'Shelbyville'}" for k, row in enumerate(rows)]
+    table.write_text("\n".join([f"{head},hospital", *sites]), encoding="utf-8")
     folder.mkdir()
     (folder / "study.toml").write_text(STUDY)
     torch.manual_seed(4)  # an encoder by whose vectors something is learned: else there is no calibration
@@ -378,6 +383,18 @@ def test_the_card_tells_data_threshold_and_figures(study: Path, model: Path):
     assert "keep_min_lr" not in card
     counts = metrics["slides"]["given"]["test"]["slides"]
     assert f"| tested on | {counts['normal']} | {counts['tumor']} |" in card
+
+
+def test_the_card_has_subgroups_by_site_without_the_sites(study: Path, model: Path):
+    card, text = ((model / name).read_text() for name in ("MODEL_CARD.md", "package.json"))
+    cohort = rows_of(study / "cohort.csv")
+    counts = Counter(row["hospital"] for row in cohort if row["split"] == "test")
+    assert len(counts) == 2
+    for number, name in enumerate(sorted(counts), 1):
+        assert f"| hospital {number} | {counts[name]} |" in card
+        assert name not in card + text
+    assert "## Out of scope" in card
+    assert f"its metrics rest on {sum(counts.values())} test slides" in card
 
 
 def altered_weights(folder: Path) -> None:

@@ -30,11 +30,14 @@ pytest.importorskip("playwright.sync_api", reason="no Playwright: the viewer can
 
 from helpers.browser import CHROMIUM, MadeStudy, accessibility_problems, browsing, make_study, serving
 from selfvitmil.cohort import SlideRow
+from selfvitmil.cohort.table import make_cohort
 from selfvitmil.localize.detection import rank_tiles
 from selfvitmil.localize.heatmap import Heatmap, read_heatmap, write_heatmap
+from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide
 from selfvitmil.view.export import write_folder
 from selfvitmil.view.server import BackgroundViewer
+from selfvitmil.view.study import ViewedStudy
 
 pytestmark = [
     pytest.mark.slow,
@@ -221,6 +224,28 @@ def test_list_of_ten_thousand(desk: SimpleNamespace, address: str, study: MadeSt
     assert rows(page).count() < 60
     page.get_by_label("Search slides").fill("slide_0777")
     assert page.locator("#count").inner_text().startswith("10 of 10,000 slides")
+
+
+def test_predictions_that_arrive_are_shown_without_a_reload(desk: SimpleNamespace, tmp_path: Path, study: MadeStudy):
+    page = desk.page
+    page.clock.install()
+    first, second = study.rows[:2]
+    write_heatmap(tmp_path / "maps" / "m" / f"{first.slide}.h5", map_of(study, first.slide), "made")
+    cohort = make_cohort(study.rows[:2], "cohort.csv")
+    queue = ViewedStudy(tmp_path, cohort, StudySettings(), queue=True)
+    with serving(queue) as url:
+        page.goto(url)
+        page.wait_for_selector("html[data-ready]")
+        waiting = rows(page, re.compile(second.slide))
+        assert waiting.inner_text().split("\n") == [second.slide, "waits"]
+        assert page.locator("#count").inner_text() == "2 slides · 1 waiting"
+        write_heatmap(tmp_path / "maps" / "m" / f"{second.slide}.h5", map_of(study, second.slide), "made")
+        page.wait_for_timeout(2100)  # folders are listed again at most every two seconds
+        page.clock.fast_forward(10_100)
+        wait(page, lambda: page.locator("#count").inner_text() == "2 slides")
+        assert "0.12" in waiting.inner_text()
+        page.goto("about:blank")
+        desk.requests.clear()
 
 
 # ---------------------------------------------------------------------------------------------------- the map

@@ -23,6 +23,8 @@ from selfvitmil.errors import CohortError, ConfigError
 
 Counts = NDArray[np.int64]
 
+SITE_COLUMNS = ("site", "center", "centre", "hospital", "institution", "laboratory", "lab")
+"""Columns of a cohort that say where a slide is from."""
 RESTARTS = 20
 PERMUTATIONS = 1000
 ASSOCIATED, SIGNIFICANT = 0.3, 0.05

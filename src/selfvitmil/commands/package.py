@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from selfvitmil.cohort import Split
-from selfvitmil.cohort.table import listing
-from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.cohort.sites import SITE_COLUMNS
+from selfvitmil.cohort.table import column_key, listing
+from selfvitmil.errors import ArtefactError, CohortError, ConfigError
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml, without_removed
 from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
@@ -90,6 +91,7 @@ def package(
             about["prediction_sets"] = package_sets(validated, cases.class_names, settings.evaluate.coverage)
         if about["evaluation"] is not None:
             about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
+            about["evaluation"]["subgroups"] = _subgroups(tested, cases, settings)
         contents = PackageParts(
             about,
             model_card(about, ood, carried),
@@ -410,6 +412,34 @@ def _evaluation(
     }
     tested = [row for row in rows if (row.method, row.split, row.part) == (method, split, "test")]
     return {"num": whole["num"], "confidence": confidence, "figures": figures}, tested
+
+
+def _subgroups(tested: Sequence[Prediction], cases: Cases, settings: StudySettings) -> list[dict[str, Any]]:
+    """Return metrics of the test slides by site, where the cohort names several; the sites themselves stay here."""
+    from selfvitmil.evaluate.subgroups import subgroup_tables
+
+    slides = {row.slide for row in tested}
+    found: list[dict[str, Any]] = []
+    for column in cases.cohort.extra_columns if cases.outcome is None else ():
+        values = {row.slide: row.value(column) for row in cases.cohort.rows if row.slide in slides}
+        if column_key(column) not in SITE_COLUMNS or len(set(values.values()) - {None}) < 2:
+            continue
+        try:
+            table = subgroup_tables(tested, {column: values}, cases.class_names, settings.evaluate)[0]
+        except CohortError:
+            continue  # more values than can be subgroups
+        groups = [
+            {
+                "slides": group.num_slides,
+                "metrics": {
+                    name: None if each is None else {"value": each.value, "low": each.low, "high": each.high}
+                    for name, each in group.metrics.items()
+                },
+            }
+            for group in table.groups
+        ]
+        found.append({"column": column, "groups": groups})
+    return found
 
 
 def _references(predictions: Sequence[Prediction], cases: Cases, settings: StudySettings) -> list[dict[str, Any]]:

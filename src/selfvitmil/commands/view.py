@@ -91,4 +91,5 @@ def viewed_study(study: Study, pseudonyms: bool) -> ViewedStudy:
         return cohort, names_of(study.root, cohort, pseudonyms=pseudonyms)
 
     cohort, names = read()
-    return ViewedStudy(study.root, cohort, study.settings, names, follow=(table, read))
+    queue = table == study.layout.work.cohort
+    return ViewedStudy(study.root, cohort, study.settings, names, follow=(table, read), queue=queue)

@@ -26,11 +26,13 @@ def model_card(about: Mapping[str, Any], ood: TrainingDistribution, settings: St
         f"# {about['name']}",
         _what(about),
         "## Intended use\n\n" + _use(about),
+        "## Out of scope\n\n" + _out_of_scope(about),
         "## Data\n\n" + _data(about),
         "## Slides it expects\n\n" + _expects(about, ood, settings),
         "## Training\n\n" + _training(about),
         "## Evaluation\n\n" + _evaluation(about),
-        "## Limits\n\n" + _limits(ood),
+        "## Subgroups\n\n" + _subgroups(about),
+        "## Limits\n\n" + _limits(about, ood),
         "## How to use it\n\n" + _how(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -64,6 +66,21 @@ def _use(about: Mapping[str, Any]) -> str:
     return (
         f"{RESEARCH_ONLY}.\n\nFor slides like those it was trained on, it returns {output}, a decision, and a heatmap. "
         "Slides that are out of distribution are flagged; a slide without a flag can still be misclassified."
+    )
+
+
+def _out_of_scope(about: Mapping[str, Any]) -> str:
+    asked = f"anything but {', '.join(about['classes'])}"
+    if (outcome := _outcome(about)) is not None:
+        asked = f"anything but {outcome.words}"
+    return markdown_list(
+        [
+            "diagnosis, screening, or any decision about a patient, with or without a person who looks at it",
+            f"other questions: {asked} is answered as if it did not exist",
+            "other organs, species, stains, or preparations (frozen sections, cytology) than those it was trained on",
+            "scanners and laboratories it was never tested on, before `predict --labels` has shown how it does there",
+            "slides that `predict` flags as out of distribution",
+        ]
     )
 
 
@@ -158,9 +175,43 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     return f"{words}\n\n{markdown_table(rows)}"
 
 
-def _limits(ood: TrainingDistribution) -> str:
+def _subgroups(about: Mapping[str, Any]) -> str:
+    evaluation = about["evaluation"]
+    if evaluation is None:
+        return NOT_EVALUATED
+    tables = evaluation.get("subgroups") or ()
+    if not tables:
+        return (
+            "Not known: the cohort has no column (site, hospital, laboratory ...) with several values on the test set,"
+            " or too many. `predict --labels` with such columns evaluates them."
+        )
+    parts: list[str] = []
+    for table in tables:
+        names = list(table["groups"][0]["metrics"])
+        rows: list[tuple[str, ...]] = [(table["column"], "test slides", *names)]
+        for number, group in enumerate(table["groups"], 1):
+            shown = (_with_limits(group["metrics"][name]) for name in names)
+            rows.append((f"{table['column']} {number}", str(group["slides"]), *shown))
+        parts.append(markdown_table(rows))
+    words = "Values are numbered, since they may name places; subgroups are small, and differences may be chance."
+    return "\n\n".join([words, *parts])
+
+
+def _with_limits(metric: Mapping[str, Any] | None) -> str:
+    if metric is None:
+        return "-"
+    value, limits = value_and_limits(metric)
+    return f"{value} ({limits})" if limits else value
+
+
+def _limits(about: Mapping[str, Any], ood: TrainingDistribution) -> str:
+    evaluation = about["evaluation"]
+    tested = "its metrics on new slides are not known"
+    if evaluation is not None:
+        tested = f"its metrics rest on {evaluation['num']} test slides; the intervals above say how sure they are"
     return markdown_list(
         [
+            tested,
             f"it knows {ood.num_train} training slides; other scanners, stains, organs and diseases were not seen",
             "scores are those of the training's mix of patients, and only calibrated where that is said above",
             "a heatmap shows which tiles the prediction is based on, which need not be where a pathologist would look",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.sites import SITE_COLUMNS
 from selfvitmil.cohort.table import column_key
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.comparison import COLOR_ROW, UNTRAINED_ROW, ComparisonRow, holm, paired_rows
@@ -42,7 +43,6 @@ SIMPLE_BASELINES = {
 }
 """Rows of a comparison that any method should beat, and their names: a linear classifier of the mean embedding or of
 the highest tile, embeddings of a network with random weights, and no network at all."""
-SITE_COLUMNS = ("site", "center", "centre", "hospital", "institution", "laboratory", "lab")
 FEW_SLIDES = 50
 """Fewer test slides of a class than this are called few: a share of 0.9 then has 95 % limits wider than 0.17."""
 CARD_PX = 300

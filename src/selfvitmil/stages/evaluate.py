@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfvitmil.engine import Engine
+from selfvitmil.errors import ConfigError
 from selfvitmil.settings import to_toml
 from selfvitmil.stages.base import (
     Basis,
@@ -89,12 +90,29 @@ class EvaluateResult(StageResult):
         """Draw observed frequencies against predicted probabilities of the test slides."""
         return draw_curve("calibration", self.predictions, self.result.class_names)
 
+    def figure(self, name: str) -> Picture:
+        """Return a figure of the results' folder, `kaplan_meier` for instance; a notebook shows it."""
+        file = self.folder / f"{name}.svg"
+        if not file.is_file():
+            there = ", ".join(sorted(path.stem for path in self.folder.glob("*.svg"))) or "none"
+            raise ConfigError(f"{name}: there is no such figure", f"there are {there}", code="no-figure")
+        return Picture(file.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A drawn figure, as SVG text."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
 
 def draw_curve(
     kind: Literal["roc", "pr", "calibration"], predictions: Iterable[Prediction], class_names: Sequence[str]
 ) -> Figure:
     """Draw a figure of one method's test slides, by the mean probability over seeds."""
-    from selfvitmil.errors import ConfigError
     from selfvitmil.evaluate import figures, samples_of
 
     predictions = list(predictions)

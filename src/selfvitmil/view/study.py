@@ -227,8 +227,13 @@ class ViewedStudy:
         settings: StudySettings,
         names: Names | None = None,
         follow: tuple[Path, Callable[[], tuple[Cohort, Names]]] | None = None,
+        queue: bool = False,
     ):
-        """`follow` is the table of the cohort and how to read it: slides that are added appear with the next list."""
+        """`follow` is the table of the cohort and how to read it: slides that are added appear with the next list.
+
+        `queue`: these are predictions, and slides without one wait for theirs.
+        """
+        self.queue = queue
         self.folder = folder.resolve()
         self.settings = settings
         self.index = HeatmapIndex(folder, ())
@@ -296,6 +301,7 @@ class ViewedStudy:
             "research_notice": NOTICE,
             "exported": False,
             "pseudonyms": self.names.hidden,
+            "queue": self.queue,
             "models": [model_data(model) for model in models],
             "slides": [self._slide_row(slide, models, failed.get(slide.row.slide)) for slide in self.slides.values()],
             "failures": self._failures_data((*failures, *found.failures)),
@@ -318,9 +324,11 @@ class ViewedStudy:
             problem = "The slide's file is not where the cohort says. Was it moved, or is its drive not mounted?"
         elif failure is not None:
             problem = self.names.text(f"{failure.stage}: {failure.reason}")
+        done = any(row.slide in model.heatmaps for model in models)
         return {
             "id": slide.id,
             "name": slide.name,
+            "waits": self.queue and exists and failure is None and not done,
             "label": row.label,
             "patient": self.names.patient(row.patient),
             "split": row.split,

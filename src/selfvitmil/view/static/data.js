@@ -38,6 +38,7 @@
  * @property {string|null} label
  * @property {string|null} patient
  * @property {string|null} split
+ * @property {boolean} waits whether its prediction is still to come
  * @property {"ok"|"missing"|"failed"} status
  * @property {string} problem
  * @property {string|null} thumbnail
@@ -46,6 +47,7 @@
  * @typedef {object} Study
  * @property {string} title
  * @property {string} research_notice
+ * @property {boolean} queue whether slides and predictions are still arriving
  * @property {Model[]} models
  * @property {SlideRow[]} slides
  * @property {{name: string, stage: string, reason: string, remedy: string}[]} failures

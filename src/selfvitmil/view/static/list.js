@@ -71,6 +71,7 @@ export function findSlides(slides, search, model) {
     const parts = [slide.name, slide.label, slide.patient, slide.split, prediction?.decision];
     if (slide.status !== "ok") parts.push(slide.status, slide.problem);
     if (isWrong(slide, model)) parts.push("wrong");
+    if (slide.waits) parts.push("waits");
     const text = parts.filter(Boolean).join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
@@ -149,7 +150,7 @@ export class SlideList {
     const rows = [];
     for (let index = first; index < last; index += 1) {
       const slide = this.slides[index];
-      const key = `${slide.id} ${this.model?.id}`;
+      const key = `${slide.id} ${this.model?.id} ${slide.status} ${slide.waits}`;
       const row = there.get(key) ?? this.#row(slide, key);
       row.style.top = `${index * ROW_PX}px`;
       row.classList.toggle("active", index === this.active);
@@ -183,6 +184,7 @@ export class SlideList {
     const chips = make("div.chips");
     if (slide.label !== null) chips.append(make("span.chip", { title: "Label of the slide" }, slide.label));
     const prediction = this.model && slide.predictions[this.model.id];
+    if (slide.waits) return [make("span.chip", { title: "Its prediction is still to come" }, "waits")];
     if (!prediction) {
       if (this.model) chips.append(make("span.quiet", {}, "no heatmap"));
       return [chips];

@@ -20,6 +20,7 @@ import { fromHash, PLAIN, SORT_NAMES, START, toHash } from "./state.js";
 
 const KEPT_HEATMAPS = 6;
 const TILES_ACROSS = 7;
+const LOOK_AGAIN_MS = 10_000;
 const NARROW = matchMedia("(max-width: 820px)");
 
 class Viewer {
@@ -28,7 +29,7 @@ class Viewer {
     /** @type {State} */
     this.state = { ...START };
     /** @type {import("./data.js").Study} */
-    this.study = { title: "", research_notice: "", models: [], slides: [], failures: [] };
+    this.study = { title: "", research_notice: "", queue: false, models: [], slides: [], failures: [] };
     /** @type {import("./data.js").SlideInfo|null} */
     this.slide = null;
     /** @type {Map<string, Promise<{heatmap: Heatmap, lesions: import("./data.js").LesionJson[]}>>} */
@@ -66,14 +67,40 @@ class Viewer {
     document.title = this.study.title || "selfvitmil";
     byId("title").textContent = this.study.title;
     byId("notice").textContent = this.study.research_notice;
-    const models = this.study.models.map((model) => /** @type {[string, string]} */ ([model.id, model.name]));
-    fillSelect(byId("model"), models, "");
     fillSelect(byId("sort"), Object.entries(SORT_NAMES), START.sort);
-    this.panes.forEach((pane, k) => this.#fillHead(pane, k));
+    this.#fillModels();
     this.#showFailures();
     this.#wire();
     await this.#reopen();
+    if (this.study.queue) setTimeout(() => void this.#lookAgain(), LOOK_AGAIN_MS);
     document.documentElement.dataset.ready = "yes";
+  }
+
+  #fillModels() {
+    const models = this.study.models.map((model) => /** @type {[string, string]} */ ([model.id, model.name]));
+    fillSelect(byId("model"), models, this.state.model ?? "");
+    this.panes.forEach((pane, k) => this.#fillHead(pane, k));
+  }
+
+  /** Take up slides and predictions that have come since; a server that does not answer changes nothing. */
+  async #lookAgain() {
+    const before = this.study;
+    const now = await this.data.study().catch(() => before);
+    if (JSON.stringify(now) !== JSON.stringify(before)) await this.#take(now, before);
+    setTimeout(() => void this.#lookAgain(), LOOK_AGAIN_MS);
+  }
+
+  /** @param {import("./data.js").Study} now @param {import("./data.js").Study} before */
+  async #take(now, before) {
+    const known = (/** @type {{id: string}[]} */ models) => models.map((model) => model.id).join();
+    const [models, had] = [known(now.models) !== known(before.models), Object.keys(this.row?.predictions ?? {}).join()];
+    this.study = now;
+    if (models) this.#fillModels();
+    this.#showFailures();
+    if (!before.slides.length) return this.#reopen();
+    this.state.model ??= now.models[0]?.id ?? null;
+    this.#relist();
+    if (models || Object.keys(this.row?.predictions ?? {}).join() !== had) await this.#openSlide();
   }
 
   /** Show what the address says. */
@@ -150,6 +177,8 @@ class Viewer {
     const wrong = rows.filter((slide) => isWrong(slide, this.model)).length;
     const out = rows.filter((slide) => slide.status !== "ok").length;
     const words = [`${rows.length === this.study.slides.length ? "" : `${rows.length} of `}${counted(this.study.slides.length, "slide")}`];
+    const waiting = rows.filter((slide) => slide.waits).length;
+    if (waiting) words.push(`${waiting} waiting`);
     if (wrong) words.push(`${wrong} wrong`);
     if (out) words.push(`${out} not readable`);
     byId("count").textContent = words.join(" · ");
