@@ -56,12 +56,15 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix $(SOURCES)
 
 # The documentation as a site in site/, every link checked; first the pages and pictures that are made from the code.
+# Pictures of browsers need Chromium, those of the demo a finished one (`make demo`); without they stay as they are.
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_settings_page.py
 	$(BIN)/python docs/make_errors_page.py
 	$(BIN)/python docs/make_encoders_page.py
 	$(BIN)/python docs/make_benchmarks_page.py
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_viewer_pictures.py
+	$(BIN)/python docs/make_demo_pictures.py demo
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Resolve the newest allowed versions anew.

@@ -30,7 +30,8 @@ PLAN = (
 
 def main() -> None:
     if viewing.CHROMIUM is None:
-        sys.exit("no Chromium: the pictures of the viewer stay as they are")
+        print("no Chromium: the pictures of the viewer stay as they are", file=sys.stderr)
+        return
     with tempfile.TemporaryDirectory() as name:
         study = viewing.make_study(
             Path(name, "lymph_nodes"), PLAN, edge_l0=6144, extent_l0=224, lesion_um=(250.0, 420.0)

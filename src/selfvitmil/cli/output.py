@@ -97,7 +97,7 @@ def show(result: StageResult) -> None:
     if table:
         left_out = console.table(table)
         if left_out:
-            console.line(f"({left_out} more columns do not fit here; the files named below have them)")
+            console.line(f"({left_out} more columns do not fit: see the files named below, or use --json)")
         if len(words.table) - 1 > MAX_ROWS:
             console.line(f"... and {len(words.table) - 1 - MAX_ROWS} more")
     for line in words.lines:
