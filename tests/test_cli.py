@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from helpers.cli import rows_of, selfvitmil
 from selfvitmil.bags import read_bag
 from selfvitmil.cli.output import show
+from selfvitmil.cli.parser import call
 from selfvitmil.slides import synthetic
 from selfvitmil.stages.pretrain import SplitResult
 from selfvitmil.store.failures import Failure
@@ -253,6 +255,20 @@ def test_a_folder_that_cannot_be_written(made: Path, tmp_path: Path):
 @pytest.mark.skipif(
     os.geteuid() != 0 or sys.platform != "linux", reason="a full disk is made with mount, which needs root"
 )
+def test_a_drive_that_fails_while_a_file_is_read_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(study: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/mnt/private/failures.csv")
+
+    monkeypatch.setattr("selfvitmil.commands.status.read_failures", fail)
+    done = selfvitmil("status", tmp_path)
+    assert done.returncode == 3
+    assert "failures.csv: input/output error. Check the file and its drive" in done.stderr
+    assert "private" not in done.stderr
+    monkeypatch.setattr("selfvitmil.commands.status.status", lambda study: os.write(-1, b""))
+    with pytest.raises(OSError, match="Bad file descriptor"):  # no file of anybody's
+        call(["status", str(tmp_path)])
+
+
 def test_a_full_disk_names_itself_and_the_rerun_completes(made: Path, tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -85,7 +85,7 @@ class Shim:
         kind = self.fails(operation, path)
         if kind is not None:
             kind = kind or errno.EIO
-            name = path if isinstance(path, str | bytes | os.PathLike) else None
+            name = os.fspath(path) if isinstance(path, str | bytes | os.PathLike) else None  # as the system does
             raise OSError(kind, os.strerror(kind), name)
 
     def written(self, path: Any) -> None:

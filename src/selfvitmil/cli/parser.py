@@ -46,7 +46,7 @@ from selfvitmil.cli.flags import (
 from selfvitmil.cli.help import asked_for, formatter
 from selfvitmil.cli.output import complain, end, print_json, print_results, printing, say, show
 from selfvitmil.cli.overview import COMMANDS, SUMMARY
-from selfvitmil.errors import ConfigError, SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.settings import (
     CompareSettings,
     EmbedSettings,
@@ -774,10 +774,23 @@ def _run(arguments: Sequence[str]) -> tuple[int, dict[str, str] | None]:
     except KeyboardInterrupt:
         complain(INTERRUPTED)
         return 130, None
+    except OSError as error:
+        if error.filename is None:  # of a socket or a pipe
+            raise
+        complain(str(own := _of_drive(error)))
+        return own.exit_status, {"what": own.what, "why": own.why, "how": own.how, "code": own.code}
     status = status if isinstance(status, int) else 0
     if status == 130:
         complain(INTERRUPTED)
     return status, None
+
+
+def _of_drive(error: OSError) -> ArtefactError:
+    """Return the error of a drive or a file that no reader made its own, such as an I/O error in mid-file."""
+    from selfvitmil.store.failures import Failure
+
+    failure = Failure.of("", "", error)
+    return ArtefactError(failure.reason, how=failure.remedy, code="file-not-accessible")
 
 
 INTERRUPTED = "interrupted; finished work is kept, and the same command resumes"

@@ -86,7 +86,10 @@ def write_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Replace `state.pt` atomically by mappings and lists of tensors, numbers and strings."""
     # To an open file: given a path, torch stores the temporary name, which has the process id, in the archive.
     with atomic_path(folder / CHECKPOINT_FILE) as temporary, temporary.open("wb") as file:
-        torch.save({"format_version": FORMAT_VERSION, **state}, file)
+        try:
+            torch.save({"format_version": FORMAT_VERSION, **state}, file)
+        except RuntimeError as error:  # torch ends its archive after a failed write, and complains about its length
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
