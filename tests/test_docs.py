@@ -26,7 +26,16 @@ COMMANDS = [name for name in app if not name.startswith("-")]
 
 WORDS = {"TOOL": "clam", "COMMAND": "check", "[STUDY]": "STUDY"}
 """Words that stand for something in command lines, where a parser would not take them as they are."""
-OTHERS = ("--nproc-per-node", "--gres", "--constraint", "--dtype")
+OTHERS = (
+    "--nproc-per-node",
+    "--gres",
+    "--constraint",
+    "--dtype",
+    "--lifetime",
+    "--lifetime-stagger",
+    "--forceall",
+    "--number",
+)
 """Flags of other programs that the pages name alone."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
