@@ -53,6 +53,7 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "batch 512, rate x 2": ["batch=512"],
     "rate 2.5e-4": ["lr=2.5e-4"],
     "stronger stains": ["stain_jitter=1.0", "stain_scale=0.4", "stain_shift=0.1"],
+    "stain shift 0.8": ["stain_jitter=1.0", "stain_shift=0.8"],  # near sigma 0.06 of log / log(1e-6), as published
     "last fifth decays": ["decay_share=0.2"],
     "dino, koleo": ['method="dino"', "koleo=0.1"],
     "simdino": ['method="simdino"'],

@@ -247,7 +247,7 @@ def test_two_low_evaluations_raise_an_alarm_and_a_fifth_of_the_run_ends_it():
     levels = [0.3, 0.61, 0.5, 0.45, 0.42, 0.4]
     told = [follow(levels[:count]).alarm for count in range(1, 7)]
     assert told[:3] == [None] * 3
-    assert told[3] == "the quality of the embeddings fell from 0.61 to 0.45"
+    assert told[3] == "the quality of the embeddings fell from 0.610 to 0.450"
     assert [follow(levels[:count]).fell for count in range(1, 7)] == [False] * 5 + [True]
     assert EvaluationPlan(64, 5, 100).patience == 4
     assert EvaluationPlan(64, 10, 100).patience == 3
@@ -373,7 +373,7 @@ def test_the_best_weights_are_kept(images: Path, tmp_path: Path, monkeypatch: py
     # The warm-up is a tenth of the run: the evaluation after the first step counts here.
     assert (result.ending.kept_step, result.ending.kept_quality) == (1, pytest.approx(0.9))
     assert same_weights(tmp_path / "run", seen[0])
-    assert result.ending.words == "kept the weights of step 1, whose quality is 0.90 (0.50 at the end)"
+    assert result.ending.words == "kept the weights of step 1, whose quality is 0.900 (0.500 at the end)"
     assert not result.ending.stopped_early
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
     assert state["step"] == 12
@@ -386,14 +386,14 @@ def test_a_run_that_gets_worse_says_so_and_ends_early(images: Path, tmp_path: Pa
     seen = plant(monkeypatch, levels)
     told: list[dict[str, Any]] = []
     result = pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu", report=told.append)
-    words = "stopped early at step 6 of 12: quality fell from 0.61 to 0.40; kept the weights of step 3"
+    words = "stopped early at step 6 of 12: quality fell from 0.610 to 0.400; kept the weights of step 3"
     assert result.finished
     assert result.ending is not None
     assert (result.step, result.total_steps, result.ending.words) == (6, 12, words)
     assert same_weights(tmp_path / "run", seen[2])
     assert [line["step"] for line in told if "alarm" in line] == [4, 5]
     (warning,) = (each for each in result.warnings if each.startswith("at step"))
-    assert "at step 4: the quality of the embeddings fell from 0.61 to 0.45. Use --pretrain.method lejepa" in warning
+    assert "at step 4: the quality of the embeddings fell from 0.610 to 0.450. Use --pretrain.method lejepa" in warning
     config = json.loads((tmp_path / "run" / "config.json").read_text())["selfvitmil"]["provenance"]
     assert (config["kept_step"], config["ended_step"], config["total_steps"]) == (3, 6, 12)
     assert config["kept_quality"] == pytest.approx(0.61)
@@ -407,6 +407,16 @@ def test_a_run_that_gets_worse_says_so_and_ends_early(images: Path, tmp_path: Pa
     assert (resumed.finished, resumed.step, resumed.ending) == (True, 6, result.ending)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
     assert len(seen) == 6
+
+
+@pytest.mark.usefixtures("affordable")
+@pytest.mark.parametrize(("level", "warns"), [(0.001, True), (0.3, False)])
+def test_an_encoder_that_is_no_better_than_chance_is_not_handed_over_in_silence(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: float, warns: bool
+):
+    plant(monkeypatch, [level] * 7)
+    result = pretrain(ImageTiles(images), tmp_path / "run", tiny(), ORIGIN, device="cpu")
+    assert any("no better than chance (0.001, standard error" in each for each in result.warnings) == warns
 
 
 @pytest.mark.usefixtures("affordable")
@@ -497,13 +507,13 @@ def test_two_processes_end_early_at_the_same_step(images: Path, tmp_path: Path):
     [
         (
             Ending(3400, 1400, 900, 0.61, 0.61, 0.4),
-            "encoders/dino: built, stopped early at step 1,400 of 3,400: quality fell from 0.61 to 0.40; "
+            "encoders/dino: built, stopped early at step 1,400 of 3,400: quality fell from 0.610 to 0.400; "
             "kept the weights of step 900",
         ),
         (
             Ending(3400, 3400, 2900, 0.6, 0.61, 0.55),
             "encoders/dino: built, step 3400 of 3400, loss 1.250; "
-            "kept the weights of step 2,900, whose quality is 0.60 (0.55 at the end)",
+            "kept the weights of step 2,900, whose quality is 0.600 (0.550 at the end)",
         ),
         (Ending(3400, 3400, 3400, 0.6, 0.61, 0.6), "encoders/dino: built, step 3400 of 3400, loss 1.250"),
     ],

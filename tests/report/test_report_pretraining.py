@@ -393,6 +393,7 @@ FALLING = [0.1, 0.25, 0.4, 0.45, 0.5, 0.49, 0.4, 0.33, 0.3, 0.3]
         (course([0.3, 0.3, 0.2, 0.0, 0.0]), 200, Course.FELL, "the weights of step 200 were kept"),
         (course([0.02] * 6, error=0.02), None, Course.COLLAPSED, "The features collapsed"),
         ([Measurement(100, 0.4, 0.01, 1.1)] * 5, None, Course.COLLAPSED, "The features collapsed"),
+        ([Measurement(100, 0.01, 0.01, 12.0)] * 5, None, Course.CHANCE, "Quality is no better than chance"),
         (course([0.2, 0.3, 0.4]), None, Course.UNKNOWN, "measured 3 times after the warm-up: too few"),
     ],
 )

@@ -365,6 +365,8 @@ LOW_SHARE = 0.1
 """Share of the best quality by which a low evaluation is worse at least."""
 ALARM_AFTER = 2
 """Low evaluations in a row that raise an alarm."""
+CHANCE_WITHIN = 2.0
+"""Standard errors above 0 within which quality is no better than chance."""
 FEWEST_LOW = 3
 """Low evaluations in a row that end a run, at least."""
 
@@ -394,10 +396,10 @@ class Ending:
         if self.stopped_early:
             return (
                 f"stopped early at step {self.ended_step:,} of {self.total_steps:,}: quality fell from "
-                f"{self.best_quality:.2f} to {self.last_quality:.2f}; {kept}"
+                f"{self.best_quality:.3f} to {self.last_quality:.3f}; {kept}"
             )
         if self.kept_step < self.ended_step:
-            return f"{kept}, whose quality is {self.kept_quality:.2f} ({self.last_quality:.2f} at the end)"
+            return f"{kept}, whose quality is {self.kept_quality:.3f} ({self.last_quality:.3f} at the end)"
         return ""
 
 
@@ -449,7 +451,7 @@ class QualityHistory:
         """What is wrong at the last evaluation."""
         if self.low < ALARM_AFTER or self.peak is None or self.last_quality is None:
             return None
-        return f"the quality of the embeddings fell from {self.peak:.2f} to {self.last_quality:.2f}"
+        return f"the quality of the embeddings fell from {self.peak:.3f} to {self.last_quality:.3f}"
 
 
 @dataclass

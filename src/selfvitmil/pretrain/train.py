@@ -45,6 +45,7 @@ from selfvitmil.pretrain.learner import Learner
 from selfvitmil.pretrain.objectives import RECENT_LINES, LossOutput
 from selfvitmil.pretrain.optim import Hyperparameters, merged, resolve_hyperparameters
 from selfvitmil.pretrain.quality import (
+    CHANCE_WITHIN,
     Ending,
     QualityHistory,
     QualityMonitor,
@@ -608,9 +609,22 @@ class PretrainRun:
     def finish(self) -> None:
         """Write the encoder of this run: the weights with the best quality."""
         self.ending = self.quality.ending(self.step, self.hyperparameters.total_steps)
+        self._warn_of_chance(self.ending.kept_step)
         if self.worker.is_first and self.ending.kept_step < self.step:
             self.learner.result.load_state_dict(self.quality.kept)
         self.save_encoder(self.out, self.ending)
+
+    def _warn_of_chance(self, kept_step: int) -> None:
+        """Warn where the kept weights find the same neighbours by two views no more often than chance does."""
+        lines = self.metrics.lines if self.metrics is not None else []
+        for line in lines:
+            if line["step"] + 1 != kept_step or "quality" not in line:
+                continue
+            if line["quality"] <= CHANCE_WITHIN * line["quality_se"]:
+                self.warnings.append(
+                    f"the quality of the encoder is no better than chance ({line['quality']:.3f}, standard error "
+                    f"{line['quality_se']:.3f}): too few steps, a wrong pretrain.lr, or too few tiles to tell"
+                )
 
     def save_encoder(self, folder: Path, ending: Ending) -> None:
         """Write an encoder's folder: the current weights and their provenance."""

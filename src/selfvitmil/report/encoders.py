@@ -164,6 +164,7 @@ class Course(Enum):
     """How quality developed."""
 
     COLLAPSED = "collapsed"
+    CHANCE = "chance"
     FELL = "fell"
     IMPROVING = "improving"
     LEVELLED_OFF = "levelled off"
@@ -179,7 +180,7 @@ class Assessment:
 
     @property
     def is_warning(self) -> bool:
-        return self.course in (Course.COLLAPSED, Course.FELL)
+        return self.course in (Course.COLLAPSED, Course.CHANCE, Course.FELL)
 
 
 class Measurement(NamedTuple):
@@ -215,8 +216,12 @@ def assess(measured: Sequence[Measurement], kept_step: int | None = None, warmup
         return None
     before = [one for one in measured if kept_step is None or one.steps <= kept_step]
     kept = before[-1] if before else measured[0]
-    if kept.quality <= CLEARLY * kept.error or (kept.rank is not None and kept.rank < COLLAPSED_RANK):
+    by_chance = kept.quality <= CLEARLY * kept.error
+    if by_chance if kept.rank is None else kept.rank < COLLAPSED_RANK:
         return Assessment(Course.COLLAPSED, "The features collapsed: do not use this encoder.")
+    if by_chance:
+        words = "Quality is no better than chance: too few steps, a wrong --pretrain.lr, or too few tiles to tell."
+        return Assessment(Course.CHANCE, words)
     trained = [one for one in measured if one.steps >= warmup_steps]
     if len(trained) < FEWEST:
         words = f"Quality was measured {len(trained)} times after the warm-up: too few to tell whether more steps help."
