@@ -213,7 +213,7 @@ def _mean_sd(values: Sequence[float]) -> tuple[float, float]:
 def key_of(arguments: argparse.Namespace, budget: int, seed: int) -> dict[str, Any]:
     """What tells a result from others: all that it depends on."""
     steps = budget * arguments.steps
-    told = settings_from(arguments, steps, seed).model_dump(mode="json", exclude_unset=True)
+    chosen = settings_from(arguments, steps, seed).model_dump(mode="json", exclude_unset=True)
     return {
         "data": arguments.data.name,
         "downscale": arguments.downscale,
@@ -223,7 +223,7 @@ def key_of(arguments: argparse.Namespace, budget: int, seed: int) -> dict[str, A
         "budget": budget,
         "steps": steps,
         "seed": seed,
-        "settings": {name: value for name, value in told.items() if name != "steps"},
+        "settings": {name: value for name, value in chosen.items() if name != "steps"},
     }
 
 

@@ -140,8 +140,8 @@ def do_run(run: Run) -> float:
     start = time.perf_counter()
     torch.set_num_threads(max((os.cpu_count() or 1) // max(int(os.environ.get("PROTOCOL_JOBS", "1")), 1), 1))
     for line in Benchmark(run.arguments).run(run.budgets, run.seed):
-        told = {name: round(value, 3) for name, value in line.items() if name.startswith(("tile_auc_", "auc_"))}
-        print(f"{run.name}, {line['data']}, seed {line['seed']}, {line['steps']} steps: {told}", flush=True)
+        shown = {name: round(value, 3) for name, value in line.items() if name.startswith(("tile_auc_", "auc_"))}
+        print(f"{run.name}, {line['data']}, seed {line['seed']}, {line['steps']} steps: {shown}", flush=True)
     return time.perf_counter() - start
 
 
