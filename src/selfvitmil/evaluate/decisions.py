@@ -85,7 +85,7 @@ def useful_range(curve: DecisionCurve) -> tuple[float, float] | None:
 
 def curves_json(curves: Mapping[str, DecisionCurve], samples: Samples) -> Json:
     found = {name: useful_range(curve) for name, curve in curves.items()}
-    ranges = {name: None if own is None else {"from": own[0], "to": own[1]} for name, own in found.items()}
+    ranges = {name: None if own is None else {"low": own[0], "high": own[1]} for name, own in found.items()}
     return {"num": len(samples), "calibrated": samples.calibrated, "better_than_all_and_none": ranges}
 
 

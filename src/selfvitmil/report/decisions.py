@@ -52,7 +52,7 @@ def decisions_data(info: Mapping[str, Any] | None, charts: tuple[Shown, ...] = (
         notes.append(SET_WORDS)
     if curve:
         for name, own in curve["better_than_all_and_none"].items():
-            found = "none" if own is None else f"{own['from']:.2f} to {own['to']:.2f}"
+            found = "none" if own is None else f"{own['low']:.2f} to {own['high']:.2f}"
             rows.append((f"Useful threshold probabilities of {name}", found, ""))
         notes.append(CURVE_WORDS)
     missing = [f"{_named(key)}: {why}" for key, why in (info.get("reasons") or {}).items()]
