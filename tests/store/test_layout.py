@@ -9,7 +9,15 @@ import pytest
 
 import selfvitmil
 from selfvitmil.store import layout as module
-from selfvitmil.store.layout import StudyLayout, model_folder, patches_of, thumbnail_of, tiling_summary
+from selfvitmil.store.layout import (
+    StudyLayout,
+    model_folder,
+    patches_of,
+    quality_examples_of,
+    quality_page,
+    thumbnail_of,
+    tiling_summary,
+)
 
 ROOT = Path(selfvitmil.__file__).parent
 STUDY = StudyLayout(Path("study"))
@@ -27,6 +35,8 @@ PATHS = {
     f"tiles/{TILING}/a.h5": STUDY.tile_table(TILING, "a"),
     f"tiles/{TILING}/a.jpg": thumbnail_of(STUDY.tile_table(TILING, "a")),
     f"tiles/{TILING}/tiles.csv": tiling_summary(STUDY.tiling(TILING)),
+    f"tiles/{TILING}/quality.html": quality_page(STUDY.tiling(TILING)),
+    f"tiles/{TILING}/quality/s1.jpg": quality_examples_of(STUDY.tile_table(TILING, "s1")),
     "encoders/dino/config.json": STUDY.encoder_config("dino"),
     "encoders/dino/slides.txt": STUDY.encoder_slides("dino"),
     f"bags/{TILING}/features_dino/a.h5": STUDY.feature_file(TILING, "dino", "a"),
