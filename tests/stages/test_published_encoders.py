@@ -12,13 +12,15 @@ import torch
 
 from helpers.cohorts import table
 from selfvitmil.bags import read_bag
+from selfvitmil.commands.package import _carried_settings
 from selfvitmil.encoder import load_encoder, save_encoder
 from selfvitmil.engine import Engine
 from selfvitmil.settings import EngineSettings, read_toml
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.stages.embed import embed
 from selfvitmil.stages.tile import tile
-from selfvitmil.study import CohortSource, open_study
+from selfvitmil.study import CohortSource, FeatureChoice, find_features, open_study
+from selfvitmil.tiles import read_tiles
 
 SETTINGS = {"tile": {"size_px": 224, "mpp": 0.25}}
 ARGS: dict[str, Any] = {"img_size": 224, "patch_size": 56, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -64,6 +66,15 @@ def test_published_encoders_see_colours_as_scanned_unless_a_method_is_set(slide:
     fit, method = embedded_with(slide, tmp_path / "asked", encoders / "uni", method="slide")
     assert isinstance(fit, dict)
     assert method == "slide"
+
+
+def test_a_package_takes_the_method_of_the_features_not_of_the_tiles(slide: Path, encoders: Path, tmp_path: Path):
+    assert embedded_with(slide, tmp_path / "study", encoders / "uni") == ("none", "none")
+    study = open_study(tmp_path / "study", SETTINGS)
+    features = find_features(study.root, FeatureChoice("uni"), study.settings)
+    tables: Any = {"s": read_tiles(study.layout.tile_table(study.tiling, "s"))}
+    assert tables["s"].stain is not None
+    assert _carried_settings(study.root, features, tables, study.settings).stain.method == "none"
 
 
 def test_other_encoders_follow_the_default_method(slide: Path, encoders: Path, tmp_path: Path):
