@@ -248,7 +248,8 @@ def _evaluate(result: EvaluateResult) -> Rendered:
         for name in (SHOWN_METRICS if result.result.outcome is None else result.result.outcome.shown_metrics)
         if (row := _metric_cells(info[level], name)) is not None
     ]
-    sets = (info.get("decisions") or {}).get("prediction_sets")
+    decisions: Mapping[str, Any] = info.get("decisions") or {}
+    sets = decisions.get("prediction_sets")
     if sets is not None:
         coverage, size = (formatting.value_and_limits(sets[key]) for key in ("coverage", "mean_size"))
         rows.append((f"coverage of sets ({sets['wanted']:.3g} asked)", *coverage, "", ""))

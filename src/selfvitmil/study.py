@@ -558,7 +558,7 @@ def _check_split_encoders(features: Features, splits: Sequence[Split]) -> None:
 
 def _check_pooling_model(choice: FeatureChoice, cohort: Cohort, splits: Sequence[Split]) -> None:
     """ConfigError for slide embeddings whose pooling model saw labels of patients that are tested."""
-    seen = slides_of(choice.folder / MODEL_SLIDES_FILE) if choice.folder is not None else frozenset()
+    seen = frozenset[str]() if choice.folder is None else slides_of(choice.folder / MODEL_SLIDES_FILE)
     patients = {row.slide: row.patient for row in cohort.rows}
     known = {patients[slide] for slide in seen if slide in patients}
     for split in splits:

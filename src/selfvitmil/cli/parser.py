@@ -261,9 +261,10 @@ def slide_embeddings(
 
     source, choice = to_learn_from(inputs, labels)
     opened = _open(study, source, embed=embed, tile=tile, engine=engine)
-    asked = {"pooling": pooling, "model": model, "neighbors": neighbors, "out": out, "pseudonyms": pseudonyms}
+    asked: dict[str, Any] = {"pooling": pooling, "model": model, "neighbors": neighbors, "query": similar_to}
     with _workers(opened) as workers:
-        return end([embeddings_command.slide_embeddings(opened, choice, workers, **asked, query=similar_to)])
+        found = embeddings_command.slide_embeddings(opened, choice, workers, **asked, out=out, pseudonyms=pseudonyms)
+        return end([found])
 
 
 @command

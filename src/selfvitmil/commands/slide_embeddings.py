@@ -258,7 +258,7 @@ def _result(
         found = nearest(unit_SE, owner_S, number, most)
         similar[row.slide] = tuple(
             SimilarSlide(rows[other].slide, rows[other].patient, rows[other].label, float(value))
-            for other, value in zip(found.rows, found.similarity, strict=True)
+            for other, value in zip(map(int, found.rows), found.similarity, strict=True)
         )
     labels = [row.label for row in rows]
     agreement = label_agreement(
@@ -309,7 +309,7 @@ def _write_table(study: Study, result: SlideEmbeddingsResult, out: Path, *, pseu
         write_csv(out, [_header(result.embeddings_SE), *lines])
         return
     try:
-        import anndata
+        import anndata  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise ConfigError(
             "anndata is not installed",
@@ -317,7 +317,7 @@ def _write_table(study: Study, result: SlideEmbeddingsResult, out: Path, *, pseu
             "pip install 'selfvitmil[anndata]'",
             code="missing-package",
         ) from None
-    import pandas
+    import pandas  # pyright: ignore[reportMissingTypeStubs]
 
     about = pandas.DataFrame(
         {"patient": [line[1] for line in lines], "label": [line[2] for line in lines]},

@@ -293,7 +293,11 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
         # A network of its own learns from pixels: it has nothing of the encoder, nor of what that has seen.
         own_cases = cases if compare.supervised == "probe" else replace(cases, encoder_slides=frozenset())
         trial = hold_out_test_labels(own_cases, splits, settings.evaluate)
-        rows.append(Row(compare.supervised, trial, lambda *_: _fit_supervised(study, cases, trial, features, store)))
+
+        def fit_supervised(outcomes: Mapping[Path, BuildOutcome], tuned: Mapping[str, Tuning]) -> Fitted:
+            return _fit_supervised(study, cases, trial, features, store)
+
+        rows.append(Row(compare.supervised, trial, fit_supervised))
     return rows
 
 

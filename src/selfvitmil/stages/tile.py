@@ -121,11 +121,8 @@ def _write_quality_page(folder: Path, done: Mapping[str, TiledSlide], exclude: t
         return
     from selfvitmil.report.tile_quality import quality_page_of
 
-    page = quality_page_of(
-        folder, {slide: (found.num_tiles, found.attributes) for slide, found in done.items()}, exclude
-    )
-    if page is not None:
-        write_text(path, page)
+    slides = {slide: (found.num_tiles, found.attributes) for slide, found in done.items()}
+    write_text(path, quality_page_of(folder, slides, exclude))
 
 
 BYTES_PER_TILE, BYTES_PER_SLIDE = 28, 400_000
