@@ -122,9 +122,8 @@ def set_threshold(
     needed = math.ceil(coverage / (1 - coverage) - 1e-9)
     if len(samples) < needed:
         raise MetricError(
-            f"{len(samples)} validation {level}s for prediction sets",
-            f"{len(samples)} validation {level}s are too few: sets that contain the true class in {coverage:.3g} of "
-            f"cases need {needed}",
+            f"{len(samples)} validation {level}s are too few",
+            f"sets that contain the true class in {coverage:.3g} of cases need {needed}",
             "Lower evaluate.coverage, raise train.validation, or add slides",
             code="too-few-validation-slides",
         )
