@@ -58,6 +58,7 @@ def test_hash_sees_every_setting_and_no_order():
     base = hash_of(TileSettings(), {"b": 1, "a": (1, 2)})
     assert hash_of(TileSettings(), {"a": [1, 2], "b": 1}) == base
     changed = {"size_px": 225, "mpp": 0.51, "overlap_px": 1, "min_tissue": 0.6, "parent_mpp": (2.0,)}
+    changed |= {"quality": True, "exclude": ("pen",)}
     for name, value in changed.items():
         assert hash_of(TileSettings(**{name: value}), {"b": 1, "a": (1, 2)}) != base
     assert set(TileSettings.model_fields) == set(changed)

@@ -26,7 +26,7 @@ _FIRST = {
     "pretrain.transductive pretrain.per-split images",
     "embed": "encoder embed.layout embed.batch embed.device tile.mpp workers",
     "export": "encoder to out dtype embed.layout train.split tile.mpp workers",
-    "slide-embeddings": "cohort labels label-column encoder features pooling model neighbors similar-to out pseudonyms",
+    "slide-embeddings": "cohort labels encoder features pooling model neighbors similar-to out pseudonyms",
     "train": "labels label-column encoder features train.aggregator train.seeds train.folds train.epochs "
     "train.positive train.device",
     "evaluate": "labels label-column encoder features train.aggregator train.folds lesions name evaluate.threshold "
