@@ -295,7 +295,9 @@ def _lesions(result: LesionsResult) -> Rendered:
     *of_comparison, of_method = result.folders or ("",)
     if result.comparison is not None:
         compared = of_comparison[0] if of_comparison else of_method
-        lines.append(f"lesions.md, lesions.csv, lesions.json and froc.svg in {_last_parts(compared, 2)}")
+        lines.append(
+            f"lesions.md (it defines the columns), lesions.csv, lesions.json and froc.svg in {_last_parts(compared, 2)}"
+        )
         table = tuple(tuple(row) for row in result.comparison.cells())
     if result.scores is not None:
         lines.append(f"lesions.json, lesion_slides.csv and froc.svg in {_last_parts(of_method, 2)}")

@@ -693,7 +693,7 @@ def test_a_model_beside_itself_differs_by_nothing(some):
 
 def test_table_in_all_forms(table):
     header, *lines = table.cells()
-    assert header[:2] == ["maps of", "FROC [95 %]"]
+    assert header[:2] == ["heatmaps of", "FROC [95 %]"]
     assert [line[0] for line in lines] == ["dsmil", "self-vit-mil", "again"]
     assert all(len(line) == len(header) for line in lines)
     assert lines[0][-3:] == ["-", "-", "-"]
@@ -768,7 +768,5 @@ def test_files(tmp_path: Path, some, table):
     }  # fmt: skip
     without = score_lesions([negative(0)], [], SETTINGS, EVALUATE)
     (note,) = write_lesion_scores(tmp_path / "one", without)
-    assert note.startswith(
-        "froc.svg is not drawn: a FROC curve of nothing, FROC of 1 slides, none of them has a lesion"
-    )
+    assert note.startswith("froc.svg is not drawn: FROC of 1 slides, none of them has a lesion")
     assert not (tmp_path / "one" / "froc.svg").exists()

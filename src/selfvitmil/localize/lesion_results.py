@@ -401,9 +401,9 @@ class LesionTable:
         """The header and a line of cells for each row; headers may have two lines."""
         return lesion_cells(self.to_json(), intervals=intervals)
 
-    def notes(self) -> list[str]:
-        """What stands below the table."""
-        return lesion_notes(self.to_json())
+    def notes(self, *, definitions: bool = True) -> list[str]:
+        """What stands below the table; without `definitions` only what is said of these heatmaps."""
+        return lesion_notes(self.to_json(), definitions=definitions)
 
     def markdown(self) -> str:
         """The table with intervals, and its notes as a list below."""
@@ -455,7 +455,7 @@ def lesion_cells(stored: Mapping[str, Any], *, intervals: bool = False) -> list[
     found = (score for own in methods.values() for score in own["scores"].values() if score)
     level = next((f" [{percent(score['level'])}]" for score in found), "")
     rest = level if intervals else ""
-    header = ["maps of", f"FROC{level}", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
+    header = ["heatmaps of", f"FROC{level}", *(f"{head}{rest}" for head in list(COLUMNS.values())[1:])]
     header += ["threshold", *(f"p\n{COLUMNS[name].replace(chr(10), ' ')}" for name in TESTED)]
     rows = [_line(name, own, stored["differences"].get(name, {}), intervals) for name, own in methods.items()]
     return [header, *rows]
@@ -471,16 +471,15 @@ def _line(name: str, own: Mapping[str, Any], tests: Mapping[str, Any], intervals
     ]
 
 
-def lesion_notes(stored: Mapping[str, Any]) -> list[str]:
-    """Return what stands below that table."""
+def lesion_notes(stored: Mapping[str, Any], *, definitions: bool = True) -> list[str]:
+    """Return what stands below that table: slides, definitions of the columns, thresholds and warnings."""
     methods: Mapping[str, Any] = stored["methods"]
     first = next(iter(methods.values()))
     slides = f"{first['slides']['positive']} positive and {first['slides']['negative']} negative test slides"
-    notes = [
-        f"Heatmaps of {slides} against their annotations; FROC in the frame {first['froc_frame']!r}.",
-        *(f"{head.replace(chr(10), ' ')}: {SCORES[score]}." for score, head in COLUMNS.items()),
-    ]
-    if len(methods) > 1:
+    notes = [f"Heatmaps of {slides} against their annotations; FROC in the frame {first['froc_frame']!r}."]
+    if definitions:
+        notes += [f"{head.replace(chr(10), ' ')}: {SCORES[score]}." for score, head in COLUMNS.items()]
+    if definitions and len(methods) > 1:
         notes.append(f"p: paired bootstrap over slides against {stored['baseline']}, two-sided, not corrected.")
     origins = {name: own["threshold"]["from"] for name, own in methods.items()}
     if len(set(origins.values())) == 1:
@@ -631,6 +630,6 @@ def _write_figure(path: Path, scores: Mapping[str, LesionScores], protocol: Prot
         text = froc_figure(scores, protocol=protocol)
     except MetricError as error:
         path.unlink(missing_ok=True)  # one of an earlier run would pass for this run's
-        return [f"{path.name} is not drawn: {error}"]
+        return [f"{path.name} is not drawn: {error.why or error}"]
     write_text(path, text)
     return []

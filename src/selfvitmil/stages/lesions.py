@@ -115,7 +115,7 @@ def compare_lesions(study: Study, choice: FeatureChoice, name: str | None = None
         }
         table = side_by_side(scores, baseline)
         undrawn = write_lesion_table(folder, table, protocol=settings.evaluate.protocol)
-    notes += [f"note: {text}" for text in (*warned, *table.notes(), *undrawn)]
+    notes += [f"note: {text}" for text in (*warned, *table.notes(definitions=False), *undrawn)]
     return LesionsResult(comparison=table, folders=(folder,), cases=cases, failures=tuple(failures), notes=tuple(notes))
 
 
