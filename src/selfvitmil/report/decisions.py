@@ -1,4 +1,4 @@
-"""Tables of what a method's decisions rest on: prediction sets, decision curves, and settings that were tuned."""
+"""Tables of decision curves and prediction sets of a method, and of settings that were tuned."""
 
 from __future__ import annotations
 
