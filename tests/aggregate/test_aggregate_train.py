@@ -93,7 +93,10 @@ def learned(name: str, num_classes: int, num_training: int) -> tuple[list[BagSco
     )
 
 
-@pytest.mark.parametrize("name", aggregate.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("chowder", "transmil"))) for name in aggregate.NAMES],
+)
 def test_every_method_learns_with_its_default_recipe(name):
     scores, test, planted = learned(name, 1, 40 if name == "transmil" else 32)
     assert metrics.auc([each.label for each in test], [each.probabilities[0] for each in scores]) >= 0.95
@@ -102,6 +105,7 @@ def test_every_method_learns_with_its_default_recipe(name):
         assert np.mean(found) >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["self-vit-mil", "dsmil", "abmil-gated", "mil-rnn", "clam-sb", "mean", "topk"])
 def test_three_classes_are_learned(name):
     scores, test, planted = learned(name, 3, 60)
@@ -724,6 +728,7 @@ def test_gradients_of_several_bags_add_up(name):
         torch.testing.assert_close(value, single[0][key] + single[1][key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "how"),
     [

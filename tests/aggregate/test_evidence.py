@@ -50,6 +50,7 @@ def test_the_planted_kind_of_evidence_is_chosen_and_learned(kind: str):
     assert metrics.auc([each.label for each in test], scores) > 0.95
 
 
+@pytest.mark.slow
 def test_the_order_of_the_classes_does_not_matter():
     """Few tiles show one class; whether that is called positive or negative, the slides are told apart alike."""
     for exchanged in (False, True):
@@ -98,6 +99,7 @@ def test_a_given_kind_is_taken_without_a_choice():
     assert published.module.config["evidence"] == "free"
 
 
+@pytest.mark.slow
 def test_with_several_classes_a_class_without_tiles_of_its_own_is_learned():
     rng = np.random.default_rng(0)
 

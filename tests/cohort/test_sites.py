@@ -134,6 +134,7 @@ def test_what_cannot_be_split_by_site_is_refused():
         leave_one_site_out(cohort_of(same), "site")
 
 
+@pytest.mark.slow
 def test_a_shortcut_by_site_is_warned_of_and_leaving_sites_out_reveals_it(tmp_path: Path):
     """Tiles show the site alone, and labels go with it: mixed folds look good, unseen sites do not."""
     generator, lines = np.random.default_rng(0), ["slide,patient,label,site"]

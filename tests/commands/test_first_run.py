@@ -169,6 +169,7 @@ def test_a_folder_and_an_excel_sheet_end_with_a_report(tmp_path: Path, slides: i
     assert "up to date (encoders/dino" in again.stdout
 
 
+@pytest.mark.slow
 def test_pretrain_alone_makes_the_same_proposal(tmp_path: Path):
     folder, labels = new_user(tmp_path, 20)
     study = tmp_path / "study"

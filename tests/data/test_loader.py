@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 UNGUARDED = """
@@ -23,6 +24,7 @@ with TileLoader(source, TileOrder(source.counts, batch=4), 0, 2, workers=1) as l
 """
 
 
+@pytest.mark.slow
 def test_script_without_a_main_guard_reads_tiles_in_workers(tmp_path: Path) -> None:
     (tmp_path / "tiles").mkdir()
     for value in range(8):

@@ -60,6 +60,7 @@ def test_networks_have_the_stated_shape_dimension_and_size(known):
         assert millions == pytest.approx(PUBLISHED_SIZE[known.name], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_page_of_encoders_is_up_to_date():
     docs = Path(__file__).parents[2] / "docs"
     code = "import make_encoders_page as m; print(m.page(), end='')"

@@ -424,6 +424,7 @@ def test_script_without_a_main_guard_runs_once_and_its_functions_in_workers(tmp_
     assert (tmp_path / "runs").read_text() == "once "
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from helpers import planted
 from selfvitmil.evaluate import fit_method, hold_out_test_labels, make_splits
 from selfvitmil.evaluate.comparison import better_simple_rows
@@ -12,6 +14,7 @@ from selfvitmil.settings import EvaluateSettings, TrainSettings
 TRAIN = TrainSettings(seeds=1, epochs=30, validation=0.4, device="cpu", split="given")
 
 
+@pytest.mark.slow
 def test_a_clearly_better_simple_method_is_named_and_an_equal_one_is_not(tmp_path: Path):
     cases = planted.planted(tmp_path, patients=30, shift=6.0, splits=True)
     trial = hold_out_test_labels(cases, make_splits(cases, TRAIN), EvaluateSettings())

@@ -141,7 +141,14 @@ def test_an_outcome_comes_back_from_its_description(outcome: Outcome):
     assert outcome_from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "self-vit-mil-multiscale"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "transmil"))
+        for name in NAMES
+        if name != "self-vit-mil-multiscale"
+    ],
+)
 @pytest.mark.parametrize(
     "outcome",
     [
@@ -274,6 +281,7 @@ def test_test_slides_have_no_say_in_the_risk_groups(made: Path, tmp_path: Path):
     assert [row["time"] for row in own] != [row["time"] for row in others]
 
 
+@pytest.mark.slow
 def test_a_study_may_have_several_targets(made: Path, tmp_path: Path):
     """Models and results of one target stay where another is evaluated."""
     study, mean = tmp_path / "study", ("--train.aggregator", "mean")
@@ -330,7 +338,9 @@ FIGURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "survival")) for kind in KINDS]
+)
 def test_heatmaps_and_report_show_evidence_for_a_high_outcome(kind: str, made: Path, tmp_path: Path):
     """Of slides with planted tiles, the highest-scoring tile of the heatmap is one of them."""
     study, flags = tmp_path / "study", (*KINDS[kind], "--train.aggregator", "dsmil")

@@ -174,6 +174,7 @@ def test_c_index_of_a_validation_is_that_of_its_table(study: Path, models: dict[
     assert found == pytest.approx(harrell_c(time, event, risk).value, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_package_names_no_slide_and_stays_the_same_by_labels(study: Path, models: dict[str, Path], tmp_path: Path):
     names = [row["slide"] for row in rows_of(study / "cohort.csv")]
     texts = "".join((models["survival"] / name).read_text() for name in ("package.json", "MODEL_CARD.md"))

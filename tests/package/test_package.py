@@ -107,6 +107,7 @@ def write_slide(path: Path, pixels: np.ndarray, mpp: float = 0.25) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_card_says_that_the_encoder_has_seen_test_slides(study: Path, model: Path):
     evaluation = json.loads((model / "package.json").read_text())["evaluation"]
     assert evaluation["transductive"] == len(slides_of(study, "test"))  # its slides.txt names all slides

@@ -325,6 +325,7 @@ def compare_short_attention(device: str, dtype: torch.dtype, heads: int, channel
     assert float((found - exact_gradient).norm() / exact_gradient.norm()) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which torch brings on Linux")
 def test_short_attention_is_attention():
     """Triton's interpreter runs the kernels on a CPU. It must be chosen before Triton is imported."""

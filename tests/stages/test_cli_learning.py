@@ -183,6 +183,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SCALES = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--tile.parent-mpp", 4.0)
 
 
+@pytest.mark.slow
 def test_compare_with_all_kinds_of_rows(embedded: Path):
     chosen = [word for name in ("self-vit-mil", "mean", "dsmil-lc") for word in ("--compare.methods", name)]
     asked = ("--compare.random-encoder", "--compare.mean-color", "--compare.supervised", "probe")

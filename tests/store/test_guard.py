@@ -163,6 +163,7 @@ def hang(seconds: float) -> int:
     return multiprocessing.current_process().pid or 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_its_slide_named():
     with Engine(EngineSettings(workers=1)) as engine:
         found = {each.name: each for each in engine.map(hang, {"bad": 60.0, "good": 0.0}, stage="tile")}
