@@ -535,9 +535,10 @@ class TrainSettings(Settings):
     """Columns of the cohort to predict; none means `label`, or `time` and `event`. Several labels are `multilabel`."""
     levels: tuple[str, ...] = ()
     """Levels of an `ordinal` outcome from the lowest to the highest; none needed for numbers."""
-    split: Literal["auto", "given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files"] = "auto"
+    split: Literal["auto", "given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files", "all"] = "auto"
     """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold.
-    `leave-site-out`: every site is tested on models that never saw it; `site-k-fold`: folds of whole sites."""
+    `leave-site-out`: every site is tested on models that never saw it; `site-k-fold`: folds of whole sites. `all`: a
+    final fit on all labelled slides, which tests nothing (`train` and `package` only)."""
     site: str = "site"
     """Column of the cohort with the site (hospital, scanner) of a slide. Where labels go with it a warning says so."""
     split_folder: Path | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from helpers.error_codes import has_code
 from selfvitmil import cohort as co
 from selfvitmil.cohort import Cohort, SlideRow, Split
+from selfvitmil.cohort.splits import all_labelled
 from selfvitmil.errors import CohortError, ConfigError
 
 
@@ -274,3 +276,16 @@ def test_splits_that_do_not_fit_the_cohort(tmp_path: Path):
     (tmp_path / "splits_0.csv").write_text(",train,test\n0,a,c\n")
     with pytest.raises(CohortError, check=has_code("missing-column")):
         co.read_splits(tmp_path, cohort)
+
+
+@given(cohorts(), st.floats(0.2, 0.5), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_a_final_fit_has_all_labelled_slides_and_no_test_set(cohort: Cohort, val: float, seed: int):
+    out = next(row.slide for row in cohort.rows if row.label is not None)
+    rows = [replace(row, split="external" if row.slide == out else row.split) for row in cohort.rows]
+    split = all_labelled(Cohort(tuple(rows), ()), val=val, seed=seed)
+    labelled = {row.slide for row in rows if row.label is not None} - {out}
+    assert {*split.train, *split.val} == labelled
+    assert split.val
+    assert split.test == ()
+    assert not {cohort[slide].patient for slide in split.train} & {cohort[slide].patient for slide in split.val}

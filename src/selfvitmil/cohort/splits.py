@@ -33,6 +33,8 @@ from selfvitmil.cohort.table import Cohort, in_several_splits, leakage_error, li
 from selfvitmil.errors import CohortError, ConfigError
 
 SIDES = ("train", "val", "test")
+FINAL_FIT = "all"
+"""Name of the split of all labelled slides, without a test set."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,18 @@ def split_from_column(cohort: Cohort, *, val: float = 0.0, seed: int = 0) -> Spl
     split = Split("given", train, held, test)
     _check_classes(_patients_by_class(cohort, train), "the training set")
     return carve_validation(cohort, split, val, seed=seed) if not held else split
+
+
+def all_labelled(cohort: Cohort, *, val: float, seed: int = 0) -> Split:
+    """Return the split of a final fit: all labelled slides, the fraction `val` of their patients for validation.
+
+    There is no test set. Slides with another value in the column `split` than train, val or test (`external`, `unused`)
+    are left out.
+    """
+    rows = [row for row in cohort.rows if row.label is not None and (not row.split or row.split in SIDES)]
+    split = Split(FINAL_FIT, tuple(sorted(row.slide for row in rows)), (), ())
+    _check_classes(_patients_by_class(cohort, split.train), "the cohort")
+    return carve_validation(cohort, split, val, seed=seed)
 
 
 def carve_validation(cohort: Cohort, split: Split, val: float, *, seed: int = 0) -> Split:

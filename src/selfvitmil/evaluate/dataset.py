@@ -33,7 +33,7 @@ import numpy as np
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
 from selfvitmil.cohort.sites import label_by_site, leave_one_site_out, site_folds
-from selfvitmil.cohort.splits import check_split
+from selfvitmil.cohort.splits import FINAL_FIT, all_labelled, check_split
 from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Where, check_choices
@@ -490,7 +490,7 @@ def make_splits(
     return draw_splits(cases.cohort, train, val, cases.usable)
 
 
-SplitKind = Literal["given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files"]
+SplitKind = Literal["given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files", "all"]
 
 
 def split_kind(cohort: Cohort, train: TrainSettings) -> SplitKind:
@@ -514,6 +514,8 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
         return leave_one_site_out(usable, train.site, val=val, seed=train.seed)
     if kind == "site-k-fold":
         return site_folds(usable, train.site, train.folds, val=val, seed=train.seed)
+    if kind == "all":
+        return (all_labelled(usable, val=val, seed=train.seed),)
     if train.split_folder is None:
         raise ConfigError(
             "train.split 'files' without train.split_folder", how="Set the folder of the splits", code="no-split-folder"
@@ -618,10 +620,13 @@ class Trial:
         return self._bags[case.path]
 
 
-def hold_out_test_labels(cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings) -> Trial:
+def hold_out_test_labels(
+    cases: Cases, splits: Sequence[Split], evaluate: EvaluateSettings, *, may_be_final: bool = False
+) -> Trial:
     """Divide the slides by the splits and hold out the labels of the test slides.
 
-    Raises CohortError where a patient is on two sides of a split, a class is missing from training, or the validation
+    `may_be_final` allows the split of a final fit, which has no test slides; without it that is a ConfigError. Raises
+    CohortError where a patient is on two sides of a split, a class is missing from training, or the validation
     set cannot be used for selection.
     """
     if cases.outcome is None:
@@ -638,6 +643,7 @@ def hold_out_test_labels(cases: Cases, splits: Sequence[Split], evaluate: Evalua
     for split in splits:
         check_split(split, cases.usable, split.name)
         _check_split(split, cases)
+        _check_tested(split, may_be_final=may_be_final)
         if not optimistic:
             warnings += _check_validation(split, cases)
         elif split.val:
@@ -681,10 +687,23 @@ def _check_split(split: Split, cases: Cases) -> None:
             "Use another split, or fewer folds",
             code="missing-class",
         )
-    if not split.test:
-        raise CohortError(
-            f"{split.name}: no test slide", "there is nothing to evaluate on", "Add test slides", code="no-test-slides"
+
+
+def _check_tested(split: Split, *, may_be_final: bool) -> None:
+    """Raise an error where a split has no test slides, unless it is the split of a final fit and that is fine."""
+    if split.test or (may_be_final and split.name == FINAL_FIT):
+        return
+    if split.name == FINAL_FIT:
+        raise ConfigError(
+            "train.split 'all' has no test set",
+            "a final fit learns from all labelled slides, and only `train` and `package` can do with that",
+            "Evaluate with another split (train.split k-fold), then run `selfvitmil train STUDY --train.split all` and "
+            "`selfvitmil package STUDY --train.split all`",
+            code="final-fit-untested",
         )
+    raise CohortError(
+        f"{split.name}: no test slide", "there is nothing to evaluate on", "Add test slides", code="no-test-slides"
+    )
 
 
 def _check_validation(split: Split, cases: Cases) -> list[str]:

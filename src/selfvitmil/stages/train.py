@@ -91,7 +91,7 @@ def train(study: Study, choice: FeatureChoice, engine: Engine) -> TrainResult:
     settings = study.settings
     with study.lock("train"):
         notes, learning = prepare(study, choice, "train")
-        trial = hold_out_test_labels(learning.cases, learning.splits, settings.evaluate)
+        trial = hold_out_test_labels(learning.cases, learning.splits, settings.evaluate, may_be_final=True)
         name = settings.train.aggregator
         folder = learning.features.models / name
         fitted = fit_models(name, learning.cases, trial, settings.train, folder, engine, score_test=False)
@@ -610,7 +610,7 @@ def num_tuning_trainings(plan: RunPlan) -> int:
 
 def _num_splits(plan: RunPlan) -> int:
     cohort, train = plan.cohort, plan.settings.train
-    if train.split in ("auto", "given") and any(row.split for row in cohort.rows):
+    if train.split == "all" or (train.split in ("auto", "given") and any(row.split for row in cohort.rows)):
         return 1
     if train.split == "leave-site-out":
         return len({row.value(train.site) for row in cohort.rows} - {None})
