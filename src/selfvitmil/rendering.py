@@ -373,7 +373,8 @@ def _predict(result: PredictResult) -> Rendered:
         lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
     if choice.threshold is not None:
         chosen = sum(package.about["chosen_on"]["slides"].values())
-        where = f"{choice.threshold_from}, {chosen} slides of split {package.split}"
+        where = f"{choice.threshold_from}, {chosen} slides"
+        where += "" if package.folds > 1 else f" of split {package.split}"
         what = positive if package.outcome is None else package.outcome.groups[-1]
         lines.append(f"{what} from {choice.threshold:.4f} on ({where})")
     model = f"{package.name} {package.identity[:12]}"
@@ -433,12 +434,19 @@ def _subgroup_lines(tables: Sequence[SubgroupTable]) -> list[str]:
 
 def _package(result: PackageResult) -> Rendered:
     lines = list(result.notes)
+    models = {
+        None: f"models of split {result.split}",
+        "ensemble": f"models of {result.num_splits} splits, as one ensemble",
+        "final fit": "models of all labelled slides",
+    }[result.fit]
     if not result.evaluated:
-        lines.append("note: no results of these models; run `selfvitmil evaluate` first, and the model card has them")
-    lines.append(
-        f"{result.num_models} models of split {result.split}, encoder and card in {result.out.name} "
-        f"({_size(result.num_bytes)})"
-    )
+        how = " with the flags of this training but another --train.split" if result.fit == "final fit" else ""
+        whose = "this procedure" if result.fit else "these models"
+        lines.append(f"note: no results of {whose}; run `selfvitmil evaluate`{how} first, and the model card has them")
+    elif result.fit:
+        what = "the ensemble" if result.fit == "ensemble" else "this very model"
+        lines.append(f"note: {what} has not been tested; its card quotes results of models tested on held-out slides")
+    lines.append(f"{result.num_models} {models}, encoder and card in {result.out.name} ({_size(result.num_bytes)})")
     return Rendered(tuple(lines))
 
 

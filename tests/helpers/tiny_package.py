@@ -56,6 +56,8 @@ def make_package(folder: Path, *, name: str = "tiny_mean", classes: Sequence[str
     settings_toml = to_toml(settings, SETTINGS)
     write_package(
         folder,
-        PackageParts(about, "card", settings_toml, fit_distribution(slides, [], 1.0), {"encoder": encoder}, {0: model}),
+        PackageParts(
+            about, "card", settings_toml, fit_distribution(slides, [], 1.0), {"encoder": encoder}, {"seed0": model}
+        ),
     )
     return folder

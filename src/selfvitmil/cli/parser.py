@@ -566,7 +566,8 @@ def package(
     *,
     out: Annotated[Path, Parameter(help="Folder of the package; must be new or empty.")],
     split: Annotated[
-        str | None, Parameter(help="Split whose models are packaged; required if there are several.")
+        str | None,
+        Parameter(help="Split whose models are packaged, or `ensemble` for all; needed if there are several."),
     ] = None,
     results: Annotated[
         str | None, Parameter(help="Results folder that the model card quotes, if it has a name of its own.")

@@ -3,21 +3,25 @@
 Nothing is trained, and test labels are read only to count classes: models must exist and be up to date. Statistics of
 slides are those of training and validation slides, never of test slides. Settings are those that the artefacts were
 built with, not those of today's study.toml.
+
+Of several splits (k-fold) one is packaged, or the models of all as one ensemble, whose threshold and calibration come
+from the validation slides of all splits. `train.split all` is one split, of a final fit. Neither the ensemble nor the
+final fit has a test set: their card quotes the results of the splits, and says so (`package_results`).
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.cohort import Split
-from selfvitmil.cohort.sites import SITE_COLUMNS
-from selfvitmil.cohort.table import column_key, listing
-from selfvitmil.errors import ArtefactError, CohortError, ConfigError
+from selfvitmil.cohort.table import listing
+from selfvitmil.commands.package_results import quoted_results
+from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml, without_removed
 from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
@@ -28,6 +32,7 @@ from selfvitmil.study import FeatureChoice, Features, Study, encoder_source, spl
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
     from selfvitmil.evaluate import Case, Cases, Fitted, Prediction, Trial
+    from selfvitmil.evaluate.predictions import Choice
     from selfvitmil.evaluate.protocol import Stored
     from selfvitmil.package import TrainingDistribution
     from selfvitmil.tiles import TileTable
@@ -45,20 +50,33 @@ class PackageResult(StageResult):
     num_models: int
     num_bytes: int
     evaluated: bool
-    """Whether the model card has metrics of these models on their test set."""
+    """Whether the model card has metrics of these models on their test set, or of their splits (`fit`)."""
+    num_splits: int = 1
+    fit: str | None = None
+    """`ensemble` for the models of all splits, `final fit` for models of all labelled slides: neither is tested."""
 
 
 def package(
     of: Study, out: Path, choice: FeatureChoice, split: str | None = None, results: str | None = None
 ) -> PackageResult:
-    """Write the models of one split, and all that inference on new slides needs, into the folder `out`.
+    """Write the models of one split or of all, and all that inference on new slides needs, into the folder `out`.
 
-    `results` names the folder of results that the model card quotes, where it is not the default one.
+    `split` is needed where there are several: the name of one, or `ensemble`. `results` names the folder of results
+    that the model card quotes, where it is not the default one.
     """
     from selfvitmil.evaluate import hold_out_test_labels, stored_models
     from selfvitmil.evaluate.decisions import package_sets
-    from selfvitmil.evaluate.protocol import validation_predictions
-    from selfvitmil.package import SETTINGS, PackageParts, check_target, model_card, write_package
+    from selfvitmil.evaluate.protocol import pooled_validation, validation_predictions
+    from selfvitmil.package import (
+        ENSEMBLE,
+        FINAL_FIT,
+        SETTINGS,
+        PackageParts,
+        check_target,
+        model_card,
+        model_names,
+        write_package,
+    )
 
     study, settings = of.root, of.settings
     _check_asked(choice, settings)
@@ -66,12 +84,14 @@ def package(
     with of.lock("package"):
         lines, learning = prepare(of, choice, "package")
         cases, splits, features = learning.cases, learning.splits, learning.features
-        chosen = _choose_split(splits, split)
+        chosen = _choose_splits(splits, split)
+        fit = ENSEMBLE if len(chosen) > 1 else FINAL_FIT if settings.train.split == "all" else None
         if features.by_split:
+            own = _own_features(features, chosen)
             choice = replace(choice, encoder=None)  # the split's own, which its features name
-            features = replace(features.by_split[chosen.name], encoder=features.encoder, models=features.models)
+            features = replace(own, encoder=features.encoder, models=features.models)
         trial, models = (
-            hold_out_test_labels(cases, [chosen], settings.evaluate),
+            hold_out_test_labels(cases, chosen, settings.evaluate, may_be_final=True),
             features.models / settings.train.aggregator,
         )
         stored = stored_models(settings.train.aggregator, trial, settings.train, models)
@@ -83,30 +103,34 @@ def package(
         carried = _carried_settings(study, features, tables, settings)
         scales = _scales(study, choice, features, carried, tables)
         ood = _distribution(trial, tables, carried, settings)
-        about = _about(cases, chosen, trial, fitted, scales, features, settings)
-        about["evaluation"], tested = _evaluation(study, results, about, fitted, features, settings)
-        validated = validation_predictions(fitted, trial)
-        about["reference"] = _references([*validated, *tested], cases, settings)
+        name = chosen[0].name if len(chosen) == 1 else ENSEMBLE
+        if fit == ENSEMBLE:
+            decision, validated = pooled_validation(fitted, trial, name)
+        else:
+            decision, validated = fitted.choices[name, None], validation_predictions(fitted, trial)
+        about = _about(cases, name, chosen, trial, fitted, (decision, validated), scales, features, settings)
+        about |= {} if fit is None else {"fit": fit, "folds": len(chosen)}
+        about |= quoted_results(of, results, about, learning, trial, fitted, validated)
         if cases.outcome is None:
             about["prediction_sets"] = package_sets(validated, cases.class_names, settings.evaluate.coverage)
-        if about["evaluation"] is not None:
-            about["evaluation"]["transductive"] = len(trial.transductive.get(chosen.name, ()))
-            about["evaluation"]["subgroups"] = _subgroups(tested, cases, settings)
+        places = model_names(about["seeds"], len(chosen))
         contents = PackageParts(
             about,
             model_card(about, ood, carried),
             to_toml(carried, SETTINGS),
             ood,
             {scale.folder: scale.encoder for scale in scales},
-            {run.seed: model_folder(models, chosen.name, run.seed) for run in fitted.runs},
+            {name: model_folder(models, run.split, run.seed) for name, run in zip(places, fitted.runs, strict=True)},
         )
         write_package(out, contents)
     return PackageResult(
         out,
-        chosen.name,
+        name,
         len(fitted.runs),
         sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         about["evaluation"] is not None,
+        len(chosen),
+        fit,
         failures=cases.failures,
         notes=tuple(lines),
     )
@@ -142,20 +166,48 @@ def _check_asked(choice: FeatureChoice, settings: StudySettings) -> None:
         )
 
 
-def _choose_split(splits: Sequence[Split], wanted: str | None) -> Split:
+def _choose_splits(splits: Sequence[Split], wanted: str | None) -> tuple[Split, ...]:
+    """Return the split whose models are packaged, or all with --split ensemble."""
+    from selfvitmil.package import ENSEMBLE
+
     names = [split.name for split in splits]
     if wanted is None and len(splits) > 1:
         raise ConfigError(
             f"--split is missing, and there are {len(splits)}: {listing(names)}",
             "each has models of its own",
-            "Name the one to package",
+            "Package all as one ensemble (--split ensemble), or one of them; for one model of all slides run "
+            "`selfvitmil train STUDY --train.split all`, then package with --train.split all",
             code="split-needed",
         )
     for split in splits:
         if wanted in (None, split.name):
-            return split
+            return (split,)
+    if wanted == ENSEMBLE and len(splits) > 1:
+        return tuple(splits)
+    if wanted == ENSEMBLE:
+        raise ConfigError(
+            f"--split ensemble: there is one split only, {names[0]}",
+            "an ensemble is of several (k-fold)",
+            "Leave --split out: all seeds of the split are packaged",
+            code="one-split",
+        )
+    how = f"There are {listing(names)}{', and ensemble for all of them' if len(splits) > 1 else ''}"
+    if wanted == "all":
+        how = "For a final fit on all slides run `selfvitmil train STUDY --train.split all`, then package with the same"
+    raise ConfigError(f"--split {wanted}: there is no such split", how=how, code="unknown-split")
+
+
+def _own_features(features: Features, chosen: Sequence[Split]) -> Features:
+    """Return the features of the split's own encoder; ConfigError for several splits with an encoder each."""
+    if len(chosen) == 1:
+        return features.by_split[chosen[0].name]
+    first = f"{features.encoder}_{chosen[0].name}"
     raise ConfigError(
-        f"--split {wanted}: there is no such split", how=f"There are {listing(names)}", code="unknown-split"
+        f"--split ensemble: {features.encoder} is {len(chosen)} encoders, one for every split",
+        "a package embeds the tiles of a slide once, by one encoder",
+        f"Package one split (--split {chosen[0].name}), or embed and train all splits on one encoder. For a final fit "
+        f"one of them will do: --encoder {first} --train.split all",
+        code="encoder-per-split",
     )
 
 
@@ -185,8 +237,12 @@ def _tables(study: Path, features: Features, trial: Trial, settings: StudySettin
 
 
 def _known(trial: Trial) -> tuple[Case, ...]:
-    """Training and validation slides."""
-    return (*trial.splits[0].train, *trial.splits[0].val)
+    """Training and validation slides of all splits, each once."""
+    return _distinct(case for split in trial.splits for case in (*split.train, *split.val))
+
+
+def _distinct(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple({case.slide: case for case in cases}.values())
 
 
 def _carried_settings(
@@ -289,10 +345,13 @@ def _distribution(
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.package import SlideStatistics, fit_distribution
 
-    store, split = BagStore.of(settings.train), trial.splits[0]
+    # Slides that the OOD threshold is calibrated on must not be among those that they are compared with. Of several
+    # splits the validation slides of the first are kept apart, and the others together are what is usual.
+    store, val = BagStore.of(settings.train), trial.splits[0].val
+    apart = {case.slide for case in val}
     train, val = (
         [SlideStatistics.of(tables[case.slide], store.moments(trial.bag(case))) for case in part]
-        for part in (split.train, split.val)
+        for part in ([case for case in _known(trial) if case.slide not in apart], val)
     )
     return fit_distribution(train, val, carried.tile.mpp)
 
@@ -302,41 +361,42 @@ def _distribution(
 
 def _about(
     cases: Cases,
-    split: Split,
+    split: str,
+    chosen: Sequence[Split],
     trial: Trial,
     fitted: Fitted,
+    decided: tuple[Choice, Sequence[Prediction]],
     scales: Sequence[_Scale],
     features: Features,
     settings: StudySettings,
 ) -> dict[str, Any]:
     """Return the contents of package.json without versions and checksums; names neither slides nor patients."""
-    from selfvitmil.aggregate.recipes import recipe_of
-
-    name = settings.train.aggregator
-    tuning = fitted.tuned.get(split.name)
-    train = settings.train if tuning is None else tuning.apply(name, settings.train)
-    recipe = recipe_of(name, train).for_dim(cases.dim).to_json()
-    del recipe["keep_min_lr"]  # it says how to scale, which is done
-    chosen = next((run.evidence for run in fitted.runs if run.split == split.name and run.evidence), None)
-    if chosen is not None:
-        recipe["options"] = {**recipe["options"], "evidence": chosen.evidence}
+    name, (decision, validated) = settings.train.aggregator, decided
+    recipes = [_recipe(each.name, cases, fitted, settings) for each in chosen]
+    tuned = [fitted.tuned[each.name].words for each in chosen if each.name in fitted.tuned]
+    parts = {
+        part: tuple(dict.fromkeys(slide for each in chosen for slide in getattr(each, part)))
+        for part in ("train", "val", "test")
+    }
     return {
         "name": results_name(None, f"{features.encoder}_{name}", settings),
         "method": name,
         "classes": list(cases.class_names),
         "positive": cases.class_names[1] if cases.outcome is None and cases.num_classes == 1 else None,
-        **_about_outcome(cases, fitted, split),
+        **_about_outcome(cases, validated),
         "encoders": [{"folder": scale.folder, "name": scale.name, "mpp": scale.mpp} for scale in scales],
         "dim": cases.dim,
         "protocol": trial.evaluate.protocol,
-        "split": split.name,
-        "seeds": [run.seed for run in fitted.runs],
-        "choice": fitted.choices[split.name, None].to_json(),
-        "chosen_on": {"part": trial.where, "slides": _counts(cases, split.val)["slides"]},
-        "data": {part: _counts(cases, getattr(split, part)) for part in ("train", "val", "test")},
+        "split": split,
+        "seeds": list(dict.fromkeys(run.seed for run in fitted.runs)),
+        "choice": decision.to_json(),
+        "chosen_on": {"part": trial.where, "slides": _counts(cases, parts["val"])["slides"]},
+        "data": {part: _counts(cases, slides) for part, slides in parts.items()},
         "training": {
-            "recipe": recipe,
-            **({} if tuning is None else {"tuned": tuning.words}),
+            "recipe": recipes[0],
+            # Splits that tune their settings, or choose their kind of evidence, may differ.
+            **({} if all(each == recipes[0] for each in recipes) else {"recipes": recipes}),
+            **({"tuned": tuned[0] if len(chosen) == 1 else tuned} if tuned else {}),
             "epochs": [run.epoch for run in fitted.runs],
             "encoders": [
                 {"architecture": scale.encoder.config.architecture, "trained_on": scale.encoder.config.trained_on}
@@ -346,14 +406,26 @@ def _about(
     }
 
 
-def _about_outcome(cases: Cases, fitted: Fitted, split: Split) -> dict[str, Any]:
+def _about_outcome(cases: Cases, validated: Sequence[Prediction]) -> dict[str, Any]:
     """Return what package.json tells of another outcome than classes; scores are sorted, so that none has a name."""
-    from selfvitmil.evaluate import ensemble_scores
-
     if cases.outcome is None:
         return {}
-    scores = sorted(ensemble_scores(fitted, split.val).tolist())
+    scores = [list(score) for score in sorted(row.score for row in validated)]
     return {"outcome": cases.outcome.to_json(), "validation_scores": scores}
+
+
+def _recipe(split: str, cases: Cases, fitted: Fitted, settings: StudySettings) -> dict[str, Any]:
+    """Return the numbers that the models of a split were trained by."""
+    from selfvitmil.aggregate.recipes import recipe_of
+
+    name, tuning = settings.train.aggregator, fitted.tuned.get(split)
+    train = settings.train if tuning is None else tuning.apply(name, settings.train)
+    recipe = recipe_of(name, train).for_dim(cases.dim).to_json()
+    del recipe["keep_min_lr"]  # it says how to scale, which is done
+    found = next((run.evidence for run in fitted.runs if run.split == split and run.evidence), None)
+    if found is not None:
+        recipe["options"] = {**recipe["options"], "evidence": found.evidence}
+    return recipe
 
 
 def _counts(cases: Cases, slides: Sequence[str]) -> dict[str, Any]:
@@ -364,88 +436,3 @@ def _counts(cases: Cases, slides: Sequence[str]) -> dict[str, Any]:
         return {"slides": {"slides": len(slides)}, "patients": len(patients), "described": described}
     counts: Counter[str] = Counter(cases.class_names[int(cases.by_slide[slide].label)] for slide in slides)
     return {"slides": {name: counts[name] for name in cases.class_names}, "patients": len(patients)}
-
-
-def _evaluation(
-    study: Path,
-    results: str | None,
-    about: Mapping[str, Any],
-    fitted: Fitted,
-    features: Features,
-    settings: StudySettings,
-) -> tuple[dict[str, Any] | None, list[Prediction]]:
-    """Return metrics and predictions of these models on their test set; None where there are none, or other models'."""
-    from selfvitmil.evaluate import read_predictions
-    from selfvitmil.package import CARD_METRICS
-
-    folder = StudyLayout(study).results(results_name(results or about["name"], "", settings))
-    if results is not None and not folder.is_dir():
-        what = f"--results {results}: there is no such folder of results"
-        raise ConfigError(what, how="See results/ in the study", code="unknown-results")
-    try:
-        rows, _ = read_predictions(folder / "predictions.csv")
-        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        methods, confidence = metrics["methods"], float(metrics["settings"]["confidence"])
-    except (ArtefactError, OSError, ValueError, KeyError, TypeError):
-        return None, []
-    method, split = about["method"], about["split"]
-    scores = {
-        (row.seed, row.slide): row.score for row in rows if (row.method, row.split, row.part) == (method, split, "val")
-    }
-    info = next((each for each in methods if each["method"] == method), None)
-    if info is None:
-        return None, []
-    same = [each for each in info["choices"] if (each["split"], each["seed"]) == (split, "ensemble")]
-    ours = {(run.seed, slide): each.probabilities for run in fitted.runs for slide, each in run.chosen_on.items()}
-    if not same or any(same[0][key] != about["choice"][key] for key in about["choice"]):
-        return None, []  # of another threshold or calibration
-    if any(scores.get(key) != value for key, value in ours.items()):
-        return None, []  # of other models
-    whole = info["slide"]["splits"].get(split, info["slide"])["ensemble"]
-    if whole is None:
-        return None, []
-    outcome = fitted.choices[split, None].outcome
-    figures = {
-        name: {key: whole[name].get(key) for key in ("value", "low", "high")}
-        for name in (CARD_METRICS if outcome is None else outcome.shown_metrics)
-        if whole.get(name)
-    }
-    tested = [row for row in rows if (row.method, row.split, row.part) == (method, split, "test")]
-    return {"num": whole["num"], "confidence": confidence, "figures": figures}, tested
-
-
-def _subgroups(tested: Sequence[Prediction], cases: Cases, settings: StudySettings) -> list[dict[str, Any]]:
-    """Return metrics of the test slides by site, where the cohort names several; the sites themselves stay here."""
-    from selfvitmil.evaluate.subgroups import subgroup_tables
-
-    slides = {row.slide for row in tested}
-    found: list[dict[str, Any]] = []
-    for column in cases.cohort.extra_columns if cases.outcome is None else ():
-        values = {row.slide: row.value(column) for row in cases.cohort.rows if row.slide in slides}
-        if column_key(column) not in SITE_COLUMNS or len(set(values.values()) - {None}) < 2:
-            continue
-        try:
-            table = subgroup_tables(tested, {column: values}, cases.class_names, settings.evaluate)[0]
-        except CohortError:
-            continue  # more values than can be subgroups
-        groups = [
-            {
-                "slides": group.num_slides,
-                "metrics": {
-                    name: None if each is None else {"value": each.value, "low": each.low, "high": each.high}
-                    for name, each in group.metrics.items()
-                },
-            }
-            for group in table.groups
-        ]
-        found.append({"column": column, "groups": groups})
-    return found
-
-
-def _references(predictions: Sequence[Prediction], cases: Cases, settings: StudySettings) -> list[dict[str, Any]]:
-    """Return how the models scored their validation and test slides, without names: what drift is measured against."""
-    from selfvitmil.evaluate.external import reference_scores
-
-    parts: tuple[Literal["val", "test"], ...] = ("val", "test")
-    found = [reference_scores(predictions, part, cases.class_names, settings.evaluate, cases.outcome) for part in parts]
-    return [each.to_json() for each in found if each is not None]

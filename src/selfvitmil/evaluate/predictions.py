@@ -87,7 +87,7 @@ def check_choices(settings: EvaluateSettings, num_classes: int) -> None:
         )
 
 
-def choose(labels: Sequence[int], scores: ArrayLike, settings: EvaluateSettings, where: Where) -> Choice:
+def choose(labels: Sequence[int], scores: ArrayLike, settings: EvaluateSettings, where: str) -> Choice:
     """Return threshold and calibration chosen on labelled scores (N, K); `where` names the slides."""
     scores_NK = np.asarray(scores, dtype=np.float64)
     calibration, calibration_from = _calibration(labels, scores_NK, settings, where)
@@ -105,7 +105,7 @@ def choose(labels: Sequence[int], scores: ArrayLike, settings: EvaluateSettings,
 
 
 def _calibration(
-    labels: Sequence[int], scores_NK: Floats, settings: EvaluateSettings, where: Where
+    labels: Sequence[int], scores_NK: Floats, settings: EvaluateSettings, where: str
 ) -> tuple[Platt | Temperature | None, str]:
     if settings.calibration == "none":
         return None, "none"

@@ -545,13 +545,16 @@ def choose_thresholds(
         chosen_on = trial.chosen_on(split)
         own = [run for run in runs if run.split == split.name]
         for seed, scored in _with_ensemble(own, "chosen_on", chosen_on).items():
-            labels = [case.label for case in chosen_on]
-            if trial.outcome is not None:
-                cut, origin = trial.outcome.choose(labels, scored.score, trial.where)
-                choices[split.name, seed] = Choice(cut, origin, None, "none", trial.outcome)
-                continue
-            choices[split.name, seed] = choose(labels, scored.score, trial.evaluate, trial.where)
+            choices[split.name, seed] = _choose(trial, chosen_on, scored.score, trial.where)
     return Fitted(method, aggregator, tuple(runs), choices, recipe)
+
+
+def _choose(trial: Trial, cases: Sequence[Case], scores_NK: Floats, where: str) -> Choice:
+    labels = [case.label for case in cases]
+    if trial.outcome is None:
+        return choose(labels, scores_NK, trial.evaluate, where)
+    cut, origin = trial.outcome.choose(labels, scores_NK, where)
+    return Choice(cut, origin, None, "none", trial.outcome)
 
 
 def _with_ensemble(
@@ -679,6 +682,33 @@ def validation_predictions(fitted: Fitted, trial: Trial) -> list[Prediction]:
             name, "val", cases, _with_ensemble(runs, "chosen_on", cases)[None], fitted.choices[split.name, None]
         )
     return rows
+
+
+def pooled_validation(fitted: Fitted, trial: Trial, name: str) -> tuple[Choice, list[Prediction]]:
+    """Return threshold and calibration for the models of all splits together, and the predictions they come from.
+
+    These are of validation slides by models that were not trained on them: the mean over the splits that validate on a
+    slide, so that every slide counts once. `name` stands for the split. Test labels are not needed.
+    """
+    rows: dict[str, list[Prediction]] = {}
+    for row in validation_predictions(fitted, trial):
+        rows.setdefault(row.slide, []).append(row)
+    by_slide = {case.slide: case for split in trial.splits for case in trial.chosen_on(split)}
+    cases = [by_slide[slide] for slide in rows]
+    streams = (
+        [_mean_values([getattr(row, stream) for row in own]) for own in rows.values()]
+        for stream in ("score", "max", "bag")
+    )
+    score, largest, bag = (_array(values) for values in streams)
+    assert score is not None
+    choice = _choose(trial, cases, score, f"{trial.where} slides of {len(trial.splits)} splits")
+    of = _Name(fitted.method, name, None, trial.evaluate.protocol)
+    return choice, list(_rows(of, "val", cases, _Scored(score, largest, bag), choice))
+
+
+def _mean_values(rows: Sequence[Values | None]) -> Values | None:
+    array = _array(rows)
+    return None if array is None else tuple(array.mean(axis=0).tolist())
 
 
 def _known_targets(trial: Trial) -> tuple[Any, ...]:

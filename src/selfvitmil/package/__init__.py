@@ -10,11 +10,14 @@ The commands are `commands.package` and `commands.predict`.
 
 from selfvitmil.package.card import CARD_METRICS, model_card
 from selfvitmil.package.files import (  # fmt: skip
+    ENSEMBLE,
+    FINAL_FIT,
     RESEARCH_ONLY,
     SETTINGS,
     Package,
     PackageParts,
     check_target,
+    model_names,
     open_package,
     write_package,
 )
@@ -29,7 +32,8 @@ from selfvitmil.package.inference import (  # fmt: skip
 from selfvitmil.package.ood import OODFinding, SlideStatistics, TrainingDistribution, fit_distribution
 
 __all__ = [
-    "CARD_METRICS", "JSON_HEAD", "RESEARCH_ONLY", "SETTINGS", "OODFinding", "Package", "PackageParts", "PredictedSlide",
-    "PredictionFiles", "Predictor", "SlideStatistics", "TrainingDistribution", "add_predictions", "check_target",
-    "fit_distribution", "model_card", "open_package", "short_fingerprint", "write_package",
+    "CARD_METRICS", "ENSEMBLE", "FINAL_FIT", "JSON_HEAD", "RESEARCH_ONLY", "SETTINGS", "OODFinding", "Package",
+    "PackageParts", "PredictedSlide", "PredictionFiles", "Predictor", "SlideStatistics", "TrainingDistribution",
+    "add_predictions", "check_target", "fit_distribution", "model_card", "model_names", "open_package",
+    "short_fingerprint", "write_package",
 ]  # fmt: skip

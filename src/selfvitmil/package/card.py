@@ -8,7 +8,7 @@ from typing import Any
 
 from selfvitmil.formatting import markdown_list, markdown_table, percent, value_and_limits
 from selfvitmil.outcomes import Outcome, outcome_from_json
-from selfvitmil.package.files import RESEARCH_ONLY
+from selfvitmil.package.files import ENSEMBLE, FINAL_FIT, RESEARCH_ONLY
 from selfvitmil.package.ood import TrainingDistribution
 from selfvitmil.settings import StudySettings
 
@@ -18,6 +18,14 @@ CARD_METRICS = (
 )  # fmt: skip
 """Metrics on the test set that the card shows."""
 NOT_EVALUATED = "These models were not evaluated on test slides before they were packaged."
+NO_RESULTS = "There were no cross-validated results of the procedure to quote when it was packaged."
+UNTESTED = {
+    ENSEMBLE: "The ensemble itself has not been tested: only the models of each split have been, on slides that models "
+    "of other splits may have trained on.",
+    FINAL_FIT: "This very model has not been tested: all labelled slides served to train it or to choose epoch and "
+    "threshold.",
+}
+"""What the card says first of a package without a test set of its own, by its `fit`."""
 
 
 def model_card(about: Mapping[str, Any], ood: TrainingDistribution, settings: StudySettings) -> str:
@@ -50,9 +58,22 @@ def _what(about: Mapping[str, Any]) -> str:
         )
     return (
         f"{what}. The encoder {encoders} turns tiles at {scale} into "
-        f"embeddings; the aggregator {about['method']}, an ensemble of {len(about['seeds'])} seeds (split "
-        f"{about['split']}), turns the embeddings of a slide into {into} and shows which tiles it is based on."
+        f"embeddings; the aggregator {about['method']}, an ensemble of {_members(about)}, "
+        f"turns the embeddings of a slide into {into} and shows which tiles it is based on."
     )
+
+
+def _members(about: Mapping[str, Any]) -> str:
+    seeds, folds = len(about["seeds"]), about.get("folds", 1)
+    if about.get("fit") == ENSEMBLE:
+        return f"{seeds * folds} models ({seeds} seeds on each of {folds} splits)"
+    return f"{seeds} seeds ({'all labelled slides' if about.get('fit') == FINAL_FIT else 'split ' + about['split']})"
+
+
+def _chosen_on(about: Mapping[str, Any]) -> str:
+    """The slides that the threshold comes from."""
+    number = sum(about["chosen_on"]["slides"].values())
+    return f"{number} slides{'' if about.get('fit') == ENSEMBLE else ' of the split ' + about['split']}"
 
 
 def _outcome(about: Mapping[str, Any]) -> Outcome | None:
@@ -94,7 +115,13 @@ def _data(about: Mapping[str, Any]) -> str:
         own = about["data"][part]
         cells = [own["described"]] if outcome is not None else [str(own["slides"][label]) for label in classes]
         rows.append((name, *cells, str(own["patients"])))
-    return markdown_table(rows) + "\n\nNeither the slides nor their names or those of patients are part of this folder."
+    roles = {
+        ENSEMBLE: "A slide may be in several rows: each split has its own models, and divides the slides anew.\n\n",
+        FINAL_FIT: f"{UNTESTED[FINAL_FIT]}\n\n",
+    }
+    role = roles.get(about.get("fit") or "", "")
+    kept = "Neither the slides nor their names or those of patients are part of this folder."
+    return f"{markdown_table(rows)}\n\n{role}{kept}"
 
 
 def _expects(about: Mapping[str, Any], ood: TrainingDistribution, settings: StudySettings) -> str:
@@ -124,7 +151,6 @@ def _expects(about: Mapping[str, Any], ood: TrainingDistribution, settings: Stud
 
 def _training(about: Mapping[str, Any]) -> str:
     training, choice = about["training"], about["choice"]
-    chosen = sum(about["chosen_on"]["slides"].values())
     decision = "The largest probability decides."
     if (outcome := _outcome(about)) is not None:
         decision = "No decision is made."
@@ -133,21 +159,30 @@ def _training(about: Mapping[str, Any]) -> str:
         if choice["threshold"] is not None:
             decision = (
                 f"A slide is of the group {outcome.groups[1]} from {outcome.rank_words} {choice['threshold']:.4g} on: "
-                f"{choice['threshold_from']}, {chosen} slides of the split {about['split']}."
+                f"{choice['threshold_from']}, {_chosen_on(about)}."
             )
     elif choice["threshold"] is not None:
         decision = (
             f"A slide is called {about['positive']} from a probability of {choice['threshold']:.4g} on: "
-            f"{choice['threshold_from']}, {chosen} slides of the split {about['split']}, {about['protocol']} protocol."
+            f"{choice['threshold_from']}, {_chosen_on(about)}, {about['protocol']} protocol."
         )
-    recipe = {key: value for key, value in training["recipe"].items() if value not in (None, {}, [])}
+    if about.get("fit") == ENSEMBLE:
+        decision += (
+            " Each of these slides was scored by models that had not trained on it, of one split or a few; the mean "
+            "over the models of all splits varies less, so threshold and calibration are approximate."
+        )
+    recipes = [
+        {key: value for key, value in recipe.items() if value not in (None, {}, [])}
+        for recipe in training.get("recipes", [training["recipe"]])
+    ]
     trained_on = ", ".join(dict.fromkeys(each["trained_on"] for each in training["encoders"]))
     architecture = ", ".join(dict.fromkeys(each["architecture"] for each in training["encoders"]))
     lines = [
         f"encoder: {architecture}, trained on: {trained_on}",
         f"aggregator: {about['method']}, seeds {', '.join(map(str, about['seeds']))}, epochs chosen "
         f"{', '.join(map(str, training['epochs']))}",
-        f"recipe: `{json.dumps(recipe, ensure_ascii=False)}`",
+        f"recipe{' of each split' if len(recipes) > 1 else ''}: "
+        + ", ".join(f"`{json.dumps(recipe, ensure_ascii=False)}`" for recipe in recipes),
         f"calibration: {choice['calibration_from']}",
     ]
     return f"{decision}\n\n{markdown_list(lines)}"
@@ -155,8 +190,9 @@ def _training(about: Mapping[str, Any]) -> str:
 
 def _evaluation(about: Mapping[str, Any]) -> str:
     evaluation = about["evaluation"]
+    untested = UNTESTED.get(about.get("fit") or "")
     if evaluation is None:
-        return NOT_EVALUATED
+        return NOT_EVALUATED if untested is None else f"{untested} {NO_RESULTS}"
     rows = [("by slide", "value", "interval")]
     outcome = _outcome(about)
     names = {name: name.replace("_", " ") for name in CARD_METRICS} if outcome is None else outcome.shown_metrics
@@ -168,6 +204,9 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     but = (
         f", except that the encoder saw {seen} of them or their patients, without labels (transductive)" if seen else ""
     )
+    if untested is not None:
+        shared = f"{percent(evaluation['confidence'])} intervals; every split by its own threshold"
+        return f"{untested} {_quoted(about)}{but}; {shared}.\n\n{markdown_table(rows)}"
     words = (
         f"{evaluation['num']} test slides of the split {about['split']}, which took no part in training or choices{but}"
         f"; {percent(evaluation['confidence'])} intervals; threshold: {about['choice']['threshold_from']}."
@@ -175,10 +214,20 @@ def _evaluation(about: Mapping[str, Any]) -> str:
     return f"{words}\n\n{markdown_table(rows)}"
 
 
+def _quoted(about: Mapping[str, Any]) -> str:
+    """Whose metrics they are, where they are not those of the package."""
+    num, splits, seeds = about["evaluation"]["num"], about["evaluation"]["splits"], len(about["seeds"])
+    by = f"by cross-validation: {splits} splits, the {seeds} models of each tested on slides that they never saw"
+    if splits == 1:
+        by = f"on a test set: {seeds} models tested on slides that they never saw"
+    what = "" if about["fit"] == ENSEMBLE else " of the procedure (the same method, settings and seeds)"
+    return f"The metrics are estimates{what} {by} ({num} slides together)"
+
+
 def _subgroups(about: Mapping[str, Any]) -> str:
     evaluation = about["evaluation"]
     if evaluation is None:
-        return NOT_EVALUATED
+        return NO_RESULTS if about.get("fit") else NOT_EVALUATED
     tables = evaluation.get("subgroups") or ()
     if not tables:
         return (
@@ -207,12 +256,20 @@ def _with_limits(metric: Mapping[str, Any] | None) -> str:
 def _limits(about: Mapping[str, Any], ood: TrainingDistribution) -> str:
     evaluation = about["evaluation"]
     tested = "its metrics on new slides are not known"
-    if evaluation is not None:
+    if evaluation is not None and about.get("fit"):
+        tested = (
+            f"it has not been tested itself; the metrics above are of {evaluation['num']} slides by models trained on "
+            "other slides"
+        )
+    elif evaluation is not None:
         tested = f"its metrics rest on {evaluation['num']} test slides; the intervals above say how sure they are"
+    known = ood.num_train
+    if about.get("fit") == ENSEMBLE:  # some are kept apart to calibrate the OOD threshold
+        known = sum(about["data"]["train"]["slides"].values())
     return markdown_list(
         [
             tested,
-            f"it knows {ood.num_train} training slides; other scanners, stains, organs and diseases were not seen",
+            f"it knows {known} training slides; other scanners, stains, organs and diseases were not seen",
             "scores are those of the training's mix of patients, and only calibrated where that is said above",
             "a heatmap shows which tiles the prediction is based on, which need not be where a pathologist would look",
             "sizes of regions are measurements of the heatmap, never a diagnosis",

@@ -6,7 +6,8 @@
     settings.toml         how slides are cut, coloured and embedded
     expected.json, expected.safetensors   what the training slides were like
     encoder/              model.safetensors, config.json; encoder_coarse/ where two scales have different ones
-    models/seed<k>/       model.safetensors, config.json of every aggregator of the ensemble
+    models/seed<k>/       model.safetensors, config.json of every aggregator of the ensemble; models/fold<n>/seed<k>/
+                          where it has the models of several splits
 
 The folder travels between hospitals: it names no slide, no patient and no place on a disk, and it holds no pickle.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +83,10 @@ MODEL_FACTS = (
 """What stays of a model's config.json; the names of the slides it was trained on do not."""
 NOT_OURS = "Do not use this package; ask its author for one that `selfvitmil package` wrote"
 ENCODER_FOLDERS = ("encoder", "encoder_coarse")
+ENSEMBLE, FINAL_FIT = "ensemble", "final fit"
+FITS = (ENSEMBLE, FINAL_FIT)
+"""`fit` of package.json, where the package has not the models of one split: of all splits, or of all slides."""
+MAX_FOLDS = 1000
 MAX_NAME = 200
 """Characters of a name in package.json."""
 COPY_AGAIN = "Copy the whole folder again from where it came from"
@@ -192,9 +197,19 @@ class Package:
         return packaged_threshold(self.about.get("prediction_sets"))
 
     @property
+    def folds(self) -> int:
+        """How many splits the ensemble has models of; every seed was trained on each."""
+        return int(self.about.get("folds", 1))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Of the aggregators, in the order of splits and seeds: folders below models/."""
+        return model_names(self.seeds, self.folds)
+
+    @property
     def model_folders(self) -> tuple[Path, ...]:
-        """Of the aggregators, in the order of the seeds."""
-        return tuple(self.folder / "models" / f"seed{seed}" for seed in self.seeds)
+        """Of the aggregators, in the order of `model_names`."""
+        return tuple(self.folder / "models" / name for name in self.model_names)
 
     def to_json(self) -> dict[str, Any]:
         """What a prediction tells of its model."""
@@ -212,6 +227,7 @@ class Package:
         )
         return {
             **{key: self.about[key] for key in kept},
+            **{key: self.about[key] for key in ("fit", "folds") if key in self.about},
             **({} if self.outcome is None else {"outcome": self.outcome.to_json()}),
             "encoder": "+".join(dict.fromkeys(each.name for each in self.encoders)),
             "selfvitmil": self.about["versions"]["selfvitmil"],
@@ -219,6 +235,13 @@ class Package:
 
 
 # ---------------------------------------------------------------------------------------------------- writing
+
+
+def model_names(seeds: Sequence[int], folds: int = 1) -> tuple[str, ...]:
+    """Return the folders of aggregators below models/; splits are numbered, since their names may name hospitals."""
+    if folds == 1:
+        return tuple(f"seed{seed}" for seed in seeds)
+    return tuple(f"fold{fold}/seed{seed}" for fold in range(folds) for seed in seeds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +256,8 @@ class PackageParts:
     ood: TrainingDistribution
     encoders: Mapping[str, Any]
     """Folder -> encoder."""
-    models: Mapping[int, Path]
-    """Seed -> folder of a trained aggregator."""
+    models: Mapping[str, Path]
+    """Folder below models/ -> folder of a trained aggregator."""
 
 
 def check_target(folder: Path) -> None:
@@ -258,8 +281,8 @@ def write_package(folder: Path, contents: PackageParts) -> None:
     try:
         for place, encoder in contents.encoders.items():
             save_encoder(building / place, encoder)
-        for seed, source in contents.models.items():
-            _copy_model(source, building / "models" / f"seed{seed}")
+        for name, source in contents.models.items():
+            _copy_model(source, building / "models" / name, contents.about["split"])
         write_text(building / "settings.toml", contents.settings)
         _write_distribution(building, contents.ood)
         write_text(building / "MODEL_CARD.md", contents.card)
@@ -275,10 +298,10 @@ def write_package(folder: Path, contents: PackageParts) -> None:
             shutil.rmtree(building)
 
 
-def _copy_model(source: Path, target: Path) -> None:
-    """Weights as they are, of the config only what names no slide."""
+def _copy_model(source: Path, target: Path, split: str) -> None:
+    """Weights as they are, of the config only what names no slide; `split` as the package calls it."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    info = {key: config[key] for key in MODEL_FACTS}
+    info = {key: config[key] for key in MODEL_FACTS} | {"split": split}
     write_bytes(target / "model.safetensors", (source / "model.safetensors").read_bytes())
     write_text(target / "config.json", _json(info))
 
@@ -327,7 +350,7 @@ def open_package(folder: Path) -> Package:
         moments = safetensors.numpy.load_file(folder / "expected.safetensors")
         ood = TrainingDistribution.from_plain(read_json(folder / "expected.json"), moments["mean"], moments["std"])
         package = Package(folder, about, settings, ood)
-        places = [each.folder for each in package.encoders] + [f"models/seed{seed}" for seed in package.seeds]
+        places = [each.folder for each in package.encoders] + [f"models/{name}" for name in package.model_names]
         needed = ["settings.toml", "expected.json", "expected.safetensors"]
         needed += [f"{place}/{name}" for place in places for name in ("config.json", "model.safetensors")]
         missing = [name for name in needed if name not in about["files"]]
@@ -390,6 +413,10 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
     for seed in about["seeds"]:
         if type(seed) is not int or seed < 0:
             _refuse_name(folder, seed, "seeds are whole numbers")
+    if type(folds := about.get("folds", 1)) is not int or not 1 <= folds <= MAX_FOLDS:
+        _refuse_name(folder, folds, f"it should be the number of splits, at most {MAX_FOLDS}")
+    if (fit := about.get("fit")) not in (None, *FITS):
+        _refuse_name(folder, fit, f"a model of several splits is {' or '.join(FITS)}")
 
 
 def _refuse_name(folder: Path, word: Any, why: str) -> NoReturn:

@@ -65,8 +65,9 @@ class PredictedSlide:
     slide: str
     file: str
     """Name of its file."""
-    seeds: Mapping[int, Values]
-    """Seed -> probabilities (K,), or the scores of another outcome than classes."""
+    seeds: Mapping[int | str, Values]
+    """Seed -> probabilities (K,), or the scores of another outcome than classes; of an ensemble of several splits
+    `fold0/seed0` and so on."""
     score: Values
     """Their mean."""
     decision: str
@@ -130,7 +131,7 @@ class Predictor:
         package, ood = self.package, self.package.ood
         placement = place_tiles(bag, table)
         bags, of_class = [each.bag for each in scores], self._localize.of_class
-        place: dict[str, Any] = {"split": package.split, "part": "new", "seeds": package.seeds}
+        place: dict[str, Any] = {"split": package.split, "part": "new", "seeds": package.seeds * package.folds}
         if package.outcome is None:
             prediction = ensemble_prediction(bags, package.choice, package.classes, of_class, **place)
         else:
@@ -141,7 +142,8 @@ class Predictor:
             self._localize, details={"package": package.identity},
         )  # fmt: skip
         regions = find_lesions(heatmap, self._localize.lesion_threshold, self._localize.min_lesion_mm2)
-        seeds = dict(zip(package.seeds, (each.bag.probabilities for each in scores), strict=True))
+        names = package.seeds if package.folds == 1 else package.model_names
+        seeds: dict[int | str, Values] = dict(zip(names, (each.bag.probabilities for each in scores), strict=True))
         findings = tuple(ood.findings(statistics))
         # A warning of the tile table that a finding repeats is left out.
         repeated = {each.text for each in findings}
