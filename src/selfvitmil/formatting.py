@@ -52,6 +52,14 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
+def duration_range(limits: tuple[float, float]) -> str:
+    """Return a range of durations: `2.0 to 4.5 min`, `30 s to 2.0 min`, `up to 3.0 s`."""
+    low, high = map(duration, limits)
+    if limits[0] < 1:
+        return f"up to {high}"
+    return f"{low.partition(' ')[0] if low.partition(' ')[2] == high.partition(' ')[2] else low} to {high}"
+
+
 def ago(moment: float | None) -> str:
     """Return how long ago a moment (seconds since 1970) was; empty if there is none."""
     return "" if moment is None else f"{duration(max(0.0, time.time() - moment))} ago"

@@ -487,6 +487,8 @@ def _status(result: StatusResult) -> Rendered:
         for each in result.stages
     ]
     table = (("stage", "where", "done", "failed", "newest", ""), *rows) if rows else ()
+    if result.run is not None and (planned := {k: v for k, v in result.run.planned.items() if k in result.run.seconds}):
+        lines.append(f"the last run: {_planned_and_taken(planned, result.run.seconds)}")
     return Rendered((*lines, f"next: {result.next}"), table)
 
 
@@ -516,13 +518,12 @@ def _plan(result: PlanResult) -> Rendered:
         )
     besides = f", plus {' and '.join(each.name for each in result.unknown)}" if result.unknown else ""
     hours = f", {result.gpu_seconds / 3600:.1f} GPU-hours of it" if gpu else "; no GPU was found"
-    lines.append(
-        f"in total about {formatting.duration(result.seconds)}{hours}{besides}; expect an error of a factor of 2 to 3"
-    )
+    likely = formatting.duration_range(result.range_s)
+    lines.append(f"in total about {formatting.duration(result.seconds)}, likely {likely}{hours}{besides}")
     short = "" if result.enough_disk else ": NOT ENOUGH"
     lines.append(f"disk: {_size(result.disk)} needed, {_size(result.disk_free)} free{short}")
     lines += [_memory_line(stage, result.memory_for(stage)) for stage in result.too_large]
-    lines.append("nothing was written; `run` with the same flags does it")
+    lines.append("nothing was written; `run` with the same flags does it, and says at its end how good this plan was")
     header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * gpu, "basis")
     rows = [(each.name, each.pending.line, *_estimate_cells(each.estimate, gpu)) for each in result.stages]
     return Rendered(tuple(lines), (header, *rows))
@@ -570,7 +571,8 @@ def _estimate_cells(estimate: Estimate, with_gpu: bool) -> tuple[str, ...]:
         return ("", "", "", *[""] * with_gpu, estimate.basis)
     hours = f"{estimate.seconds / 3600:.2f}" if estimate.on_gpu else ""
     memory = f"{'GPU ' * estimate.on_gpu}{_size(estimate.memory)}"
-    return (_size(estimate.disk), memory, formatting.duration(estimate.seconds), *[hours] * with_gpu, estimate.basis)
+    time = formatting.duration_range(estimate.range_s)
+    return (_size(estimate.disk), memory, time, *[hours] * with_gpu, estimate.basis)
 
 
 def _memory_line(stage: StagePlan, memory: int) -> str:
@@ -601,15 +603,36 @@ def _run_start(result: RunStart) -> Rendered:
 
 
 def _run(result: RunResult) -> Rendered:
+    limits = result.planned
     rows = [
-        (name, _stage_words(report), "" if report.seconds is None else formatting.duration(report.seconds))
+        (
+            name,
+            _stage_words(report),
+            "" if report.seconds is None else formatting.duration(report.seconds),
+            *([formatting.duration_range(limits[name]) if name in limits else ""] * bool(limits)),
+        )
         for name, report in result.stages.items()
     ]
     lines = list(result.notes)
     if slides := {failure.slide for each in result.results.values() for failure in each.failures}:
         lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
     lines.append(f"all of it took {formatting.duration(result.seconds)}")
-    return Rendered(tuple(lines), (("stage", "what was done", "time"), *rows))
+    if limits:
+        lines.append(_planned_and_taken(limits, {name: each.seconds or 0.0 for name, each in result.stages.items()}))
+    return Rendered(tuple(lines), (("stage", "what was done", "time", *["planned"] * bool(limits)), *rows))
+
+
+def _planned_and_taken(planned: Mapping[str, tuple[float, float]], seconds: Mapping[str, float]) -> str:
+    """Return how good a plan was: its total for the stages that it holds for, and by which factor it was off."""
+    low, high = (sum(limits[side] for limits in planned.values()) for side in (0, 1))
+    taken = sum(seconds.get(name, 0.0) for name in planned)
+    off = (
+        f" ({low / taken:.1f} times faster)"
+        if 0 < taken < low
+        else f" ({taken / high:.1f} times slower)" * (taken > high)
+    )
+    of = "" if len(planned) == len(seconds) else f" for {', '.join(planned)}"
+    return f"planned{of} {formatting.duration_range((low, high))}, took {formatting.duration(taken)}{off}"
 
 
 def _shard(result: ShardResult) -> Rendered:

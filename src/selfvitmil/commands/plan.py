@@ -1,7 +1,8 @@
 """`plan`: what `run` would do and what it takes on this machine: tiles, disk, memory and time, stage by stage.
 
-Tiles are counted, or estimated from slide headers and a few slides; rates are those that a run logged, or come from a
-few seconds of measurement (`stages.measure`). Each estimate has its `Basis`. Nothing is written into the study.
+Tiles are counted, or estimated from slide headers and a few slides; rates are those of earlier runs of the study
+(`commands.timings`), or come from a few seconds of measurement (`stages.measure`). Each estimate has its `Basis` and a
+range. Nothing is written into the study.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.commands.doctor import existing_folder, memory_bytes
-from selfvitmil.commands.run import Request, RunPlan, as_before, device_lines, plan_run, read_record
+from selfvitmil.commands.run import Request, RunPlan, as_before, device_lines, device_name, plan_run, read_record
+from selfvitmil.commands.timings import expected_s, keep_plan
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
-from selfvitmil.stages.base import Estimate, Pending, StageResult
+from selfvitmil.stages.base import Basis, Estimate, Pending, StageResult
 from selfvitmil.stages.measure import Measures, measure_aggregators, measure_encoder, measure_slides
 from selfvitmil.stages.pretrain import untrained_network
 from selfvitmil.stages.train import trained_rows
 from selfvitmil.study import Study
 
 if TYPE_CHECKING:
+    from selfvitmil.commands.run import RunRecord
     from selfvitmil.encoder import Encoder
+    from selfvitmil.stages.base import Stage
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class PlanResult(StageResult):
         return sum(each.estimate.seconds for each in self.stages if each not in self.unknown)
 
     @property
+    def range_s(self) -> tuple[float, float]:
+        """Least and most time of all stages whose time is known."""
+        limits = [each.estimate.range_s for each in self.stages if each not in self.unknown]
+        return sum(low for low, _ in limits), sum(high for _, high in limits)
+
+    @property
     def gpu_seconds(self) -> float:
         return sum(each.estimate.seconds for each in self.stages if each.estimate.on_gpu and each not in self.unknown)
 
@@ -82,26 +92,35 @@ class PlanResult(StageResult):
 
 
 def plan(study: Study, request: Request) -> PlanResult:
-    """Return what a run would do, and what it takes. Reads only; takes some seconds."""
+    """Return what a run would do, and what it takes. Writes nothing into the study; takes some seconds."""
     import torch
 
     before = read_record(study.root)
     request = as_before(request, before, study.root)
     run_plan = plan_run(study, request, offline=True)
     measures, note = _measure(run_plan)
+    stages = tuple(_stage_plan(run_plan, stage, measures, before) for stage in run_plan.stages)
+    ranges = {each.name: each.estimate.range_s for each in stages if each.estimate.seconds > 0}
+    keep_plan(run_plan, device_name(), ranges)
     header, *rows = run_plan.split_table or ((),)
     split = [f"split {'; '.join(map(' '.join, zip(header, row, strict=True)))}" for row in rows]
     return PlanResult(
-        tuple(
-            StagePlan(stage.name, run_plan.pending(stage.name), stage.estimate_pending(run_plan, measures))
-            for stage in run_plan.stages
-        ),
+        stages,
         measures,
         disk_free=shutil.disk_usage(existing_folder(study.root)).free,
         memory=memory_bytes(),
         gpu_memory=cast("Any", torch.cuda).get_device_properties(0).total_memory if measures.gpu else 0,
         notes=(*run_plan.lines(), *split, *device_lines(run_plan, before), *([note] if note else [])),
     )
+
+
+def _stage_plan(plan: RunPlan, stage: Stage, measures: Measures, before: RunRecord | None) -> StagePlan:
+    """Return the estimate of a stage, its time from earlier runs of the study where these tell."""
+    estimate = stage.estimate_pending(plan, measures)
+    seconds = expected_s(plan, stage, device_name(), before, measures.startup_s)
+    if estimate.basis and seconds is not None:
+        estimate = replace(estimate, seconds=seconds, basis=Basis.RECORDED)
+    return StagePlan(stage.name, plan.pending(stage.name), estimate)
 
 
 def _measure(plan: RunPlan) -> tuple[Measures, str]:
@@ -114,6 +133,8 @@ def _measure(plan: RunPlan) -> tuple[Measures, str]:
         measures = replace(measures, processes=engine.batch.jobs)
     elif engine.workers is not None:
         measures = replace(measures, processes=max(engine.workers, 1))
+        if engine.workers == 0:
+            measures = replace(measures, startup_s=0.0)
     network, note = _encoder(plan)
     if network is None:
         return measures, note

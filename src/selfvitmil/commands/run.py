@@ -10,7 +10,7 @@ error there (the checks at the end, and `Stage.preflight`).
 
 `run.json` in the study records what the last run was asked for, where it is and how it ended. `status` reads it from
 another terminal while the run goes on; the next run reads which encoder was meant and whether there was a GPU. It is a
-log, not an artefact: it holds times, and paths relative to the study.
+log, not an artefact: it holds times, and paths relative to the study. `commands.timings` makes estimates of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import compare_tile_counts, is_camelyon16_name
 from selfvitmil.cohort.files import is_slide
 from selfvitmil.cohort.table import listing
+from selfvitmil.commands.timings import conditions_of, take_plan, timed_slides
 from selfvitmil.engine import Engine
 from selfvitmil.engine.progress import placed
 from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError, raise_problems
@@ -98,6 +99,8 @@ class RunResult(StageResult):
     stages: Mapping[str, StageReport]
     results: Mapping[str, StageResult] = field(repr=False)
     """Results of the stages that had something to do, by name."""
+    planned: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    """Stage -> least and most seconds by the `plan` before this run; empty where there was none."""
 
     @property
     def seconds(self) -> float:
@@ -134,7 +137,7 @@ def run(
     yield RunStart(pending, len(plan.cohort), notes=(*plan.lines(), *device_lines(plan, before)))
     _store_cohort(study)
     yield from (StageResult(notes=(note,)) for note in remember_settings(study.root, typed or {}))
-    course = _Course(plan, new_record(tuple(pending), _relative(request, study.root), request.name, _device()))
+    course = _Course(plan, _new_record(plan, before))
     with device_engine(plan.settings, engine) as with_encoder:
         for stage in plan.stages:
             yield from course.take(stage, Engines(engine, with_encoder))
@@ -171,7 +174,7 @@ class _Course:
             with placed(f"{names.index(stage.name) + 1}/{len(names)}"):
                 result = stage.run(self.plan, engines)
         except SelfVitMilError:
-            self._end(stage.name, begin, StageReport(StageState.STOPPED, pending), "stopped")
+            self._end(stage, begin, StageReport(StageState.STOPPED, pending), "stopped")
             yield self.closing()
             raise
         except BaseException as error:
@@ -181,13 +184,16 @@ class _Course:
         self.over = result.interrupted
         state = StageState.INTERRUPTED if self.over else StageState.DONE
         report = StageReport(state, pending, len(result.failures))
-        self._end(stage.name, begin, report, "interrupted" if self.over else None)
+        self._end(stage, begin, report, "interrupted" if self.over else None)
         yield result
 
-    def _end(self, stage: str, begin: float, report: StageReport, ended: str | None) -> None:
+    def _end(self, stage: Stage, begin: float, report: StageReport, ended: str | None) -> None:
         seconds = round(time.perf_counter() - begin, 1)
-        self.stages[stage] = replace(report, seconds=seconds)
-        self._note(replace(self.record, seconds={**self.record.seconds, stage: seconds}, ended=ended))
+        self.stages[stage.name] = replace(report, seconds=seconds)
+        record = replace(self.record, seconds={**self.record.seconds, stage.name: seconds}, ended=ended)
+        if report.state is StageState.DONE and (slides := timed_slides(self.plan, stage)):
+            record = replace(record, timings={**record.timings, stage.name: (seconds, slides)})
+        self._note(record)
 
     def _note(self, record: RunRecord) -> None:
         self.record = record
@@ -198,7 +204,8 @@ class _Course:
         if self.record.ended is None:
             self._note(replace(self.record, now=None, ended="finished"))
         notes = camelyon16_lines(self.plan.study.root, self.plan.cohort, self.plan.settings)
-        return RunResult(dict(self.stages), dict(self.results), notes=tuple(notes))
+        planned = {name: limits for name, limits in self.record.planned.items() if name in self.record.seconds}
+        return RunResult(dict(self.stages), dict(self.results), planned, notes=tuple(notes))
 
     def outcome(self) -> RunOutcome:
         """Return the results, and where to look."""
@@ -258,7 +265,7 @@ def _store_cohort(study: Study) -> None:
         ) from None
 
 
-def _device() -> str:
+def device_name() -> str:
     """Name of the GPU, or CPU."""
     import torch
 
@@ -272,7 +279,7 @@ def device_lines(plan: RunPlan, before: RunRecord | None) -> list[str]:
     from selfvitmil.runtime.device import choose_device
 
     settings = plan.settings
-    device = _device()
+    device = device_name()
     busy = [stage.name for stage in plan.stages if stage.runs_encoder and plan.pending(stage.name).todo]
     for section in ("embed", "train", "supervised"):
         wanted = getattr(settings, section).device
@@ -360,6 +367,12 @@ class RunRecord:
     """Stage -> how long it took, for those that are over."""
     ended: str | None = None
     """None while it runs (or when it was killed); `finished`, `interrupted` or `stopped`."""
+    planned: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Stage -> least and most seconds by the `plan` before."""
+    conditions: str = ""
+    """Hash of what `timings` depend on beside the slides."""
+    timings: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Stage -> seconds it took when it was last run to its end, and for how many slides."""
 
     @property
     def alive(self) -> bool:
@@ -367,9 +380,22 @@ class RunRecord:
         return self.ended is None and (self.host != socket.gethostname() or process_exists(self.pid))
 
 
-def new_record(stages: tuple[str, ...], encoder: str | None, name: str | None, device: str) -> RunRecord:
-    host, pid = socket.gethostname(), os.getpid()
-    return RunRecord(stages, encoder, name, device, host=host, pid=pid, started=round(time.time(), 1))
+def _new_record(plan: RunPlan, before: RunRecord | None) -> RunRecord:
+    """Return the record of a run that begins, with the timings of the last one where they hold for it."""
+    device, request = device_name(), plan.request
+    conditions = conditions_of(plan, device)
+    return RunRecord(
+        tuple(stage.name for stage in plan.stages),
+        _relative(request, plan.study.root),
+        request.name,
+        device,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=round(time.time(), 1),
+        planned=take_plan(plan, device),
+        conditions=conditions,
+        timings=before.timings if before is not None and before.conditions == conditions else {},
+    )
 
 
 def write_record(study: Path, record: RunRecord) -> None:

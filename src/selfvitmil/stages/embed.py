@@ -308,8 +308,6 @@ class Embed(Stage):
         return {slide: why for slide, why in found.items() if why}
 
     def estimate(self, plan: RunPlan, measures: Measures) -> Estimate:
-        from selfvitmil.stages.measure import STARTUP_S
-
         todo, encoder, gpu = plan.pending(self.name).todo, measures.encoder, measures.gpu
         if encoder is None:
             return unknown(on_gpu=gpu)
@@ -319,7 +317,7 @@ class Embed(Stage):
         memory = 4 * encoder.num_weights + plan.settings.embed.batch * (
             5 * pixels + 40 * encoder.activations_per_block(plan.settings.tile.size_px)
         )
-        seconds = STARTUP_S + number * tiles / measures.with_reading(encoder.tiles_per_s)
+        seconds = measures.startup_s + number * tiles / measures.with_reading(encoder.tiles_per_s)
         return Estimate(seconds, disk, memory, Basis.MEASURED, gpu)
 
     def run(self, plan: RunPlan, engines: Engines) -> EmbedResult:

@@ -90,6 +90,8 @@ class Measures:
     processes: int = 1
     """Worker processes."""
     gpu: bool = False
+    startup_s: float = STARTUP_S
+    """Until worker processes have started."""
 
     @property
     def workers_bytes(self) -> float:
@@ -104,7 +106,7 @@ class Measures:
 
     def over_workers(self, seconds: float) -> float:
         """Return the time that work of so many seconds takes with all worker processes."""
-        return STARTUP_S + seconds / self.processes
+        return self.startup_s + seconds / self.processes
 
     def with_reading(self, tiles_per_s: float) -> float:
         """Return the rate of a network with its readers: they overlap on a GPU and take turns on a CPU."""

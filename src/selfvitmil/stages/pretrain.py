@@ -577,8 +577,10 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
     done = read_metrics(Path(plan.sources[run.name]))
     steps = max(numbers.total_steps - (done[-1]["step"] + 1 if done else 0), 0)
     recipes = view_recipes(own, settings.tile.size_px, patch_px_of(encoder.network.backbone))
-    if done:
-        rate, basis = float(done[-1]["tiles_per_s"]), Basis.RECORDED
+    # Encoders of other splits are trained under the same settings.
+    logged = done or next(filter(None, (read_metrics(Path(plan.sources[each.name])) for each in plan.runs)), None)
+    if logged:
+        rate, basis = float(logged[-1]["tiles_per_s"]), Basis.RECORDED
     else:
         gflop = gflop_per_tile(encoder.network, own, recipes, numbers.out_dim)
         rate, basis = measures.with_reading(TRAINING_EFFICIENCY * encoder.gflop_per_s / gflop), Basis.DERIVED

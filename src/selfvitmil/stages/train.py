@@ -623,7 +623,6 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     Small bags on a CPU are trained side by side, one training per core.
     """
     from selfvitmil.aggregate.bag_tensors import ONE_THREAD_ELEMENTS
-    from selfvitmil.stages.measure import STARTUP_S
 
     cohort, train, encoder, gpu = plan.cohort, plan.settings.train, measures.encoder, measures.gpu
     if encoder is None:
@@ -634,7 +633,7 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
     side_by_side = 1 if gpu or largest >= ONE_THREAD_ELEMENTS else measures.processes
     bag_s = sum(measures.bag_s.values())
     tuning_s = sum(_tuning_share(row) * measures.bag_s.get(row.title, 0.0) for row in trained_rows(plan))
-    seconds = STARTUP_S + splits * bags * (train.seeds * bag_s + tuning_s) / side_by_side
+    seconds = measures.startup_s + splits * bags * (train.seeds * bag_s + tuning_s) / side_by_side
     disk = splits * train.seeds * len(measures.bag_s) * MODEL_BYTES
     return Estimate(seconds, disk, 12 * largest + 1e9, Basis.DERIVED, gpu)
 
