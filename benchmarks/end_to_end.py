@@ -36,6 +36,7 @@ from selfvitmil.commands.demo import start_demo
 from selfvitmil.commands.run import Request, RunStart, run
 from selfvitmil.commands.synth import synth
 from selfvitmil.engine import Engine
+from selfvitmil.errors import SelfVitMilError
 from selfvitmil.settings import StudySettings, SynthSettings
 from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.compare import CompareResult
@@ -229,7 +230,10 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder for end_to_end.json")
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as temporary:
-        told = measure(arguments.folder or Path(temporary) / "study", arguments)
+        try:
+            told = measure(arguments.folder or Path(temporary) / "study", arguments)
+        except SelfVitMilError as error:  # too few slides for a split, for instance
+            sys.exit(f"{arguments.slides} slides: {error}")
     del told["places"]
     print(json.dumps({"benchmark": "end_to_end", **told}))
 

@@ -332,6 +332,12 @@ def test_growth_is_the_slope_between_cohorts(tmp_path: Path, capsys: pytest.Capt
     assert result["exponent_mb"] == {"tile": [0, 0]}
 
 
+def test_too_few_slides_for_a_split_are_refused_with_a_message():
+    end_to_end = load("end_to_end")
+    with pytest.raises(SystemExit, match=r"^4 slides: .*patient"):
+        end_to_end.main(["--slides", "4", "--size-px", "1024", "--workers", "0"])
+
+
 def test_processor_time_counts_children_that_live_and_that_have_ended():
     end_to_end = load("end_to_end")
     burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"

@@ -80,8 +80,8 @@ def test_the_column_of_the_label_can_be_named(study: Path):
 def test_flags_on_how_to_read_a_table_need_one(study: Path):
     with pytest.raises(ConfigError, match=r"--label-column grade without a table.*Give the table with --labels"):
         opened_with(study, CohortSource(label_column="grade")).store_cohort()
-    with pytest.raises(ConfigError, match=r"--slides-folder slides without a table.*Give the table with --cohort"):
-        opened_with(study, CohortSource(slides_folder=Path("slides"))).store_cohort()
+    with pytest.raises(ConfigError, match=r"--slides-folder slides together with --labels.*one after the other"):
+        opened_with(study, CohortSource(labels=Path("labels.csv"), slides_folder=Path("slides"))).store_cohort()
 
 
 def test_the_command_takes_labels_for_a_study_that_has_its_slides(study: Path):

@@ -7,6 +7,7 @@ stages of a `run` get the same one. Which encoder's features are learned from is
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
-from selfvitmil.cohort import Cohort, Split, merge_cohorts, read_cohort, with_guessed_patients, write_cohort
+from selfvitmil.cohort import (
+    Cohort,
+    Split,
+    merge_cohorts,
+    read_cohort,
+    with_guessed_patients,
+    with_slides,
+    write_cohort,
+)
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.settings import (
@@ -198,6 +207,7 @@ class Study:
         Raises ConfigError where features, labels or splits cannot be used. Failures among the slides carry the stage
         `learning`.
         """
+        choice = remembered_choice(self, choice)
         key = (choice, self.settings.model_dump_json())
         if key not in self._read:
             from selfvitmil.evaluate import make_splits
@@ -313,6 +323,8 @@ def _find_cohort(
                 code="no-cohort",
             )
         _refuse_idle_flags(source)
+        if source.slides_folder is not None:
+            return with_slides(stored, source.slides_folder)
         if source.labels is None:
             return stored, []
     cohort = read_cohort(
@@ -342,12 +354,12 @@ def _find_cohort(
 
 def _refuse_idle_flags(source: CohortSource) -> None:
     """ConfigError for flags that say how to read a table which was not given: the study's own needs none of them."""
-    if source.slides_folder is not None:
+    if source.slides_folder is not None and source.labels is not None:
         raise ConfigError(
-            f"--slides-folder {source.slides_folder.name} without a table that needs it",
-            "the study's cohort.csv names the files of its slides itself",
-            "Give the table with --cohort, or correct the column path of cohort.csv",
-            code="slides-folder-without-table",
+            f"--slides-folder {source.slides_folder.name} together with --labels",
+            "the study has its slides, and both would change cohort.csv",
+            "Give one after the other",
+            code="slides-folder-with-labels",
         )
     if source.replace_labels and source.labels is None:
         raise ConfigError(
@@ -399,6 +411,26 @@ def models_folder(study: Path, tiling: str, features: str, train: TrainSettings)
 
 def _of_target(folder: Path, train: TrainSettings) -> Path:
     return folder / f"target_{name}" if (name := target_name(train)) else folder
+
+
+def remember_features(study: Path, choice: FeatureChoice) -> None:
+    """Note the folder of feature files that was given, as seen from the study: later commands then need no flag."""
+    if choice.folder is not None:
+        folder = choice.folder.resolve()
+        note = StudyLayout(study).features_note(encoder_name(str(folder)))
+        write_text(note, os.path.relpath(folder, study.resolve()) + "\n")
+
+
+def remembered_choice(study: Study, choice: FeatureChoice) -> FeatureChoice:
+    """Return the choice with the only folder of feature files that was given before, where nothing is said now.
+
+    Embeddings of the study itself are meant first.
+    """
+    notes = study.layout.all_features_notes()
+    if choice != FeatureChoice() or len(notes) != 1 or study.layout.features_of_tiling(study.tiling):
+        return choice
+    folder = (study.root.resolve() / notes[0].read_text(encoding="utf-8").strip()).resolve()
+    return FeatureChoice(folder=folder) if folder.is_dir() else choice
 
 
 def _find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -> Features:

@@ -11,7 +11,7 @@ Remarks for the user are in `Cohort.warnings`; contradictions raise a `CohortErr
 from __future__ import annotations
 
 from selfvitmil.cohort.files import SLIDE_SUFFIXES
-from selfvitmil.cohort.sources import MergeReport, merge_cohorts, read_cohort
+from selfvitmil.cohort.sources import MergeReport, merge_cohorts, read_cohort, with_slides
 from selfvitmil.cohort.splits import (
     PatientGuess,
     Split,
@@ -29,5 +29,5 @@ from selfvitmil.cohort.table import COLUMNS, Cohort, SlideRow, make_cohort, writ
 __all__ = [
     "COLUMNS", "SLIDE_SUFFIXES", "Cohort", "MergeReport", "PatientGuess", "SlideRow", "Split", "carve_validation",
     "guess_patients", "hold_out", "k_fold", "make_cohort", "merge_cohorts", "monte_carlo", "read_cohort", "read_splits",
-    "split_from_column", "with_guessed_patients", "write_cohort",
+    "split_from_column", "with_guessed_patients", "with_slides", "write_cohort",
 ]  # fmt: skip

@@ -484,6 +484,37 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
     return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(moved), only_old)
 
 
+def with_slides(cohort: Cohort, folder: Path) -> tuple[Cohort, list[str]]:
+    """Return a study's cohort with slides of a folder in place of feature files and of files that are gone, and notes.
+
+    Raises CohortError where the folder has none of them, or several of a name; ConfigError where no slide is missing.
+    """
+    wanted = [row for row in cohort.rows if row.path.suffix.lower() in _FEATURE_SUFFIXES or not row.path.exists()]
+    if not wanted:
+        raise ConfigError(
+            f"--slides-folder {folder.name} without a table that needs it",
+            "the study's cohort.csv names the files of its slides itself",
+            "Give the table with --cohort, or correct the column path of cohort.csv",
+            code="slides-folder-without-table",
+        )
+    files: dict[str, list[FoundSlide]] = defaultdict(list)
+    for slide in find_slides(_existing(folder))[0]:
+        files[name_key(slide.name)].append(slide)
+    found = {row.slide: group for row in wanted if (group := files.get(name_key(row.slide)))}
+    if several := [f"{slide}: {listing(each.where for each in group)}" for slide, group in found.items() if group[1:]]:
+        what = f"{folder.name}: several files of the same name: {listing(several)}"
+        how = "Give a folder that has one of each, or correct the column path of cohort.csv"
+        raise CohortError(what, "the right one is ambiguous", how, code="ambiguous-slide-file")
+    if wanted and not found:
+        what = f"{folder.name}: none of the study's slides: {listing([row.slide for row in wanted])}"
+        raise CohortError(what, *_LOST_LABEL, code="slides-not-found")
+    missing = [row.slide for row in wanted if row.slide not in found]
+    notes = [f"cohort.csv: {len(found)} slides found in {folder.name}"]
+    notes += [f"note: {len(missing)} slides are not in {folder.name}: {listing(missing)}"] if missing else []
+    rows = [replace(row, path=found[row.slide][0].path) if row.slide in found else row for row in cohort.rows]
+    return replace(cohort, rows=tuple(rows)), notes
+
+
 def combine(row: SlideRow, addition: SlideRow) -> tuple[SlideRow, list[str]]:
     """Return `row` with its empty fields filled from `addition`, and the fields with conflicting values."""
     changes: dict[str, Any] = {}

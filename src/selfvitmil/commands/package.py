@@ -27,7 +27,7 @@ from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
 from selfvitmil.stages.train import prepare, results_name
 from selfvitmil.store.layout import StudyLayout, model_folder
-from selfvitmil.study import FeatureChoice, Features, Study, encoder_source, split_features_name
+from selfvitmil.study import FeatureChoice, Features, Study, encoder_source, remembered_choice, split_features_name
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder
@@ -79,7 +79,7 @@ def package(
     )
 
     study, settings = of.root, of.settings
-    _check_asked(choice, settings)
+    _check_asked(remembered_choice(of, choice), settings)
     check_target(out)
     with of.lock("package"):
         lines, learning = prepare(of, choice, "package")

@@ -37,6 +37,7 @@ from selfvitmil.annotations import Annotation, read_annotations, write_annotatio
 from selfvitmil.annotations.files import feature_texts, write_features
 from selfvitmil.errors import AnnotationError, SelfVitMilError
 from selfvitmil.localize.detection import Lesion, find_lesions, find_points, highest_scoring_tile
+from selfvitmil.localize.grid import NO_SLIDE, GridSlide
 from selfvitmil.localize.heatmap import COLUMNS, Heatmap, check_annotations, heatmap_made_from, read_heatmap
 from selfvitmil.localize.overlay import Colors, Pixels, Raster, color_table, shown_words, write_overlays
 from selfvitmil.settings import LocalizeSettings
@@ -195,9 +196,11 @@ class ExportJob:
 
     heatmap_file: Path
     slide: SlideRef | None
-    """None where its file is not at hand; then no overlay is drawn."""
+    """None where its file is not at hand; then no overlay is drawn, unless `on_grid`."""
     annotation: Path | None
     settings: LocalizeSettings
+    on_grid: bool = False
+    """Whether the cohort names no slide but its features, and overlays are drawn on the grid of tiles."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,9 @@ def export_heatmap(job: ExportJob) -> ExportResult:
     warnings = list(heatmap.warnings)
     if settings.pictures and job.slide is None:
         warnings.append(
-            "no overlay is drawn: the slide's file does not exist; heatmap, lesions and exports are written"
+            f"pictures show {NO_SLIDE}"
+            if job.on_grid
+            else "no overlay is drawn: the slide's file does not exist; heatmap, lesions and exports are written"
         )
     num_made, failure = _write_stale(job, heatmap.slide, _wanted_files(job, heatmap, regions))
     lesions = () if heatmap.only_ranks else regions
@@ -302,9 +307,9 @@ def _wanted_files(job: ExportJob, heatmap: Heatmap, regions: Sequence[Lesion]) -
         add("asap", lambda: [write_asap(path.with_name(f"{path.name}.xml"), heatmap, regions)], on_lesions)
     if settings.tiff:
         add("tiff", lambda: [write_pyramid(path.with_name(f"{path.name}.tiff"), heatmap)])
-    if settings.pictures and job.slide is not None:
+    if settings.pictures and (job.slide is not None or job.on_grid):
         annotation = None if job.annotation is None else file_fingerprint(job.annotation)
-        inputs = annotation, fingerprint(job.slide.path)
+        inputs = annotation, None if job.slide is None else fingerprint(job.slide.path)
         draw = partial(_draw_overlays, job, job.slide, heatmap, regions)
         add("pictures", draw, on_lesions, settings.colors, settings.picture_px, inputs)
     return groups
@@ -340,11 +345,12 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
         (folder / Path(name).name).unlink(missing_ok=True)
 
 
-def _draw_overlays(job: ExportJob, slide: SlideRef, heatmap: Heatmap, regions: Sequence[Lesion]) -> list[Path]:
+def _draw_overlays(job: ExportJob, slide: SlideRef | None, heatmap: Heatmap, regions: Sequence[Lesion]) -> list[Path]:
     annotations = () if job.annotation is None else read_annotations(job.annotation, repair=True)
     if job.annotation is not None:
         check_annotations(annotations, heatmap.frame.size_l0, job.annotation.name)
-    with slide.at_mpp(heatmap.frame.slide_mpp).open() as opened:
+    grid = GridSlide(heatmap, job.heatmap_file)
+    with grid if slide is None else slide.at_mpp(heatmap.frame.slide_mpp).open() as opened:
         lesions = () if heatmap.only_ranks else regions
         return write_overlays(job.heatmap_file.parent, heatmap, opened, job.settings, annotations, lesions)
 

@@ -63,6 +63,7 @@ from selfvitmil.study import (
     choose_features,
     find_features,
     labelled_cases,
+    remembered_choice,
     split_encoders,
     split_features_name,
 )
@@ -190,7 +191,7 @@ def compare(study: Study, choice: FeatureChoice, engine: Engine, name: str | Non
     from selfvitmil.evaluate.comparison import better_simple_rows
     from selfvitmil.evaluate.protocol import trainings_of
 
-    settings = study.settings
+    settings, choice = study.settings, remembered_choice(study, choice)
     notes, baselines = _embed_baselines(study, choice, engine)
     with study.lock("compare"):
         found, learning = prepare(study, choice, "compare")

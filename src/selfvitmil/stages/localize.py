@@ -287,12 +287,13 @@ class Mapper:
     def export_job(self, slide: str) -> ExportJob:
         """Return what a worker needs to write the files of a slide's heatmap."""
         from selfvitmil.localize.export import ExportJob
+        from selfvitmil.localize.grid import is_feature_file
 
         row = self.cohort[slide]
         # In a cohort of another tool's feature files these stand where slides would be named.
-        at_hand = row.path.exists() and row.path.suffix.lower() not in (".h5", ".pt", ".npy")
-        ref = SlideRef.of(row, self.settings.slide) if at_hand else None
-        return ExportJob(self.folder / f"{slide}.h5", ref, row.annotation, self.settings.localize)
+        on_grid = is_feature_file(row.path)
+        ref = SlideRef.of(row, self.settings.slide) if row.path.exists() and not on_grid else None
+        return ExportJob(self.folder / f"{slide}.h5", ref, row.annotation, self.settings.localize, on_grid)
 
     # ------------------------------------------------------------------------------------------------ before scoring
 

@@ -34,7 +34,15 @@ from selfvitmil.stages.base import (
 from selfvitmil.store.failures import record_failures
 from selfvitmil.store.files import write_text
 from selfvitmil.store.provenance import BuildOutcome, Freshness, outcome_of
-from selfvitmil.study import FeatureChoice, LearningSet, Study, encoder_name, models_folder, target_name
+from selfvitmil.study import (
+    FeatureChoice,
+    LearningSet,
+    Study,
+    encoder_name,
+    models_folder,
+    remember_features,
+    target_name,
+)
 
 if TYPE_CHECKING:
     from selfvitmil.aggregate.selection import EvidenceChoice
@@ -165,6 +173,7 @@ def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str],
         choice = replace(choice, two_scales=True)
     cohort = study.store_cohort()
     found = study.learning_set(choice)
+    remember_features(study.root, choice)
     failures = tuple(replace(failure, stage=stage) for failure in found.cases.failures)
     record_failures(study.root, stage, cohort.slides, failures)
     cases, splits = replace(found.cases, failures=failures), found.splits

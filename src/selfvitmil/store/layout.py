@@ -24,6 +24,7 @@ ENCODER_SLIDES_FILE = "encoder_slides.txt"
 MODEL_SLIDES_FILE = "model_slides.txt"
 """Beside slide embeddings: the slides whose labels the pooling model was trained and chosen on."""
 _FEATURES, _SLIDE_FEATURES = "features_", "slide_features_"
+_FEATURES_NOTE = "features.txt"
 
 
 class _Below:
@@ -143,6 +144,14 @@ class StudyLayout:
     def models_on(self, tiling: str, features: str) -> Path:
         """Return the folder of the aggregators trained on one kind of features."""
         return self.models_folder / tiling / features
+
+    def features_note(self, features: str) -> Path:
+        """Return the file that says where another tool's features lie that models of this study learned from."""
+        return self.models_on("external", features) / _FEATURES_NOTE
+
+    def all_features_notes(self) -> list[Path]:
+        """Return the files that say where other tools' features lie, sorted."""
+        return sorted(self.models_on("external", "").glob(f"*/{_FEATURES_NOTE}"))
 
     def model(self, tiling: str, features: str, aggregator: str, split: str, seed: int) -> Path:
         """Return the folder of one trained aggregator."""

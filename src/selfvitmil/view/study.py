@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.bags.similar import SIMILAR, SimilarSlides, newest_similar, read_similar
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
+from selfvitmil.localize.grid import GridRef, is_feature_file
 from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, prediction_from_json, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
@@ -214,7 +216,8 @@ class ViewedSlide:
     name: str
     """As the viewer shows it."""
     row: SlideRow
-    ref: SlideRef
+    ref: SlideRef | GridRef
+    """A grid where the cohort names a feature file in place of a slide."""
 
 
 class ViewedStudy:
@@ -250,6 +253,8 @@ class ViewedStudy:
         rows = sorted(cohort.rows, key=lambda row: self.names.slide(row.slide)) if self.names.hidden else cohort.rows
         for row in rows:
             ref = SlideRef.of(row, self.settings.slide)
+            if is_feature_file(row.path):
+                ref = GridRef(row.slide, row.path, partial(self._any_heatmap, row.slide))
             name = self.names.slide(row.slide)
             slide = ViewedSlide(opaque_id("s", name), name, row, ref)
             slides[slide.id] = slide
@@ -281,6 +286,11 @@ class ViewedStudy:
     def heatmap_entry(self, slide: ViewedSlide, model: str) -> HeatmapEntry:
         """Return the heatmap of a slide by a model, given by its id; raises KeyError when there is none."""
         return self.index.found().models[model].heatmaps[slide.row.slide]
+
+    def _any_heatmap(self, slide: str) -> Path | None:
+        """Return a heatmap file of a slide, by its name; all have the same tiles."""
+        models = self.index.found().models.values()
+        return next((model.heatmaps[slide].path for model in models if slide in model.heatmaps), None)
 
     def models_of(self, slide: ViewedSlide) -> list[str]:
         """Return ids of the models that have a heatmap of the slide."""

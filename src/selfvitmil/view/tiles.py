@@ -17,6 +17,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from selfvitmil.localize.grid import GridRef
 from selfvitmil.slides import Slide, SlideRef
 
 TILE_PX = 254
@@ -116,11 +117,12 @@ class OpenSlides:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, ref: SlideRef) -> OpenedSlide:
+    def get(self, ref: SlideRef | GridRef) -> OpenedSlide:
         """Return the slide; FileNotFoundError when its file is gone, SlideError when it does not open."""
-        state = state_of(os.stat(ref.path))
+        path = ref.path
+        state = state_of(os.stat(path))
         with self._lock:
-            entry = self._entries.setdefault(ref.path, _Entry())
+            entry = self._entries.setdefault(path, _Entry())
         with entry.opening:
             if entry.opened is None or entry.state != state:
                 entry.close()
@@ -134,7 +136,7 @@ class OpenSlides:
                 self._entries.popitem()
 
 
-def open_for_viewing(ref: SlideRef) -> OpenedSlide:
+def open_for_viewing(ref: SlideRef | GridRef) -> OpenedSlide:
     """Open a slide; raises SlideError when it does not open."""
     slide = ref.open()
     mpp = slide.info.mpp.value
