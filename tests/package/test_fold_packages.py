@@ -49,6 +49,7 @@ calibration = "temperature"
 pictures = false
 geojson = "none"
 """
+SURVIVAL = {"train": {"outcome": "survival"}, "evaluate": {"calibration": "none"}}
 ALL, VALUE = ("--train.split", "all"), ("--train.target", "value", "--train.outcome", "continuous")
 
 
@@ -72,6 +73,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = folder.parent / "cohort" / "cohort.csv"
     rows = rows_of(table)
     for number, row in enumerate(rows):
+        patient = int(row["patient"].split("_")[1])
+        row["time"], row["event"] = str(1 + patient * 7 % 13), str(int(patient % 3 > 0))
         row["value"], row["hospital"] = str(number * 37 % 23), ("Springfield", "Shelbyville")[number % 2]
     write_rows(table, rows)
     folder.mkdir()
@@ -309,6 +312,7 @@ def test_a_final_fit_cannot_be_evaluated(study: Path, command: str):
         ({}, None, "split-needed", "--split ensemble"),
         ({}, "all", "unknown-split", "--train.split all"),
         ({}, "fold9", "unknown-split", "ensemble"),
+        (SURVIVAL, "ensemble", "split-scales", "a final fit"),
         ({"train": {"split": "given"}}, "ensemble", "one-split", "Leave --split out"),
     ],
 )

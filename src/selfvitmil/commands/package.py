@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from selfvitmil.evaluate import Case, Cases, Fitted, Prediction, Trial
     from selfvitmil.evaluate.predictions import Choice
     from selfvitmil.evaluate.protocol import Stored
+    from selfvitmil.outcomes import Outcome
     from selfvitmil.package import TrainingDistribution
     from selfvitmil.tiles import TileTable
 
@@ -86,6 +87,8 @@ def package(
         cases, splits, features = learning.cases, learning.splits, learning.features
         chosen = _choose_splits(splits, split)
         fit = ENSEMBLE if len(chosen) > 1 else FINAL_FIT if settings.train.split == "all" else None
+        if fit == ENSEMBLE:
+            _check_scale(cases.outcome, chosen)
         if features.by_split:
             own = _own_features(features, chosen)
             choice = replace(choice, encoder=None)  # the split's own, which its features name
@@ -195,6 +198,18 @@ def _choose_splits(splits: Sequence[Split], wanted: str | None) -> tuple[Split, 
     if wanted == "all":
         how = "For a final fit on all slides run `selfvitmil train STUDY --train.split all`, then package with the same"
     raise ConfigError(f"--split {wanted}: there is no such split", how=how, code="unknown-split")
+
+
+def _check_scale(outcome: Outcome | None, chosen: Sequence[Split]) -> None:
+    """ConfigError where scores by models of different splits cannot be averaged, nor have one threshold."""
+    if outcome is not None and not outcome.is_absolute:
+        raise ConfigError(
+            f"--split ensemble with the outcome {outcome.kind}",
+            "the risks of every split are on a scale of their own, so they have neither a mean nor one cut",
+            f"Package one split (--split {chosen[0].name}), or a final fit: `selfvitmil train STUDY "
+            "--train.split all`, then package with --train.split all",
+            code="split-scales",
+        )
 
 
 def _own_features(features: Features, chosen: Sequence[Split]) -> Features:

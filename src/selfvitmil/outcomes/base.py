@@ -80,6 +80,8 @@ class Outcome:
     """Metrics of a table with their heads, the primary one first."""
     needs_batch: ClassVar[bool] = False
     """Whether the loss compares the slides of an optimizer step with each other."""
+    is_absolute: ClassVar[bool] = True
+    """Whether scores mean the same by models of other training slides, so that those of several splits compare."""
     rank_words: ClassVar[str]
     """What `rank` is, in one or two words."""
     evidence_per_column: ClassVar[bool] = False

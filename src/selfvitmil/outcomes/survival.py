@@ -102,6 +102,8 @@ class Survival(Outcome):
         "hazard_ratio": "HR",
     }
     needs_batch: ClassVar[bool] = True
+    # Cox's loss ignores a constant that is added to all risks; intervals of time come from a split's training slides.
+    is_absolute: ClassVar[bool] = False
 
     @property
     def target_names(self) -> tuple[str, ...]:
