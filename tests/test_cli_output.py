@@ -13,6 +13,7 @@ from helpers.cli import selfvitmil
 from selfvitmil.cli import flags, output, parser
 from selfvitmil.cli.help import FIRST
 from selfvitmil.cli.parser import app
+from selfvitmil.commands import status as status_command
 from selfvitmil.rendering import command
 from selfvitmil.settings import StudySettings, TrainSettings, read_toml, resolve_settings
 from selfvitmil.stages.base import StageResult
@@ -143,8 +144,11 @@ def test_an_interrupted_command_ends_with_a_line(how: str, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return 130
 
-    monkeypatch.setattr(parser, "app", stopped)
-    done = selfvitmil("run", "study")
+    if how == "exception":
+        monkeypatch.setattr(status_command, "status", stopped)  # the parser of arguments must let it through
+    else:
+        monkeypatch.setattr(parser, "app", stopped)
+    done = selfvitmil("status", "study")
     assert done.returncode == 130
     assert done.stderr == "selfvitmil: interrupted; finished work is kept, and the same command resumes\n"
 

@@ -74,6 +74,7 @@ app = App(
     help_format="markdown",
     help_formatter=formatter,
     default_parameter=Parameter(consume_multiple=True),
+    suppress_keyboard_interrupt=False,  # `_run` says what is kept
 )
 
 
