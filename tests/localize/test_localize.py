@@ -573,7 +573,9 @@ def test_maps_tell_what_the_evaluation_told_and_open_no_label(work: StudyAt, mon
             assert prediction.is_positive
     assert not any("label" in cell for cell in render(summary).table[0])
     assert set(summary.exports) == set(summary.outcomes) == set(maps)
-    assert any("no overlay is drawn" in text for product in summary.exports.values() for text in product.warnings)
+    assert any(
+        "pictures show a grid of tiles" in text for product in summary.exports.values() for text in product.warnings
+    )
 
 
 def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
@@ -654,7 +656,9 @@ def test_what_is_current_is_left_alone_and_the_rest_says_why(work: StudyAt):
         localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip", "lesion_threshold": 0.9}
     )
     assert set(lower.outcomes.values()) == {UP_TO_DATE}
-    assert sum(product.num_made for product in lower.exports.values()) == 4
+    assert (
+        sum(product.num_made for product in lower.exports.values()) == 4 * 5
+    )  # GeoJSON, and pictures of the whole and of a part in two colours
     (folder / f"{work.test_slides[0]}.h5").write_bytes(b"broken")
     mended = work.run(localize_stage.localize, localize={"scale": "percentile", "geojson": "gzip"})
     assert changed(mended.outcomes[work.test_slides[0]]) == [f"{work.test_slides[0]}.h5"]
