@@ -58,16 +58,16 @@ def settings_for(arguments: argparse.Namespace, device: str) -> StudySettings:
     return parse(told, "the command line")
 
 
-def save_models(folder: Path, dim: int, seeds: int) -> dict[int, Path]:
+def save_models(folder: Path, dim: int, seeds: int) -> dict[str, Path]:
     """Untrained aggregators where trained ones would lie."""
-    places: dict[int, Path] = {}
+    places: dict[str, Path] = {}
     names = ("split", "classes", "protocol", "epoch_from", "encoder", "tiling")
     for seed in range(seeds):
         torch.manual_seed(seed)
         module = build("dsmil", dim, 1).eval()
         trained = Trained(module, recipe_of("dsmil", TrainSettings()).for_dim(dim), 1, (), ())
-        places[seed] = folder / f"seed{seed}"
-        save_model(places[seed], trained, {**dict.fromkeys(names, ""), "seed": seed})
+        place = places[f"seed{seed}"] = folder / f"seed{seed}"
+        save_model(place, trained, {**dict.fromkeys(names, ""), "seed": seed})
     return places
 
 

@@ -523,7 +523,9 @@ def _plan(result: PlanResult) -> Rendered:
     short = "" if result.enough_disk else ": NOT ENOUGH"
     lines.append(f"disk: {_size(result.disk)} needed, {_size(result.disk_free)} free{short}")
     lines += [_memory_line(stage, result.memory_for(stage)) for stage in result.too_large]
-    lines.append("nothing was written; `run` with the same flags does it, and says at its end how good this plan was")
+    lines.append(
+        "nothing was written to the study; `run` with these flags does it, and says at its end how good this plan was"
+    )
     header = ("stage", "what would be done", "disk", "memory", "time", *["GPU-hours"] * gpu, "basis")
     rows = [(each.name, each.pending.line, *_estimate_cells(each.estimate, gpu)) for each in result.stages]
     return Rendered(tuple(lines), (header, *rows))
