@@ -28,6 +28,8 @@ from selfvitmil.store.guard import UnsafeFile, check_first
 
 if TYPE_CHECKING:
     from selfvitmil.cohort import SlideRow
+    from selfvitmil.slides.jpegtiff import Layout
+    from selfvitmil.slides.openslide import Probe
 
 __all__ = ["Level", "Slide", "SlideCache", "SlideRef", "fingerprint", "open_slide"]
 
@@ -123,28 +125,7 @@ def open_slide(
         if error.code != "not-a-slide" or reader != "auto":
             raise
         return _open_image(path, mpp, otherwise_mpp, error)
-    reason = "OpenSlide was requested"
-    layout = None
-    if reader != "openslide":
-        try:
-            layout = jpegtiff.open_layout(path, probe.vendor)
-            if layout.sizes[: len(probe.sizes)] != probe.sizes:
-                raise jpegtiff.UnsupportedLayout("its levels differ from those that OpenSlide reports")
-        except jpegtiff.UnsupportedLayout as error:
-            layout, reason = None, str(error)
-        except jpegtiff.TruncatedFile as error:
-            raise SlideError(
-                f"{path.name}: the file is truncated", str(error), DAMAGED, code="truncated-slide"
-            ) from None
-        except OSError as error:
-            raise _unreadable(path, error) from None
-    if layout is None and reader == "jpegtiff":
-        raise SlideError(
-            f"{path.name}: the reader jpegtiff cannot read this slide",
-            reason,
-            "Leave --slide.reader at auto",
-            code="reader-unsuitable",
-        )
+    layout = None if reader == "openslide" else _jpegtiff_layout(path, probe, is_required=reader == "jpegtiff")
     if layout is None and reader == "auto" and probe.vendor == "generic-tiff" and _openslide_misses(path):
         return _open_image(path, mpp, otherwise_mpp)
     compression = jpegtiff.tiff_compression(path) if layout is None else "jpeg"
@@ -159,6 +140,30 @@ def open_slide(
     if layout is None:
         return openslide.OpenSlideSlide(path, info, probe.handle)
     return jpegtiff.JpegTiffSlide(path, info, layout)
+
+
+def _jpegtiff_layout(path: Path, probe: Probe, *, is_required: bool) -> Layout | None:
+    """Return where the JPEG tiles of a slide lie; None where the reader `jpegtiff` is not for it."""
+    from selfvitmil.slides import jpegtiff
+
+    try:
+        layout = jpegtiff.open_layout(path, probe.vendor)
+        if layout.sizes[: len(probe.sizes)] != probe.sizes:
+            raise jpegtiff.UnsupportedLayout("its levels differ from those that OpenSlide reports")
+    except jpegtiff.UnsupportedLayout as error:
+        if not is_required:
+            return None
+        raise SlideError(
+            f"{path.name}: the reader jpegtiff cannot read this slide",
+            str(error),
+            "Leave --slide.reader at auto",
+            code="reader-unsuitable",
+        ) from None
+    except jpegtiff.TruncatedFile as error:
+        raise SlideError(f"{path.name}: the file is truncated", str(error), DAMAGED, code="truncated-slide") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return layout
 
 
 def _openslide_misses(path: Path) -> bool:

@@ -283,8 +283,8 @@ class Stage(ABC):
         return ()
 
     def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> StageResult:
-        """Do the stage, with what shards of a run have done of its `slide_work`."""
-        raise NotImplementedError
+        """Do the stage, with what shards of a run have done of its `slide_work`; only for stages that have such."""
+        raise AssertionError(f"{self.name} has no work that shards share")
 
     @abstractmethod
     def pending(self, plan: RunPlan) -> Pending:
