@@ -64,7 +64,11 @@ class Watch(threading.Thread):
             self.peak_mb = max(self.peak_mb, tree_mb(os.getpid()))
             self.places[place_of(sys._current_frames().get(threading.main_thread().ident or 0))] += 1
 
-    def stop(self) -> None:
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self.join()
 
@@ -135,8 +139,7 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {seconds:.1f} s, {peak_mb:,.0f} MB", flush=True)
         save(told, arguments.out)
 
-    watch.start()
-    with Engine(settings.engine) as engine:
+    with watch, Engine(settings.engine) as engine:
         begin = time.perf_counter()
         synth(root / "slides", SynthSettings(slides=arguments.slides, size_px=arguments.size_px), engine)
         note("synth", time.perf_counter() - begin)
@@ -153,7 +156,6 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             told |= details_of(result)
             page = result if isinstance(result, ReportResult) else page
-    watch.stop()
     if page is None or page.num_sections != min(page.most_slides, page.num_with_heatmap):
         sys.exit("the report lacks slides")
     rest = (value for stage, value in told["seconds"].items() if stage not in ("synth", "pretrain"))
