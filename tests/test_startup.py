@@ -104,6 +104,7 @@ WITHOUT_ARRAYS_OF_TILES = ("check", "run", "status")
 COMMANDS_OF_A_STUDY = ("tile", "pretrain", "train", "compare", "evaluate", "localize", "report", "plan", "view")
 
 
+@pytest.mark.slow
 def test_no_command_imports_slow_libraries_before_its_first_line(tmp_path):
     """Each command is forked from a process that has loaded the parser, and ends at the first character it prints."""
     code = (

@@ -508,6 +508,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(made: list[Annotat
     )
 
 
+@pytest.mark.slow
 def test_a_network_does_not_score_tiles_that_it_was_not_made_for(made: list[AnnotatedSlide], tmp_path: Path):
     short = TINY.model_copy(update={"epochs": 1, "steps_per_epoch": 1})
     trained = train_tile_network(made[:2], made[2:4], tmp_path / "m", short, stain_method="slide")

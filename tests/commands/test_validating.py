@@ -95,6 +95,7 @@ def truth_of(place: Path, table: Path) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return label, np.array([scores[row["slide"]] for row in rows]), np.array([row["patient"] for row in rows])
 
 
+@pytest.mark.slow
 def test_labels_change_no_byte_of_predictions(place: Path, tmp_path: Path):
     tables = [planted(place, tmp_path / "right.csv"), planted(place, tmp_path / "wrong.csv", wrong=range(NUMBER))]
     aucs = []

@@ -498,6 +498,7 @@ def test_an_interrupt_ends_everything_and_leaves_nothing(tmp_path: Path, sign: s
 # ------------------------------------------------------------------------------- a scheduler that runs already
 
 
+@pytest.mark.slow
 def test_a_running_tls_cluster_is_used_and_its_settings_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

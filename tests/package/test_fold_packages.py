@@ -29,6 +29,8 @@ from selfvitmil.study import FeatureChoice, open_study
 from selfvitmil.tiles import read_tiles
 
 TILING, FOLDS, SEEDS = "1mpp_48px_0px", 3, 2
+pytestmark = pytest.mark.slow
+
 STUDY = """
 [tile]
 mpp = 1.0

@@ -108,6 +108,7 @@ def fragile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> guard.Helper:
     return helper
 
 
+@pytest.mark.slow
 def test_hdf5_files_that_crash_or_hang_the_library_are_errors(fragile: guard.Helper, tmp_path: Path):
     for name, says in (("crash.h5", "crashes"), ("loop.h5", "has not ended after 4 s")):
         path = crashing(tmp_path / name)
