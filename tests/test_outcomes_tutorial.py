@@ -30,6 +30,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_tutorial_finds_every_planted_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     asked = commands()

@@ -117,6 +117,7 @@ workers = 0
 """
 
 
+@pytest.mark.timeout(900)
 def test_training_on_two_nodes_restarts_when_one_is_killed(three: list[Host], tmp_path: Path):
     """torchrun with two nodes of one process over gloo: killed in the middle, it ends as the undisturbed run."""
     rng = np.random.default_rng(0)
