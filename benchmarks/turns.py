@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from mil_epoch import make_bags
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag
-from selfvitmil.aggregate.graphs import in_turns
+from selfvitmil.aggregate.graphs import Queued, Seeds, seeds_in_turns
 from selfvitmil.aggregate.train import Trained, train, train_seeds
 from selfvitmil.settings import StudySettings, TrainSettings
 from selfvitmil.stages.train import MOST_AT_ONCE, Compared, compared_methods
@@ -48,18 +49,32 @@ def alone(rows: list[Compared], training: Bags, validation: Bags, store: BagStor
 
 
 def together(
-    rows: list[Compared], training: Bags, validation: Bags, store: BagStore, seeds: int
+    rows: list[Compared], training: Bags, validation: Bags, store: BagStore, seeds: int, most: int
 ) -> dict[str, list[Trained]]:
     """Row -> its trainings with every seed, in turns."""
+    found: dict[str, list[tuple[int, Trained]]] = {row.title: [] for row in rows}
 
-    def steps(row: Compared) -> Iterator[tuple[str, Trained] | None]:
-        for trained in train_seeds(row.method, training, validation, 1, row.train, range(seeds), store=store):
-            yield None if trained is None else (row.title, trained)
+    def seeds_of(row: Compared) -> Seeds[int, tuple[str, int, Trained]]:
+        def steps(left: deque[int]) -> Iterator[tuple[str, int, Trained] | Queued]:
+            taken: list[int] = []
 
-    found: dict[str, list[Trained]] = {row.title: [] for row in rows}
-    for title, trained in in_turns(map(steps, rows), MOST_AT_ONCE):
-        found[title].append(trained)
-    return found
+            def own() -> Iterator[int]:
+                while left:
+                    taken.append(left.popleft())
+                    yield taken[-1]
+
+            def note(_: int, line: dict[str, Any]) -> None:
+                group.note(line)
+
+            for trained in train_seeds(row.method, training, validation, 1, row.train, own(), store=store, report=note):
+                yield trained if isinstance(trained, Queued) else (row.title, taken[-1], trained)
+
+        group = Seeds(steps, deque(range(seeds)))
+        return group
+
+    for title, seed, trained in seeds_in_turns(list(map(seeds_of, rows)), most):
+        found[title].append((seed, trained))
+    return {title: [trained for _, trained in sorted(own, key=lambda each: each[0])] for title, own in found.items()}
 
 
 def difference(one: Trained, other: Trained) -> float:
@@ -79,6 +94,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=None if gpu else 6)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--methods", nargs="+", help="titles of rows; by default all")
+    parser.add_argument("--most", type=int, default=MOST_AT_ONCE, help="trainings at the same time")
     arguments = parser.parse_args(given)
     rows = rows_of(arguments)
     bags = make_bags(arguments.bags + max(4, arguments.bags // 4), arguments.tiles, arguments.dim, None)
@@ -88,7 +104,7 @@ def main(given: list[str] | None = None) -> None:
     train("mean", training, validation, 1, TrainSettings(epochs=5, device=arguments.device), 0)  # libraries, the GPU
     seconds["warm_up"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    in_turn = together(rows, training, validation, BagStore(arguments.device), arguments.seeds)
+    in_turn = together(rows, training, validation, BagStore(arguments.device), arguments.seeds, arguments.most)
     seconds["in_turns"] = time.perf_counter() - begin
     one_by_one = alone(rows, training, validation, BagStore(arguments.device))
     seconds["alone_one_seed"] = sum(spent for _, spent in one_by_one.values())

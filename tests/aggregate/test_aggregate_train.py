@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -670,7 +671,7 @@ class FakeRecorder:
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, together):
+def test_recorded_steps_are_replayed_from_the_second_one_on(monkeypatch, together):
     how = {"epochs": 4, "accumulate": together, "patience": 0}
     plain = quick("dsmil", **how)
     monkeypatch.setattr(FakeRecorder, "replays", [])
@@ -678,7 +679,7 @@ def test_recorded_steps_are_replayed_from_the_second_epoch_on(monkeypatch, toget
     monkeypatch.setattr(train._Run, "_can_capture", lambda self: True)
     assert_same_weights(plain, quick("dsmil", **how))
     moves = 0 if together == 1 else math.ceil(8 / together)
-    assert len(FakeRecorder.replays) == 3 * (8 + 6 + moves)
+    assert len(FakeRecorder.replays) == 4 * (8 + 6 + moves) - together - (moves > 0)
 
 
 def test_steps_that_cannot_be_recorded_go_on_as_they_are(monkeypatch):
@@ -698,13 +699,14 @@ def trained_in_turns(names: list[str], seeds: list[int], **how: Any) -> dict[tup
     """Trainings of several methods at the same time; by method and seed."""
     device = how.pop("device", "cpu")
 
-    def training_of(name: str) -> Iterator[tuple[str, int, Trained] | None]:
+    def training_of(name: str) -> Iterator[tuple[str, int, Trained] | graphs.Queued]:
         settings = asked(device=device, options={**SMALL.get(name, {}), **how.get(name, {})}, **how["all"])
         left = iter(seeds)
         for found in train.train_seeds(name, cohort(0, 8), cohort(8, 14), 1, settings, seeds):
-            yield None if found is None else (name, next(left), found)
+            yield found if isinstance(found, graphs.Queued) else (name, next(left), found)
 
-    return {(name, seed): found for name, seed, found in graphs.in_turns(map(training_of, names), most=3)}
+    begin = partial(next, map(training_of, names), None)
+    return {(name, seed): found for name, seed, found in graphs.in_turns(begin, most=3)}
 
 
 @pytest.mark.parametrize("name", aggregate.NAMES)
@@ -773,16 +775,34 @@ def test_no_more_trainings_at_once_than_asked():
     running: list[int] = []
     most = 0
 
-    def steps(number: int) -> Iterator[int | None]:
+    def steps(number: int) -> Iterator[int | graphs.Queued]:
         nonlocal most
         running.append(number)
         most = max(most, len(running))
-        yield from [None] * number
+        yield from [graphs.Queued()] * number
         yield number
         running.remove(number)
 
-    assert sorted(graphs.in_turns(map(steps, range(6)), most=2)) == list(range(6))
+    assert sorted(graphs.in_turns(partial(next, map(steps, range(6)), None), most=2)) == list(range(6))
     assert most == 2
+
+
+def test_a_training_whose_work_is_not_done_holds_up_no_other():
+    slow_is_done = False
+
+    def slow() -> Iterator[str | graphs.Queued]:
+        yield graphs.Queued(lambda: slow_is_done)
+        yield "slow"
+
+    def fast(number: int) -> Iterator[str | graphs.Queued]:
+        nonlocal slow_is_done
+        for _ in range(3):
+            yield graphs.Queued()
+        slow_is_done = number == 2
+        yield f"fast {number}"
+
+    begin = partial(next, iter([slow(), *map(fast, range(3))]), None)
+    assert list(graphs.in_turns(begin, most=2)) == ["fast 0", "fast 1", "fast 2", "slow"]
 
 
 def test_methods_say_when_they_wait_for_the_device():

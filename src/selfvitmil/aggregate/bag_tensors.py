@@ -85,6 +85,7 @@ class BagStore:
         self._coming: dict[Bag, Future[_Upload]] = {}
         self._coords: dict[Bag, Tensor] = {}
         self._moments: dict[Bag, Moments] = {}
+        self._checked: set[Bag] = set()
         self.evidence_choices: dict[Any, Any] = {}
         """Choices of the kind of evidence on these bags, reused by training runs with other seeds."""
 
@@ -128,7 +129,8 @@ class BagStore:
         return self._coords[bag]
 
     def check(self, bags: Sequence[Bag]) -> None:
-        """Raise BagError for the first bag that is empty or contains NaN or infinity."""
+        """Raise BagError for the first bag that is empty or contains NaN or infinity; each is looked at once."""
+        bags = [bag for bag in bags if bag not in self._checked]
         for bag in bags:
             if len(bag) == 0:
                 check_bag(bag)
@@ -144,6 +146,7 @@ class BagStore:
                 raise BagError(
                     f"{bag.slide}: its values are too large", "their variance overflows", code="value-overflow"
                 )
+        self._checked.update(bags)
 
     def moments(self, bag: Bag) -> Moments:
         """Return mean and sum of squared deviations of the bag's embeddings."""

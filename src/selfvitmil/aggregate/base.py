@@ -597,15 +597,24 @@ def _floats(values_NC: Tensor | None) -> Floats | None:
 
 
 def _fetch(summaries: Sequence[OutputSummary]) -> list[tuple[list[float], list[list[float]] | None, float, int]]:
-    """Copy all summaries to the host, in a few copies for all bags together."""
+    """Copy all summaries to the host, in one copy for all bags together."""
     if not summaries:
         return []
-    probabilities = torch.stack([each.probabilities_C for each in summaries]).double().tolist()
-    entropies = torch.stack([each.entropy for each in summaries]).double().tolist()
-    critical = torch.stack([each.evidence_N.argmax() for each in summaries]).tolist()
-    streams = [each.streams_2C for each in summaries if each.streams_2C is not None]
-    listed = torch.stack(streams).double().tolist() if streams else [None] * len(summaries)
-    return list(zip(probabilities, listed, entropies, critical, strict=True))
+    rows = torch.stack([_in_one(each) for each in summaries]).tolist()
+    num_classes = len(summaries[0].probabilities_C)
+    found: list[tuple[list[float], list[list[float]] | None, float, int]] = []
+    for (entropy, critical, *values), each in zip(rows, summaries, strict=True):
+        probabilities, streams = values[:num_classes], values[num_classes:]
+        listed = None if each.streams_2C is None else [streams[:num_classes], streams[num_classes:]]
+        found.append((probabilities, listed, entropy, int(critical)))
+    return found
+
+
+def _in_one(summary: OutputSummary) -> Tensor:
+    """Return all numbers of a summary in one vector: entropy, critical instance, probabilities, streams."""
+    parts = [summary.entropy.reshape(1), summary.evidence_N.argmax().reshape(1), summary.probabilities_C]
+    streams_2C = summary.streams_2C
+    return torch.cat([each.double() for each in (*parts, *([] if streams_2C is None else [streams_2C.flatten()]))])
 
 
 def _to_score(

@@ -3,23 +3,25 @@
 A step on a small bag is a hundred kernels of a few microseconds each: launching them takes longer than running them,
 and running them leaves most of a GPU idle. So each step is captured once and replayed (`Recorder`), and trainings take
 turns (`in_turns`): a training is a generator that queues an epoch on its own stream and yields, and the epochs of
-several trainings then run at the same time. Each has random numbers of its own (`Surroundings`), so what it computes
-does not depend on the others.
+several trainings then run at the same time. It goes on when its epoch is done (`Queued`), so that a slow method holds
+up no other. Each has random numbers of its own (`Surroundings`), so what it computes does not depend on the others.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, few_threads
 
+K = TypeVar("K")
 T = TypeVar("T")
 Step = Callable[[], None]
 
@@ -27,6 +29,8 @@ MAX_GRAPHS = 2000
 """Largest number of graphs: each holds some driver memory, and with more bags the gain per epoch is small."""
 MIN_EPOCHS = 4
 """Epochs below which capturing CUDA graphs costs more than replaying them saves."""
+LOOK_EVERY_S = 2e-5
+"""How often trainings are looked at while all of them wait for the GPU."""
 
 
 # ---------------------------------------------------------------------------------------------------- graphs
@@ -113,6 +117,14 @@ class Surroundings:
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
 
+    def queued(self) -> Queued:
+        """Return a mark behind all work that was queued so far."""
+        if self._stream is None:
+            return Queued()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return Queued(event.query)
+
     def seed(self, seed: int) -> None:
         """Seed torch's generators; called within the block."""
         torch.default_generator.manual_seed(seed)
@@ -161,28 +173,82 @@ def _tf32(device: torch.device) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- in turns
 
 
-def surrounded(surroundings: Surroundings, steps: Iterator[T]) -> Iterator[T]:
-    """Yield what `steps` yields; only its own code runs in its surroundings."""
+@dataclass(frozen=True)
+class Queued:
+    """What a training yields while the device is at work on it."""
+
+    is_done: Callable[[], bool] = lambda: True
+    """Whether the device has done all of it, so that going on waits for nothing; on a CPU it has."""
+
+
+def surrounded(surroundings: Surroundings, steps: Iterator[T | None]) -> Iterator[T | Queued]:
+    """Yield what `steps` yields, `Queued` for None; only its own code runs in its surroundings."""
     while True:
         with surroundings():
             try:
                 value = next(steps)
             except StopIteration:
                 return
-        yield value
+        yield surroundings.queued() if value is None else value
 
 
-def in_turns(trainings: Iterable[Iterator[T | None]], most: int) -> Iterator[T]:
-    """Advance up to `most` trainings in turn until all have ended; yield what they yield, except for None."""
-    left = iter(trainings)
-    active = deque(islice(left, most))
-    while active:
-        training = active.popleft()
+@dataclass
+class Seeds(Generic[K, T]):
+    """Trainings that differ in their seeds alone."""
+
+    train: Callable[[deque[K]], Iterator[T | Queued]]
+    """Makes them one after the other and takes each from `left` when it begins, so that it may be called again."""
+    left: deque[K] = field(default_factory=deque)
+    """Those that have not begun."""
+    epoch_s: float = 0.0
+    """Longest time of the host for an epoch: the first one is no replay, and its time grows with its kernels."""
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Take note of an epoch's history line."""
+        self.epoch_s = max(self.epoch_s, line["seconds"])
+
+
+def seeds_in_turns(groups: Sequence[Seeds[K, T]], most: int) -> Iterator[T]:
+    """Make all trainings, up to `most` at the same time: first one of each group, then further ones of those that
+    will take longest."""
+    first = iter(groups)
+
+    def begin() -> Iterator[T | Queued] | None:
+        group = next(first, None) or max(groups, key=lambda group: len(group.left) * group.epoch_s)
+        return group.train(group.left) if group.left else None
+
+    return in_turns(begin, most)
+
+
+def in_turns(begin: Callable[[], Iterator[T | Queued] | None], most: int) -> Iterator[T]:
+    """Advance up to `most` trainings until all have ended; yield what they yield, except for `Queued`.
+
+    `begin` is asked for another training while there is room, and returns None where there is none at the moment.
+    Next is always the one that has waited longest of those whose work is done.
+    """
+    active: deque[tuple[Iterator[T | Queued], Queued]] = deque()
+    while True:
+        if len(active) < most and (training := begin()) is not None:
+            active.append((training, Queued()))
+        if not active:
+            return
+        training, _ = _take_ready(active)
         try:
             found = next(training)
         except StopIteration:
-            active.extend(islice(left, 1))
             continue
-        active.append(training)
-        if found is not None:
+        if isinstance(found, Queued):
+            active.append((training, found))
+        else:
+            active.append((training, Queued()))
             yield found
+
+
+def _take_ready(active: deque[tuple[Iterator[T | Queued], Queued]]) -> tuple[Iterator[T | Queued], Queued]:
+    """Remove and return the first whose work is done; waits until there is one."""
+    while True:
+        for place, each in enumerate(active):
+            if each[1].is_done():
+                del active[place]
+                return each
+        time.sleep(LOOK_EVERY_S)

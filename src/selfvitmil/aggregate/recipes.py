@@ -507,6 +507,7 @@ class TrainingOptimizer:
         if device.type == "cpu" and isinstance(self._optimizer, torch.optim.Adam):
             self._update = DirectAdam(self._optimizer).step
         self._lookahead = Lookahead(self._parameters) if recipe.optimizer == "lookahead-radam" else None
+        self._lr = recipe.lr
 
     def step(self) -> None:
         """Clip the gradients, update the weights, zero the gradients."""
@@ -520,11 +521,14 @@ class TrainingOptimizer:
         self._optimizer.zero_grad(set_to_none=not self._keep_gradients)
 
     def set_lr(self, value: float) -> None:
+        if value == self._lr:
+            return
+        self._lr = value
+        if isinstance(lr := self._optimizer.param_groups[0]["lr"], Tensor):
+            lr.fill_(value)  # one tensor for all groups
+            return
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(value)
-            else:
-                group["lr"] = value
+            group["lr"] = value
 
     @torch.no_grad()
     def restart(self) -> None:

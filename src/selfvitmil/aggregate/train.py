@@ -9,9 +9,10 @@ Training step and validation step (`Steps`) are functions of the bag's index. Th
 addresses (weights, gradients, targets, one entry per bag for losses and scores) and exchange no values with the host,
 so that on a GPU each can be captured as a CUDA graph and replayed: a replay costs one launch instead of a hundred.
 Every bag has its own graph: its features stay at one address, so nothing is padded or copied. All graphs share one
-memory pool, in which no step leaves data behind, so they may be replayed in any order. A step must have run at least
-once before, on the same stream, so that libraries are initialized and optimizers have their state; the first epoch does
-that. A step that synchronizes with the device (`Aggregator.waits_for_device`) cannot be captured.
+memory pool, in which no step leaves data behind, so they may be replayed in any order. One step of each kind must have
+run before, on the same stream, so that libraries are initialized and optimizers have their state; then all are
+captured, which computes nothing, and the first epoch goes on with replays. A step that synchronizes with the device
+(`Aggregator.waits_for_device`) cannot be captured.
 
 T training bags, V validation bags, N instances, D dimensions, C classes.
 """
@@ -41,7 +42,7 @@ from selfvitmil.aggregate import selection
 from selfvitmil.aggregate.bag_tensors import BagStore, LabelledBag, draw
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput, BagScore, build, score, summarize_output
 from selfvitmil.aggregate.dsmil import AUTO
-from selfvitmil.aggregate.graphs import Recorder, Step, Surroundings, can_capture, surrounded
+from selfvitmil.aggregate.graphs import Queued, Recorder, Step, Surroundings, can_capture, surrounded
 from selfvitmil.aggregate.recipes import Recipe, TrainingOptimizer, learning_rates, recipe_of
 from selfvitmil.aggregate.selection import SEED, EvidenceChoice, choose_evidence
 from selfvitmil.bags import Bag
@@ -98,9 +99,8 @@ def train(
     """
     given = (training, validation, num_classes, settings)
     of_epoch = None if report is None else lambda _, line: report(line)
-    (trained,) = filter(
-        None, train_seeds(name, *given, [seed], outcome=outcome, store=store, evidence=evidence, report=of_epoch)
-    )
+    found = train_seeds(name, *given, [seed], outcome=outcome, store=store, evidence=evidence, report=of_epoch)
+    (trained,) = (each for each in found if not isinstance(each, Queued))
     return trained
 
 
@@ -110,17 +110,17 @@ def train_seeds(
     validation: Sequence[LabelledBag],
     num_classes: int,
     settings: TrainSettings,
-    seeds: Sequence[int],
+    seeds: Iterable[int],
     *,
     outcome: Outcome | None = None,
     store: BagStore | None = None,
     evidence: EvidenceChoice | None = None,
     report: Callable[[int, dict[str, Any]], None] | None = None,
-) -> Iterator[Trained | None]:
-    """Train with one seed after the other, as `train` does; yield each result, and None while the device is at work.
+) -> Iterator[Trained | Queued]:
+    """Train with one seed after the other, as `train` does; yield each result, and `Queued` while the device works.
 
     Between two values other trainings may run (`in_turns`). Network, optimizer and captured steps are those of the
-    first seed, set back to the start for every other one.
+    first seed, set back to the start for every other one. Each seed is asked for when its training begins.
     """
     dim = _check_cohort(training, validation, num_classes, outcome)
     recipe = recipe_of(name, settings).for_dim(dim)
@@ -357,8 +357,6 @@ class _Run:
             start = time.perf_counter()
             line = self._line(epoch, lr)
             self._swap_average()
-            if not self._captured and self._can_capture():
-                self._capture()
             line["seconds"] = round(seconds + time.perf_counter() - start, 4)
             self.history.append(line)
             yield line
@@ -396,18 +394,23 @@ class _Run:
     def _capture(self) -> None:
         """Replace the steps by replays of CUDA graphs; where capture fails, keep them and warn."""
         self._captured = True
+        for each in (*self._steps.training.bags, *self._steps.validation.bags):
+            self._steps.inputs(each.bag)  # uploads what is not there yet
+        self._module.eval()
+        self._validation_steps[0]()  # what it stores, the epoch's validation stores anew
         recorder = Recorder()
         try:
+            validation_steps = recorder.record(self._validation_steps)
             self._module.train()
             train_steps = recorder.record(self._train_steps)
             update = recorder.record([self._update])[0] if self._recipe.accumulate > 1 else self._update
-            self._module.eval()
-            validation_steps = recorder.record(self._validation_steps)
         except RuntimeError as error:
             self._optimizer.zero_grad()
             reason = str(error).splitlines()[0]
             self._warnings.append(f"training ran without CUDA graphs and is slower ({reason})")
             return
+        finally:
+            self._module.train()
         self._train_steps, self._update, self._validation_steps = train_steps, update, validation_steps
 
     def _train_epoch(self, epoch: int) -> float:
@@ -429,6 +432,8 @@ class _Run:
                 self._train_steps[index]()
             self._update()
             self._optimizer.after_step()
+            if number == 0 and not self._captured and self._can_capture():
+                self._capture()
         return lr
 
     @torch.no_grad()
@@ -724,7 +729,7 @@ class Steps:
 
     def _seen(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Return the instances of a training bag that a step sees."""
-        features_ND, coords_N2 = self._inputs(self.training.bags[index].bag)
+        features_ND, coords_N2 = self.inputs(self.training.bags[index].bag)
         num_seen = self._num_seen(len(features_ND))
         if num_seen < len(features_ND):
             seen = draw(len(features_ND), num_seen, features_ND.device)
@@ -736,7 +741,7 @@ class Steps:
     def validation_step(self, index: int) -> None:
         """Store loss, probabilities, entropy and critical instance of one validation bag."""
         buffers = self.validation
-        output = self.module(*self._inputs(buffers.bags[index].bag))
+        output = self.module(*self.inputs(buffers.bags[index].bag))
         summary = summarize_output(self.module, output, buffers.columns[index])
         buffers.losses[index].copy_(self._loss(output, buffers.targets[index]))
         buffers.probabilities[index].copy_(summary.probabilities_C)
@@ -745,7 +750,8 @@ class Steps:
         buffers.overtaken[index].copy_((evidence_N > evidence_N.index_select(0, critical.reshape(1))).sum())
         critical.copy_(evidence_N.argmax())
 
-    def _inputs(self, bag: Bag) -> tuple[Tensor, Tensor | None]:
+    def inputs(self, bag: Bag) -> tuple[Tensor, Tensor | None]:
+        """Return the features of a bag on the device, and its coordinates where the method needs them."""
         return self.store.features(bag), self.store.coords(bag) if self.module.needs_coordinates else None
 
     def _num_seen(self, num_instances: int) -> int:

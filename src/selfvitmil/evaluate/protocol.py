@@ -22,7 +22,7 @@ threshold and calibration.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.dsmil import AUTO
+from selfvitmil.aggregate.graphs import Queued
 from selfvitmil.aggregate.recipes import RecipeNote, note_of, recipe_of
 from selfvitmil.aggregate.selection import EvidenceChoice
 from selfvitmil.aggregate.train import (
@@ -199,25 +200,33 @@ class Training:
 
 
 def make_seeds(
-    trainings: Sequence[Training], bag_of: Callable[[Case], Bag], store: BagStore, report: Report
-) -> Iterator[Training | None]:
-    """Make the models of trainings that differ in their seeds alone.
+    trainings: deque[Training], bag_of: Callable[[Case], Bag], store: BagStore, report: Report
+) -> Iterator[Training | Queued]:
+    """Make the models of trainings that differ in their seeds alone, each taken from `trainings` when it begins.
 
-    Yields each training when its model is stored, and None while the device is at work (`in_turns`).
+    Yields each training when its model is stored, and `Queued` while the device is at work (`in_turns`).
     """
-    first, by_seed = trainings[0], {each.seed: each for each in trainings}
+    if not trainings:
+        return
+    first, by_seed = trainings[0], dict[int, Training]()
+
+    def seeds() -> Iterator[int]:
+        while trainings:
+            training = trainings.popleft()
+            by_seed[training.seed] = training
+            yield training.seed
+
     results = train_seeds(
-        first.name, *first.bags(bag_of), first.num_classes, first.settings, list(by_seed), outcome=first.outcome,
+        first.name, *first.bags(bag_of), first.num_classes, first.settings, seeds(), outcome=first.outcome,
         store=store, report=lambda seed, line: by_seed[seed].tell(report, line),
     )  # fmt: skip
-    left = iter(trainings)
     for trained in results:
-        if trained is None:
-            yield None
-            continue
-        training = next(left)
-        training.save(trained)
-        yield training
+        if isinstance(trained, Queued):
+            yield trained
+        else:
+            *_, training = by_seed.values()
+            training.save(trained)
+            yield training
 
 
 def trainings_of(

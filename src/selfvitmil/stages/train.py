@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -524,19 +525,30 @@ def make_models(
 def _make_in_turns(
     todo: Sequence[tuple[Trial, Training, Freshness]], store: BagStore, report: Report
 ) -> dict[Path, BuildOutcome]:
-    """Make the models of several methods and splits at the same time, each with one seed after the other."""
-    from selfvitmil.aggregate.graphs import in_turns
+    """Make the models of several methods and splits at the same time, each with one seed after the other.
+
+    Where fewer are left than can run, their seeds are trained side by side: those of the slowest methods.
+    """
+    from selfvitmil.aggregate.graphs import Seeds, seeds_in_turns
     from selfvitmil.evaluate.protocol import make_seeds
 
-    by_split: dict[Path, list[tuple[Trial, Training]]] = {}
-    for trial, training, _ in todo:
-        by_split.setdefault(_place(training).parent, []).append((trial, training))
     expected = {_place(training): outcome_of(freshness) for _, training, freshness in todo}
+    groups: dict[Path, Seeds[Training, Training]] = {}
+
+    def group_of(trial: Trial, training: Training) -> Seeds[Training, Training]:
+        place = _place(training).parent
+
+        def note(line: dict[str, Any]) -> None:
+            groups[place].note(line)
+            report(line)
+
+        return groups.setdefault(place, Seeds(partial(make_seeds, bag_of=trial.bag, store=store, report=note)))
+
     with ExitStack() as stack:
         for trial, training, _ in todo:
             stack.enter_context(trial.labels.training(str(training)))
-        seeds = (make_seeds([each for _, each in own], own[0][0].bag, store, report) for own in by_split.values())
-        return {_place(made): expected[_place(made)] for made in in_turns(seeds, MOST_AT_ONCE)}
+            group_of(trial, training).left.append(training)
+        return {_place(made): expected[_place(made)] for made in seeds_in_turns(list(groups.values()), MOST_AT_ONCE)}
 
 
 def _are_small(todo: Iterable[tuple[Trial, Training, Any]]) -> bool:
