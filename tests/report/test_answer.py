@@ -29,7 +29,7 @@ from selfvitmil.report.answer import (
     choose_examples,
     zoomed_box,
 )
-from selfvitmil.report.definitions import DEFINITIONS, definition_id, definition_of
+from selfvitmil.report.render import DEFINITIONS, definition_id, definition_of
 from selfvitmil.report.results import METRICS, Decision, error_words
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.files import write_text

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from selfvitmil.bags.similar import SIMILAR, SimilarSlide, write_similar
+from selfvitmil.bags.retrieval import SIMILAR, SimilarSlide, write_similar
 from selfvitmil.cohort import Cohort, read_cohort
 from selfvitmil.pseudonyms import names_of
+from selfvitmil.report.neighbors import similar_slides_data
 from selfvitmil.report.render import Picture
-from selfvitmil.report.similar_slides import similar_slides_data
 from selfvitmil.store.layout import StudyLayout
 
 SLIDES = ("Meier_1", "Meier_2", "Huber_1", "Kunz_1")

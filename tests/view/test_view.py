@@ -42,7 +42,7 @@ from helpers.viewer import (
     viewed,
 )
 from selfvitmil import cli, open_slide
-from selfvitmil.bags.similar import SIMILAR, SimilarSlide, write_similar
+from selfvitmil.bags.retrieval import SIMILAR, SimilarSlide, write_similar
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap

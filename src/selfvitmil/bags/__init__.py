@@ -1,4 +1,5 @@
-"""Feature files of slides: `files` writes ours and reads all known kinds, `export` writes those of other tools."""
+"""Feature files of slides: `files` writes ours and reads all known kinds, `export` writes those of other tools,
+`retrieval` finds the most similar embeddings."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.bags import similar as similar_slides
+from selfvitmil.bags import retrieval
+from selfvitmil.bags.retrieval import LabelAgreement, label_agreement, nearest, numbered, unit_rows
 from selfvitmil.cohort import SlideRow
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.metrics.retrieval import LabelAgreement, label_agreement, nearest, numbered, unit_rows
 from selfvitmil.pseudonyms import names_of
 from selfvitmil.stages.base import StageResult, data_frame
 from selfvitmil.store.files import atomic_path, read_json, sha256, write_csv, write_text
@@ -265,10 +265,10 @@ def _result(
         unit_SE, patients, labels, k=most, queries=[row.slide not in pooler.seen for row in rows]
     )
     pairs = {
-        slide: [similar_slides.SimilarSlide(each.slide, each.similarity) for each in found]
+        slide: [retrieval.SimilarSlide(each.slide, each.similarity) for each in found]
         for slide, found in similar.items()
     }
-    similar_slides.write_similar(folder, pairs, None if agreement is None else asdict(agreement))
+    retrieval.write_similar(folder, pairs, None if agreement is None else asdict(agreement))
     failures, notes = said
     return SlideEmbeddingsResult(
         folder, rows, embeddings_SE, similar, agreement, len(study.cohort), built, out, query,

@@ -2,13 +2,12 @@
 
 answer.py     the first screen: how good, compared with what, three heatmaps, what limits the conclusion
 data.py       the study, read once into what the page shows; `write_report` writes that page
-encoders.py   pretraining curves, quality and views;  neighbors.py  tiles with similar embeddings
-similar_slides.py  slides with similar embeddings
+encoders.py   pretraining curves, quality and views
+neighbors.py  tiles and slides with similar embeddings
 results.py    comparisons, evaluations and lesion scores, and the section of one slide
 decisions.py  prediction sets, decision curves, tuned settings
 subgroups.py  metrics by site, scanner and other columns;  validation.py  the page of an external validation
-definitions.py  what the metrics mean
-render.py     the page from that data, by the templates in templates/, style.css and page.js
+render.py     the page from that data, by the templates in templates/, style.css and page.js; what the metrics mean
 """
 
 from __future__ import annotations

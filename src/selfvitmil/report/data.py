@@ -28,7 +28,13 @@ from selfvitmil.localize.heatmap import MAIN_METHOD, main_first, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.report.answer import AnswerData, answer_data
 from selfvitmil.report.encoders import EncoderData, EncoderFolder, describe_encoder, encoder_data, sample_views
-from selfvitmil.report.neighbors import NeighborData, neighbor_data, shown_features
+from selfvitmil.report.neighbors import (
+    NeighborData,
+    SimilarSlidesData,
+    neighbor_data,
+    shown_features,
+    similar_slides_data,
+)
 from selfvitmil.report.render import Shown, Table, picture_file, render_page
 from selfvitmil.report.results import (
     ComparisonData,
@@ -48,7 +54,6 @@ from selfvitmil.report.results import (
     read_results,
     slide_data,
 )
-from selfvitmil.report.similar_slides import SimilarSlidesData, similar_slides_data
 from selfvitmil.report.subgroups import SubgroupsData, subgroups_data
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings

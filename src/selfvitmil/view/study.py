@@ -27,7 +27,7 @@ import numpy as np
 
 from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
-from selfvitmil.bags.similar import SIMILAR, SimilarSlides, newest_similar, read_similar
+from selfvitmil.bags.retrieval import SIMILAR, SimilarSlides, newest_similar, read_similar
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
 from selfvitmil.localize.grid import GridRef, is_feature_file

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from helpers.error_codes import has_code
+from selfvitmil.bags.retrieval import label_agreement, nearest, numbered, unit_rows
 from selfvitmil.errors import MetricError
-from selfvitmil.metrics.retrieval import label_agreement, nearest, numbered, unit_rows
 
 
 def slides(shift: float, seed: int = 0) -> tuple[np.ndarray, list[str], list[str | None]]:

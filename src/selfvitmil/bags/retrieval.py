@@ -4,20 +4,27 @@ The metric is the agreement of labels among nearest neighbours, leaving out the 
 slide's k nearest slides of other patients that have its label, averaged over slides. It needs no training, so it says
 what an embedding holds before any classifier (as k-NN evaluation does for images: Wu et al. 2018, arXiv:1805.01978).
 
+A folder of slide embeddings has the table of similar slides and that agreement: what report and viewer show.
+
 S slides, D dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.errors import MetricError
+from selfvitmil.errors import ArtefactError, MetricError
 from selfvitmil.metrics.classification import Interval, bootstrap, percentile_interval
+from selfvitmil.store.files import read_json, write_csv, write_text
+from selfvitmil.store.layout import StudyLayout, feature_name
 
 Rows = NDArray[np.int64]
 Embeddings = NDArray[np.float32]
@@ -108,3 +115,56 @@ def label_agreement(
     values_R = bootstrap(mean_share, label_Q, patient_Q, resamples, seed)
     interval = percentile_interval(float(share_Q.mean()), values_R, 0.95)
     return LabelAgreement(k, interval, float(np.mean(chance)), len(asked), len(set(patient_Q.tolist())))
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+SIMILAR, AGREEMENT = "similar_slides.csv", "agreement.json"
+HEADER = ("slide", "rank", "similar", "similarity")
+
+
+class SimilarSlide(NamedTuple):
+    """A slide near to another."""
+
+    slide: str
+    similarity: float
+    """Cosine similarity of the embeddings."""
+
+
+SimilarSlides = Mapping[str, Sequence[SimilarSlide]]
+"""Slide -> those most like it, nearest first."""
+
+
+def write_similar(folder: Path, similar: SimilarSlides, agreement: Mapping[str, Any] | None) -> None:
+    """Write both files into a folder of slide embeddings."""
+    lines = [
+        (slide, rank, other, f"{similarity:.6f}")
+        for slide, found in similar.items()
+        for rank, (other, similarity) in enumerate(found, start=1)
+    ]
+    write_csv(folder / SIMILAR, [HEADER, *lines])
+    write_text(folder / AGREEMENT, json.dumps(agreement, indent=2) + "\n")
+
+
+def read_similar(folder: Path) -> tuple[dict[str, list[SimilarSlide]], dict[str, Any] | None]:
+    """Return similar slides and the agreement of labels; raise ArtefactError where they cannot be read."""
+    found: dict[str, list[SimilarSlide]] = {}
+    try:
+        with (folder / SIMILAR).open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                found.setdefault(line["slide"], []).append(SimilarSlide(line["similar"], float(line["similarity"])))
+        return found, read_json(folder / AGREEMENT)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"{SIMILAR} of {feature_name(folder)}: not a readable table",
+            str(error).strip("'\""),
+            "Run `selfvitmil slide-embeddings` again",
+            code="unreadable-similar-slides",
+        ) from None
+
+
+def newest_similar(layout: StudyLayout) -> Path | None:
+    """Return the folder of slide embeddings whose similar slides were found last; None where there is none."""
+    tables = [folder / SIMILAR for folder in layout.all_slide_features() if (folder / SIMILAR).is_file()]
+    return max(tables, key=lambda path: path.stat().st_mtime).parent if tables else None
