@@ -23,12 +23,12 @@ from selfvitmil.data.loader import Batch, TileLoader, TileOrder
 from selfvitmil.data.sources import TensorTiles
 from selfvitmil.data.views import ViewRecipe, make_views, view_recipes
 from selfvitmil.pretrain import learner as learning
-from selfvitmil.pretrain import short_attention as attention
+from selfvitmil.pretrain import vit as attention
 from selfvitmil.pretrain.learner import Learner
 from selfvitmil.pretrain.optim import resolve_hyperparameters, update_teacher
-from selfvitmil.pretrain.short_attention import HAS_TRITON, short_attention
 from selfvitmil.pretrain.step import RecordedStep, TrainingStep, ViewOptions
 from selfvitmil.pretrain.train import Origin, pretrain
+from selfvitmil.pretrain.vit import HAS_TRITON, short_attention
 from selfvitmil.runtime.device import Worker
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import PretrainSettings
@@ -332,7 +332,7 @@ def test_short_attention_is_attention():
     code = """
     import sys, torch
     from pretrain.test_recorded_steps import compare_short_attention
-    from selfvitmil.pretrain.short_attention import try_kernels
+    from selfvitmil.pretrain.vit import try_kernels
     compare_short_attention("cpu", torch.float16, heads=2, channels=16)
     assert try_kernels(torch.device("cpu"), torch.float16, 16) is None
     """

@@ -30,8 +30,7 @@ from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain.learner import Branch, Learner
 from selfvitmil.pretrain.objectives import JointBatch, LossOutput, Part
 from selfvitmil.pretrain.optim import Hyperparameters, all_finite, clip_each_gradient, layered_groups
-from selfvitmil.pretrain.short_attention import try_kernels
-from selfvitmil.pretrain.vit import compiled_embedding_of, embedding_of, has_shortcut
+from selfvitmil.pretrain.vit import compiled_embedding_of, embedding_of, has_shortcut, try_kernels
 from selfvitmil.runtime.device import AsyncValues, PhaseTimer, Worker, choose_precision
 from selfvitmil.settings import PretrainSettings
 
