@@ -12,8 +12,7 @@ import pytest
 
 from helpers.studies import MICRO
 from selfvitmil.commands import run as run_module
-from selfvitmil.commands import timings
-from selfvitmil.commands.plan import plan
+from selfvitmil.commands.plan import expected_s, plan
 from selfvitmil.commands.run import Request, RunPlan, RunResult, StageReport, StageState, plan_run, read_record, run
 from selfvitmil.commands.run import write_record as write_run_record
 from selfvitmil.commands.status import status
@@ -87,11 +86,11 @@ def test_the_next_plan_extrapolates_from_what_a_run_took(study: Path, slides: Pa
 
 def test_the_start_of_workers_does_not_grow_with_the_slides(study: Path):
     plan = planned_run(study)
-    record = run_module.RunRecord(conditions=timings.conditions_of(plan, "CPU"), timings={"tile": (7.0, 1)})
-    assert timings.expected_s(plan, TILE, "CPU", record, 3.0) == 3.0 + 2 * 4.0
-    assert timings.expected_s(plan, TILE, "CPU", record, 9.0) == 7.0
-    assert timings.expected_s(plan, TILE, "another device", record, 3.0) is None
-    assert timings.expected_s(plan, TILE, "CPU", None, 3.0) is None
+    record = run_module.RunRecord(conditions=run_module.conditions_of(plan, "CPU"), timings={"tile": (7.0, 1)})
+    assert expected_s(plan, TILE, "CPU", record, 3.0) == 3.0 + 2 * 4.0
+    assert expected_s(plan, TILE, "CPU", record, 9.0) == 7.0
+    assert expected_s(plan, TILE, "another device", record, 3.0) is None
+    assert expected_s(plan, TILE, "CPU", None, 3.0) is None
 
 
 def test_a_run_with_nothing_to_do_keeps_the_timings_and_interrupted_stages_leave_none(
@@ -117,7 +116,7 @@ def test_a_run_with_nothing_to_do_keeps_the_timings_and_interrupted_stages_leave
 
 def test_a_run_says_how_good_the_plan_was_and_forgets_it(study: Path):
     plan(open_study(study), TILING_ONLY)
-    file = timings.plan_file(study)
+    file = run_module.plan_file(study)
     kept = json.loads(file.read_text())
     kept["stages"]["tile"][1:] = [1000.0, 2000.0]
     file.write_text(json.dumps(kept))
@@ -149,8 +148,8 @@ def test_a_plan_of_something_else_is_not_compared(study: Path, slides: Path):
 @pytest.mark.parametrize("content", ["", "[]", '{"conditions": 1}', '{"stages": {"tile": 3}}'])
 def test_a_damaged_plan_stops_no_run(study: Path, content: str):
     plan(open_study(study), TILING_ONLY)
-    timings.plan_file(study).write_text(content)
-    assert timings.take_plan(planned_run(study), "CPU") == {}
+    run_module.plan_file(study).write_text(content)
+    assert run_module.take_plan(planned_run(study), "CPU") == {}
 
 
 def test_a_plan_that_cannot_be_kept_is_shown_all_the_same(

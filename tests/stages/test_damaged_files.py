@@ -9,10 +9,10 @@ import pytest
 
 from helpers.cli import selfvitmil
 from helpers.error_codes import has_code
-from selfvitmil.commands.run import check_formats
 from selfvitmil.errors import ArtefactError, EncoderError
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.slides import synthetic
+from selfvitmil.stages.check import check_formats
 from selfvitmil.stages.localize import write_tables
 from selfvitmil.stages.pretrain import _stored_provenance, last_metrics
 from selfvitmil.study import slides_of

@@ -1,27 +1,41 @@
 """`plan`: what `run` would do and what it takes on this machine: tiles, disk, memory and time, stage by stage.
 
 Tiles are counted, or estimated from slide headers and a few slides; rates are those of earlier runs of the study
-(`commands.timings`), or come from a few seconds of measurement (`stages.measure`). Each estimate has its `Basis` and a
+(`run.json`), or come from a few seconds of measurement (`stages.measure`). Each estimate has its `Basis` and a
 range. Nothing is written into the study.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.commands.doctor import existing_folder, memory_bytes
-from selfvitmil.commands.run import Request, RunPlan, as_before, device_lines, device_name, plan_run, read_record
-from selfvitmil.commands.timings import expected_s, keep_plan
+from selfvitmil.commands.run import (
+    Request,
+    RunPlan,
+    as_before,
+    conditions_of,
+    device_lines,
+    device_name,
+    plan_file,
+    plan_run,
+    read_record,
+    timed_slides,
+)
 from selfvitmil.engine import num_cores
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.stages.base import Basis, Estimate, Pending, StageResult
 from selfvitmil.stages.measure import Measures, measure_aggregators, measure_encoder, measure_slides
 from selfvitmil.stages.pretrain import untrained_network
 from selfvitmil.stages.train import trained_rows
+from selfvitmil.store.files import write_text
 from selfvitmil.study import Study
 
 if TYPE_CHECKING:
@@ -121,6 +135,32 @@ def _stage_plan(plan: RunPlan, stage: Stage, measures: Measures, before: RunReco
     if estimate.basis and seconds is not None:
         estimate = replace(estimate, seconds=seconds, basis=Basis.RECORDED)
     return StagePlan(stage.name, plan.pending(stage.name), estimate)
+
+
+def expected_s(plan: RunPlan, stage: Stage, device: str, before: RunRecord | None, startup_s: float) -> float | None:
+    """Return the seconds that a stage takes by what it took in earlier runs; None where they do not tell.
+
+    What is beyond the start of workers grows in proportion to the slides.
+    """
+    slides = timed_slides(plan, stage)
+    if (
+        before is None
+        or not slides
+        or stage.name not in before.timings
+        or before.conditions != conditions_of(plan, device)
+    ):
+        return None
+    seconds, num_before = before.timings[stage.name]
+    fixed_s = min(startup_s, seconds)
+    return fixed_s + (seconds - fixed_s) * slides / num_before
+
+
+def keep_plan(plan: RunPlan, device: str, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Store the least and most seconds of each stage; where that fails, the next run has nothing to compare with."""
+    stages = {name: (plan.pending(name).line, *limits) for name, limits in ranges.items()}
+    text = json.dumps({"conditions": conditions_of(plan, device), "stages": stages})
+    with suppress(OSError, RuntimeError, SelfVitMilError):
+        write_text(plan_file(plan.study.root), f"{text}\n")
 
 
 def _measure(plan: RunPlan) -> tuple[Measures, str]:

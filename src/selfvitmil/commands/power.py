@@ -67,8 +67,8 @@ class PowerResult(StageResult):
 
 def power(study: Study, width: float = 0.1) -> PowerResult:
     """Return the intervals to expect on the test patients of the study's splits. Raises as training would."""
-    from selfvitmil.commands.run import check_labels
     from selfvitmil.outcomes import need_classes
+    from selfvitmil.stages.check import check_labels
 
     if not 0 < width < 1:
         raise ConfigError(

@@ -6,11 +6,11 @@ resumes a run that was stopped at any moment.
 
 `plan_run` makes the plan that `run` prints first and then follows, and that `plan` estimates; it only reads. The stages
 themselves say what they would rebuild, so the plan cannot differ from what happens. What would stop a run later is an
-error there (the checks at the end, and `Stage.preflight`).
+error there (the checks at the end of `stages.check`, and `Stage.preflight`).
 
 `run.json` in the study records what the last run was asked for, where it is and how it ended. `status` reads it from
 another terminal while the run goes on; the next run reads which encoder was meant and whether there was a GPU. It is a
-log, not an artefact: it holds times, and paths relative to the study. `commands.timings` makes estimates of it.
+log, not an artefact: it holds times, and paths relative to the study. `plan` makes estimates of it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from typing import TYPE_CHECKING, Any
 from selfvitmil import __version__
 from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.camelyon16 import compare_tile_counts, is_camelyon16_name
-from selfvitmil.cohort.files import is_slide
 from selfvitmil.cohort.table import listing
-from selfvitmil.commands.timings import conditions_of, take_plan, timed_slides
-from selfvitmil.engine import Engine
+from selfvitmil.engine import Engine, num_cores
 from selfvitmil.engine.progress import placed
-from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError, raise_problems
+from selfvitmil.errors import ArtefactError, ConfigError, LockError, SelfVitMilError
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.stages import STAGES
-from selfvitmil.stages.base import Engines, Pending, Stage, StageResult, say_nothing_done
+from selfvitmil.stages.base import Engines, Pending, Stage, StageResult
+from selfvitmil.stages.check import check_files, check_formats, check_labels, check_study
 from selfvitmil.stages.compare import CompareResult
 from selfvitmil.stages.lesions import LesionsResult
 from selfvitmil.stages.pretrain import (
@@ -51,8 +50,8 @@ from selfvitmil.stages.pretrain import (
     tested_splits,
 )
 from selfvitmil.stages.report import ReportResult
-from selfvitmil.store.files import write_text
-from selfvitmil.store.layout import CONFIG_FILE, StudyLayout
+from selfvitmil.store.files import hash_of, write_text
+from selfvitmil.store.layout import StudyLayout
 from selfvitmil.study import Study, encoder_name, encoder_sources, features_name, remember_settings
 
 if TYPE_CHECKING:
@@ -413,6 +412,49 @@ def read_record(study: Path) -> RunRecord | None:
         return None
 
 
+# ---------------------------------------------------------------------------------------------------- times
+# `run.json` keeps how long each stage took, for how many slides and under which conditions; `plan` extrapolates from
+# that. A plan writes nothing into the study, which may not even exist: its ranges lie in the user's folder of program
+# states until the next `run` of the same study under the same conditions has compared itself with them.
+
+
+def conditions_of(plan: RunPlan, device: str) -> str:
+    """Return a hash of what times depend on beside the slides: settings, encoder, GPU and cores."""
+    return hash_of(plan.settings, plan.encoder, plan.request.one_method, device, num_cores())
+
+
+def timed_slides(plan: RunPlan, stage: Stage) -> int:
+    """Return how many slides a stage's time is proportional to; 0 where it is not, or models may be used again."""
+    if stage.name == "pretrain":  # its steps decide, and its own log has their rate
+        return 0
+    if stage.is_shared:
+        return len(plan.pending(stage.name).changing)
+    return len(plan.cohort) if plan.pending("embed").changing else 0
+
+
+def plan_file(study: Path) -> Path:
+    """Return where the last plan of a study lies until a run has used it. RuntimeError without a home directory."""
+    base = os.environ.get("XDG_STATE_HOME")
+    folder = Path(base) if base else Path.home() / ".local" / "state"
+    return folder / "selfvitmil" / "plans" / f"{hash_of(str(study.resolve()))[:24]}.json"
+
+
+def take_plan(plan: RunPlan, device: str) -> dict[str, tuple[float, float]]:
+    """Return what was last planned for those stages that have the same to do now, and forget it."""
+    try:
+        path = plan_file(plan.study.root)
+        info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+        if info["conditions"] != conditions_of(plan, device):
+            return {}
+        found = {name: (line, (float(low), float(high))) for name, (line, low, high) in info["stages"].items()}
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {
+        name: limits for name, (line, limits) in found.items() if plan.has(name) and plan.pending(name).line == line
+    }
+
+
 def process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -621,116 +663,3 @@ def _check_name(request: Request, settings: StudySettings) -> str:
         what = f"--name {request.name} does not do as a folder's name"
         raise ConfigError(what, how=f"Try {encoder_name(request.name)!r}", code="invalid-name")
     return request.name or settings.pretrain.method
-
-
-# ---------------------------------------------------------------------------------------------------- checks
-# What a run must not begin with: each check raises, before anything is touched, an error that says so. Files of a newer
-# version are left alone; an encoder, which took hours, is neither overwritten nor used in place of another one
-# (`stages.pretrain`); labels that cannot be learned from are found by the very functions that would refuse them later.
-
-
-def check_study(of: Study) -> None:
-    """ConfigError where the folder is not one to work in."""
-    study, source = of.root, of.source
-    if study.exists() and not study.is_dir():
-        raise ConfigError(
-            f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old", code="study-is-file"
-        )
-    if source.cohort is not None or StudyLayout(study).cohort.exists():
-        return
-    inside = sorted(path.name for path in study.iterdir() if not path.name.startswith(".")) if study.exists() else []
-    what = "is empty" if study.exists() else "does not exist yet"
-    if inside:
-        what = f"holds {listing(inside, 4)} and no cohort.csv"
-    how = "Give --cohort with a folder of slides or a table of them; `selfvitmil demo` makes slides to try with"
-    if any(map(is_slide, inside)):
-        how = f"A study is a folder of its own: name a new one, and give this one with --cohort {study.name}"
-    raise ConfigError(
-        f"{study.name}: this folder {what}",
-        "so there are no slides to work on, and nothing was done",
-        how,
-        code="no-cohort",
-    )
-
-
-def check_formats(study: Path) -> None:
-    """ArtefactError when a newer version of this program has worked on the study: ours would undo its work."""
-    from selfvitmil import bags, tiles
-    from selfvitmil.encoder import files as encoders
-    from selfvitmil.localize import heatmap
-
-    layout = StudyLayout(study)
-    known = (
-        (layout.tiles_folder, "*/*.h5", tiles.FORMAT_VERSION),
-        (layout.bags_folder, "*/features_*/*.h5", bags.FORMAT_VERSION),
-        (layout.heatmaps_folder, "*/*.h5", heatmap.FORMAT_VERSION),
-        (layout.encoders_folder, f"*/{CONFIG_FILE}", encoders.FORMAT_VERSION),
-    )
-    for folder, pattern, ours in known:
-        for path in sorted(folder.glob(pattern)):
-            version = _format_of(path)
-            if version is not None and version > ours:
-                raise ArtefactError(
-                    f"{layout.name(path)} has format version {version}",
-                    f"a newer selfvitmil wrote it, and this one, which knows version {ours}, would undo its work",
-                    "Update selfvitmil, or start a new study; nothing was done",
-                    code="newer-format-version",
-                )
-
-
-def _format_of(path: Path) -> int | None:
-    """The format version of a file of ours; None of any other, and of a damaged one, which its stage will tell of."""
-    from selfvitmil.store.files import open_hdf5
-
-    try:
-        if path.suffix == ".json":
-            return json.loads(path.read_text(encoding="utf-8")).get("selfvitmil", {}).get("format_version")
-        with open_hdf5(path) as file:
-            attributes: Any = file.attrs
-            version = attributes.get("format_version")
-            return None if version is None else int(version)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
-    """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
-    from selfvitmil.cohort.table import order_classes
-    from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
-    from selfvitmil.evaluate.dataset import Case, check_two_classes
-    from selfvitmil.outcomes import Classes, choose_outcome
-
-    try:
-        outcome, _ = choose_outcome(cohort, settings.train)
-        if isinstance(outcome, Classes):
-            cohort = outcome.labels(cohort)
-        else:
-            targets = outcome.read(cohort)
-            cohort = outcome.in_strata(cohort, targets)
-            rows = cohort.select(labelled=True).rows
-            found = [Case(row.slide, row.patient, row.path, "", targets[row.slide]) for row in rows]
-            cases = Cases(tuple(found), (), cohort, 0, "", "", outcome=outcome)
-            return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
-        labelled = cohort.select(labelled=True)
-        if not labelled.rows:
-            how = "Give --labels with a table of slides and their labels"
-            raise ConfigError(
-                "the cohort has no labelled slide", "there is nothing to learn from", how, code="no-labels"
-            )
-        check_two_classes(set(cohort.classes), "the cohort")
-        classes = order_classes(cohort.classes, settings.train.positive).names
-        found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
-        cases = Cases(tuple(found), classes, cohort, 0, "", "")
-        return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
-    except SelfVitMilError as error:
-        how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
-        raise_problems([say_nothing_done(error, how), *cohort.missing_problems], "the cohort")
-        raise
-
-
-def check_files(study: Study) -> None:
-    """CohortError where not one slide is there, which is a wrong path; single ones fail later, alone."""
-    cohort = study.cohort
-    there = any(row.path.exists() for row in cohort.rows)
-    if not there and not any(study.layout.tiles_folder.glob("*/*.h5")):
-        raise_problems([say_nothing_done(each, each.how) for each in cohort.missing_problems], "the cohort")

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfvitmil.commands.run import Request, check_files, check_study
+from selfvitmil.commands.run import Request
 from selfvitmil.errors import ConfigError
 from selfvitmil.settings import ClusterSettings
 from selfvitmil.stages.base import StageResult
+from selfvitmil.stages.check import check_files, check_study
 from selfvitmil.store.files import write_text
 from selfvitmil.study import Study, encoder_source, remember_settings
 

@@ -20,8 +20,6 @@ from typing import Any
 from selfvitmil.commands.run import (
     Request,
     as_before,
-    check_files,
-    check_study,
     device_engine,
     read_record,
     refuse_torchrun,
@@ -31,6 +29,7 @@ from selfvitmil.engine.claims import Claims, Situation
 from selfvitmil.errors import ConfigError, LockError
 from selfvitmil.stages import STAGES
 from selfvitmil.stages.base import SlideWork, Stage, StageResult
+from selfvitmil.stages.check import check_files, check_study
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.lock import ShardPresence, shard_lock
 from selfvitmil.study import Study, encoder_sources, remember_settings

@@ -1,9 +1,13 @@
-"""The stage `check`: open every slide, read some of it, and report what will cause problems."""
+"""The stage `check`: open every slide, read some of it, and report what will cause problems.
+
+At the end are the checks of the study itself, without which no run begins.
+"""
 
 from __future__ import annotations
 
 import csv
 import importlib.metadata
+import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selfvitmil.annotations import read_annotations
+from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.files import is_slide
+from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine
-from selfvitmil.engine.claims import results_of
-from selfvitmil.errors import SelfVitMilError
+from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError, raise_problems
 from selfvitmil.formatting import cell
-from selfvitmil.settings import upsampling_warning
+from selfvitmil.settings import StudySettings, upsampling_warning
 from selfvitmil.slides import SlideRef, fingerprint
 from selfvitmil.stages.base import (
     Basis,
@@ -33,14 +39,16 @@ from selfvitmil.stages.base import (
     StageResult,
     data_frame,
     passed,
+    say_nothing_done,
 )
 from selfvitmil.store.failures import read_failures
 from selfvitmil.store.files import write_csv
-from selfvitmil.store.layout import StudyLayout
+from selfvitmil.store.layout import CONFIG_FILE, StudyLayout
 from selfvitmil.study import Study, map_slides
 
 if TYPE_CHECKING:
     from selfvitmil.commands.run import RunPlan
+    from selfvitmil.evaluate import Trial
     from selfvitmil.stages.measure import Measures
 
 NUM_REGIONS = 16
@@ -247,7 +255,12 @@ class Check(Stage):
         return (replace(work, jobs={slide: job for slide, job in work.jobs.items() if slide not in looked_at}),)
 
     def assemble(self, study: Study, encoders: Sequence[str], engine: Engine) -> CheckResult:
-        return check(study, engine, results_of(study.claims_folder(self.name)))
+        folder, recorded = study.claims_folder(self.name), {}
+        if folder.is_dir():  # several machines have worked on it
+            from selfvitmil.engine.claims import results_of
+
+            recorded = results_of(folder)
+        return check(study, engine, recorded)
 
     def pending(self, plan: RunPlan) -> Pending:
         looked_at = _looked_at(plan.layout)
@@ -270,3 +283,116 @@ class Check(Stage):
         if table.exists():
             done = max(0, len(table.read_text(encoding="utf-8", errors="replace").splitlines()) - 1)
             yield snapshot.progress(self.name, table, [table], snapshot.num_slides, done=done)
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+# What a run must not begin with: each check raises, before anything is touched, an error that says so. Files of a newer
+# version are left alone; an encoder, which took hours, is neither overwritten nor used in place of another one
+# (`stages.pretrain`); labels that cannot be learned from are found by the very functions that would refuse them later.
+
+
+def check_study(of: Study) -> None:
+    """ConfigError where the folder is not one to work in."""
+    study, source = of.root, of.source
+    if study.exists() and not study.is_dir():
+        raise ConfigError(
+            f"{study.name}: this is a file", "a study is a folder", "Name a folder, new or old", code="study-is-file"
+        )
+    if source.cohort is not None or StudyLayout(study).cohort.exists():
+        return
+    inside = sorted(path.name for path in study.iterdir() if not path.name.startswith(".")) if study.exists() else []
+    what = "is empty" if study.exists() else "does not exist yet"
+    if inside:
+        what = f"holds {listing(inside, 4)} and no cohort.csv"
+    how = "Give --cohort with a folder of slides or a table of them; `selfvitmil demo` makes slides to try with"
+    if any(map(is_slide, inside)):
+        how = f"A study is a folder of its own: name a new one, and give this one with --cohort {study.name}"
+    raise ConfigError(
+        f"{study.name}: this folder {what}",
+        "so there are no slides to work on, and nothing was done",
+        how,
+        code="no-cohort",
+    )
+
+
+def check_formats(study: Path) -> None:
+    """ArtefactError when a newer version of this program has worked on the study: ours would undo its work."""
+    from selfvitmil import bags, tiles
+    from selfvitmil.encoder import files as encoders
+    from selfvitmil.localize import heatmap
+
+    layout = StudyLayout(study)
+    known = (
+        (layout.tiles_folder, "*/*.h5", tiles.FORMAT_VERSION),
+        (layout.bags_folder, "*/features_*/*.h5", bags.FORMAT_VERSION),
+        (layout.heatmaps_folder, "*/*.h5", heatmap.FORMAT_VERSION),
+        (layout.encoders_folder, f"*/{CONFIG_FILE}", encoders.FORMAT_VERSION),
+    )
+    for folder, pattern, ours in known:
+        for path in sorted(folder.glob(pattern)):
+            version = _format_of(path)
+            if version is not None and version > ours:
+                raise ArtefactError(
+                    f"{layout.name(path)} has format version {version}",
+                    f"a newer selfvitmil wrote it, and this one, which knows version {ours}, would undo its work",
+                    "Update selfvitmil, or start a new study; nothing was done",
+                    code="newer-format-version",
+                )
+
+
+def _format_of(path: Path) -> int | None:
+    """The format version of a file of ours; None of any other, and of a damaged one, which its stage will tell of."""
+    from selfvitmil.store.files import open_hdf5
+
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8")).get("selfvitmil", {}).get("format_version")
+        with open_hdf5(path) as file:
+            attributes: Any = file.attrs
+            version = attributes.get("format_version")
+            return None if version is None else int(version)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
+    """The splits that learning will use, tried out: days of work on slides must not end at labels that do not do."""
+    from selfvitmil.cohort.table import order_classes
+    from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
+    from selfvitmil.evaluate.dataset import Case, check_two_classes
+    from selfvitmil.outcomes import Classes, choose_outcome
+
+    try:
+        outcome, _ = choose_outcome(cohort, settings.train)
+        if isinstance(outcome, Classes):
+            cohort = outcome.labels(cohort)
+        else:
+            targets = outcome.read(cohort)
+            cohort = outcome.in_strata(cohort, targets)
+            rows = cohort.select(labelled=True).rows
+            found = [Case(row.slide, row.patient, row.path, "", targets[row.slide]) for row in rows]
+            cases = Cases(tuple(found), (), cohort, 0, "", "", outcome=outcome)
+            return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+        labelled = cohort.select(labelled=True)
+        if not labelled.rows:
+            how = "Give --labels with a table of slides and their labels"
+            raise ConfigError(
+                "the cohort has no labelled slide", "there is nothing to learn from", how, code="no-labels"
+            )
+        check_two_classes(set(cohort.classes), "the cohort")
+        classes = order_classes(cohort.classes, settings.train.positive).names
+        found = [Case(row.slide, row.patient, row.path, "", classes.index(row.label or "")) for row in labelled.rows]
+        cases = Cases(tuple(found), classes, cohort, 0, "", "")
+        return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
+    except SelfVitMilError as error:
+        how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
+        raise_problems([say_nothing_done(error, how), *cohort.missing_problems], "the cohort")
+        raise
+
+
+def check_files(study: Study) -> None:
+    """CohortError where not one slide is there, which is a wrong path; single ones fail later, alone."""
+    cohort = study.cohort
+    there = any(row.path.exists() for row in cohort.rows)
+    if not there and not any(study.layout.tiles_folder.glob("*/*.h5")):
+        raise_problems([say_nothing_done(each, each.how) for each in cohort.missing_problems], "the cohort")
