@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from selfvitmil import stain
-from selfvitmil.aggregate.supervised.model_files import read_model
-from selfvitmil.aggregate.supervised.probe import TileProbe, save_probe, train_probe
-from selfvitmil.aggregate.supervised.tile_labels import (
+from selfvitmil.aggregate.supervised.base import (
     AnnotatedSlide,
     Coverage,
     coverage_of_bag,
     coverage_of_table,
     label_by_coverage,
     label_slides,
+    read_model,
 )
+from selfvitmil.aggregate.supervised.probe import TileProbe, save_probe, train_probe
 from selfvitmil.aggregate.supervised.tile_network import (
     BalancedOrder,
     load_tile_network,

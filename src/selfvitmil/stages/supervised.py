@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from selfvitmil.aggregate.base import BagScore, score
+from selfvitmil.aggregate.supervised.base import AnnotatedSlide
 from selfvitmil.aggregate.supervised.probe import save_probe, train_probe
-from selfvitmil.aggregate.supervised.tile_labels import AnnotatedSlide
 from selfvitmil.aggregate.train import BagStore
 from selfvitmil.data.sources import TrainSlide
 from selfvitmil.evaluate import Cases, Run, Trial

@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from selfvitmil.aggregate.bag_tensors import ChunkedBag, measure
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
-from selfvitmil.aggregate.supervised import model_files
-from selfvitmil.aggregate.supervised.tile_labels import (
+from selfvitmil.aggregate.supervised.base import (
     AnnotatedSlide,
     LabelledTiles,
     check_sides,
     label_slides,
     sample_rows,
+    write_model,
 )
 from selfvitmil.bags import Bag
 from selfvitmil.errors import BagError
@@ -128,7 +128,7 @@ def save_probe(folder: Path, trained: TrainedProbe, info: Mapping[str, Any]) -> 
     `info` is further metadata from the caller (encoder, split, seed).
     """
     config = {**info, "module": trained.module.config, "l2": trained.l2, "num_tiles": trained.num_tiles}
-    model_files.write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
+    write_model(folder, KIND, trained.module.state_dict(), config, trained.history)
 
 
 # ---------------------------------------------------------------------------------------------------- data

@@ -30,15 +30,19 @@ from torch.nn import functional as F
 
 from selfvitmil import stain
 from selfvitmil.aggregate.base import BagScore
-from selfvitmil.aggregate.supervised import model_files
-from selfvitmil.aggregate.supervised.tile_labels import (
+from selfvitmil.aggregate.supervised.base import (
+    CONFIG,
     NORMAL,
     TUMOUR,
     AnnotatedSlide,
     LabelledTiles,
     check_sides,
     label_slides,
+    read_config,
+    read_history,
+    read_model,
     sample_rows,
+    write_model,
 )
 from selfvitmil.data import loader
 from selfvitmil.data.loader import Batch, Pool, TileLoader, TileOrder, channel_statistics
@@ -94,7 +98,7 @@ class TileNetwork(nn.Module):
 
 def load_tile_network(folder: Path) -> tuple[TileNetwork, dict[str, Any]]:
     """Return the network of a folder, in evaluation mode, and its config."""
-    tensors, config = model_files.read_model(folder, KIND)
+    tensors, config = read_model(folder, KIND)
     encoder_config = EncoderConfig(**config["encoder"])
     backbone = build_backbone(encoder_config.architecture, encoder_config.model_args)
     network = TileNetwork(Encoder(backbone, encoder_config))
@@ -300,12 +304,12 @@ def train_tile_network(
     sides = [_Side.of(side, stain_method, reader) for side, _ in labelled]
     run = _Run(sides[0], sides[1], settings, seed, choose_device(settings.device))
     freshness = MISSING
-    if (folder / model_files.CONFIG).exists():
+    if (folder / CONFIG).exists():
         try:
-            freshness = _freshness(model_files.read_config(folder, KIND), run)
+            freshness = _freshness(read_config(folder, KIND), run)
             if freshness.is_up_to_date:
                 network, config = load_tile_network(folder)
-                return TrainedNetwork(network, config["epoch"], model_files.read_history(folder), UP_TO_DATE, warnings)
+                return TrainedNetwork(network, config["epoch"], read_history(folder), UP_TO_DATE, warnings)
         except ArtefactError:
             freshness = damaged(folder)
     started = run.resume(folder)
@@ -319,7 +323,7 @@ def train_tile_network(
         "seed": seed,
         "epoch": run.best_epoch,
     }
-    model_files.write_model(folder, KIND, network.state_dict(), config, run.history)
+    write_model(folder, KIND, network.state_dict(), config, run.history)
     (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     warnings = (*warnings, *run.warnings)
     return TrainedNetwork(network, run.best_epoch, tuple(run.history), outcome_of(freshness), warnings, started)
