@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cli import selfvitmil
 from selfvitmil.cli import flags, output, parser
-from selfvitmil.cli.help import FIRST
+from selfvitmil.cli.flags import FIRST
 from selfvitmil.cli.parser import app
 from selfvitmil.commands import status as status_command
 from selfvitmil.rendering import command

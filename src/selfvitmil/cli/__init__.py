@@ -2,8 +2,7 @@
 
     overview.py   the commands and what each does, in one table
     parser.py     the commands with their flags
-    flags.py      flags that several commands share; list options by spaces and commas
-    help.py       which options help shows first
+    flags.py      flags that several commands share; list options by spaces and commas; which of them help shows first
     output.py     what is printed
 
 Exit status: 0 everything asked for exists; 2 the command, a setting or the cohort is wrong; 3 some slides, or all,

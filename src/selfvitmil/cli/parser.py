@@ -39,11 +39,12 @@ from selfvitmil.cli.flags import (
     SlideFlags,
     Study,
     WholeWay,
+    asked_for,
+    formatter,
     split_lists,
     to_learn_from,
     typed,
 )
-from selfvitmil.cli.help import asked_for, formatter
 from selfvitmil.cli.output import complain, end, print_json, print_results, printing, say, show
 from selfvitmil.cli.overview import COMMANDS, SUMMARY
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
