@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import huggingface_hub
 import safetensors
@@ -37,7 +37,6 @@ from selfvitmil.encoder.network import (
     make_config,
     network_explained,
 )
-from selfvitmil.encoder.registry import KnownEncoder, by_content, by_folder, by_hub
 from selfvitmil.encoder.weight_names import CONCH_ANCHOR, from_conch, from_transformers, is_transformers
 from selfvitmil.errors import EncoderError
 from selfvitmil.store.files import (
@@ -50,6 +49,9 @@ from selfvitmil.store.files import (
     write_bytes,
     write_text,
 )
+
+if TYPE_CHECKING:
+    from selfvitmil.encoder.registry import KnownEncoder
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -142,16 +144,19 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) -> Encoder:
-    known = by_folder(folder.name)
     weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
-    if weights is not None and known is not None and known.form == "conch":  # it has no config.json
+    if weights is not None and not (folder / "config.json").exists() and _is_conch(folder.name):
         return _load_file(weights, "teacher", num_heads, config)
     content = _read_config(folder / "config.json", folder.name)
     if weights is None:
-        missing = f"{' or '.join(WEIGHT_FILES)} is missing"
+        from selfvitmil.encoder.registry import by_folder
+
+        known, missing = by_folder(folder.name), f"{' or '.join(WEIGHT_FILES)} is missing"
         how = "Copy the whole folder of the encoder" if known is None else known.where()
         raise EncoderError(f"{folder.name}: there are no weights", missing, how, code="no-weights")
     if "selfvitmil" not in content:
+        if _is_conch(folder.name):
+            return _load_file(weights, "teacher", num_heads, config)
         extra = folder / PREPROCESSOR
         return _load_published(folder.name, content, weights, num_heads, config, extra if extra.is_file() else None)
     fields = dict(content["selfvitmil"])
@@ -196,6 +201,14 @@ def _load_folder(folder: Path, num_heads: int | None, config: dict[str, Any]) ->
     return Encoder(_build_fitting(folder.name, build, state), described)
 
 
+def _is_conch(name: str) -> bool:
+    """Return whether a folder is named after CONCH, whose own files have no config.json."""
+    from selfvitmil.encoder.registry import by_folder
+
+    known = by_folder(name)
+    return known is not None and known.form == "conch"
+
+
 def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Encoder:
     if "/" not in name:
         described = timm.get_pretrained_cfg(name)
@@ -203,6 +216,8 @@ def _load_name(name: str, num_heads: int | None, config: dict[str, Any]) -> Enco
         return build_encoder(name, img_size=config.get("size_px", native_px), pretrained=True, **config)
     repository, _, revision = name.partition("@")
     fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision or None)
+    from selfvitmil.encoder.registry import by_hub
+
     known = by_hub(repository)
     facts: dict[str, Any] = {}
     if known is not None:
@@ -250,6 +265,8 @@ def _load_published(
 
 def _as_known(name: str, encoder: Encoder, described: Mapping[str, Any], config: Mapping[str, Any]) -> Encoder:
     """The encoder with what is customary for it, where it is a known one, unless `config` or `described` say else."""
+    from selfvitmil.encoder.registry import by_content
+
     known = by_content({**described, **config}, encoder.backbone, name)
     encoder.keeps_colours = known is not None
     if known is None or "layout" in config:
@@ -322,6 +339,8 @@ def _assumed_imagenet(name: str) -> str:
 
 def _load_conch(name: str, state: Mapping[str, Tensor], num_heads: int | None, config: dict[str, Any]) -> Encoder:
     """The vision tower of CONCH: a ViT whose tokens a learned query pools."""
+    from selfvitmil.encoder.registry import by_hub
+
     known = by_hub("MahmoodLab/CONCH")
     assert known is not None
     trunk = {key.removeprefix("trunk."): value for key, value in state.items() if key.startswith("trunk.")}
@@ -544,6 +563,8 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError:
+        from selfvitmil.encoder.registry import by_folder
+
         known = by_folder(name)
         how = f"Pass a folder that holds config.json and {WEIGHT_FILES[0]}, or a checkpoint file"
         raise EncoderError(
