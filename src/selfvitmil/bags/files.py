@@ -94,6 +94,11 @@ def _write(
 # ---------------------------------------------------------------------------------------------------- reading
 
 
+def is_feature_file(path: Path) -> bool:
+    """Return whether a cohort names a feature file where a slide would stand."""
+    return path.suffix.lower() in FEATURE_SUFFIXES
+
+
 def find_bags(folder: Path) -> dict[str, Path]:
     """Return slide name -> feature file for a folder of ours, TRIDENT's, CLAM's, STAMP's or torchmil's.
 

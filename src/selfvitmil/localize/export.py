@@ -37,11 +37,10 @@ from selfvitmil.annotations import Annotation, read_annotations, write_annotatio
 from selfvitmil.annotations.files import feature_texts, write_features
 from selfvitmil.errors import AnnotationError, SelfVitMilError
 from selfvitmil.localize.detection import Lesion, find_lesions, find_points, highest_scoring_tile
-from selfvitmil.localize.grid import NO_SLIDE, GridSlide
-from selfvitmil.localize.heatmap import COLUMNS, Heatmap, check_annotations, heatmap_made_from, read_heatmap
+from selfvitmil.localize.heatmap import COLUMNS, NO_SLIDE, Heatmap, check_annotations, heatmap_made_from, read_heatmap
 from selfvitmil.localize.overlay import Colors, Pixels, Raster, color_table, shown_words, write_overlays
 from selfvitmil.settings import LocalizeSettings
-from selfvitmil.slides import SlideRef, fingerprint
+from selfvitmil.slides import Slide, SlideRef, fingerprint
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, write_text
 from selfvitmil.store.provenance import MISSING, Change, ChangeKind, Freshness, compare_digests, stale
@@ -273,11 +272,8 @@ def export_heatmap(job: ExportJob) -> ExportResult:
     points = find_points(heatmap, settings.point_radius_um, settings.point_min)
     warnings = list(heatmap.warnings)
     if settings.pictures and job.slide is None:
-        warnings.append(
-            f"pictures show {NO_SLIDE}"
-            if job.on_grid
-            else "no overlay is drawn: the slide's file does not exist; heatmap, lesions and exports are written"
-        )
+        missing = "no overlay is drawn: the slide's file does not exist; heatmap, lesions and exports are written"
+        warnings.append(f"pictures show {NO_SLIDE}" if job.on_grid else missing)
     num_made, failure = _write_stale(job, heatmap.slide, _wanted_files(job, heatmap, regions))
     lesions = () if heatmap.only_ranks else regions
     return ExportResult(
@@ -345,12 +341,20 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
         (folder / Path(name).name).unlink(missing_ok=True)
 
 
+def _open(slide: SlideRef | None, heatmap: Heatmap, file: Path) -> Slide:
+    """Return the slide; where it is not at hand, the grid of its tiles."""
+    if slide is not None:
+        return slide.at_mpp(heatmap.frame.slide_mpp).open()
+    from selfvitmil.localize.grid import GridSlide
+
+    return GridSlide(heatmap, file)
+
+
 def _draw_overlays(job: ExportJob, slide: SlideRef | None, heatmap: Heatmap, regions: Sequence[Lesion]) -> list[Path]:
     annotations = () if job.annotation is None else read_annotations(job.annotation, repair=True)
     if job.annotation is not None:
         check_annotations(annotations, heatmap.frame.size_l0, job.annotation.name)
-    grid = GridSlide(heatmap, job.heatmap_file)
-    with grid if slide is None else slide.at_mpp(heatmap.frame.slide_mpp).open() as opened:
+    with _open(slide, heatmap, job.heatmap_file) as opened:
         lesions = () if heatmap.only_ranks else regions
         return write_overlays(job.heatmap_file.parent, heatmap, opened, job.settings, annotations, lesions)
 

@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil.bags.files import FEATURE_SUFFIXES
 from selfvitmil.errors import SlideError
-from selfvitmil.localize.heatmap import Heatmap, read_heatmap
+from selfvitmil.localize.heatmap import NO_SLIDE, Heatmap, read_heatmap
 from selfvitmil.slides import Slide
 from selfvitmil.slides.base import Box, Level, Mpp, SlideInfo
 
 TILE_GREY = 224
-NO_SLIDE = "a grid of tiles, for want of the slide (add slides with `selfvitmil check STUDY --slides-folder DIR`)"
-
-
-def is_feature_file(path: Path) -> bool:
-    """Return whether a cohort names a feature file where a slide would stand."""
-    return path.suffix.lower() in FEATURE_SUFFIXES
 
 
 class GridSlide(Slide):

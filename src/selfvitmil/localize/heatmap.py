@@ -40,6 +40,8 @@ from selfvitmil.tiles import TileTable, boxes_l0
 
 SCHEMA = "selfvitmil.map"
 FORMAT_VERSION = 1
+NO_SLIDE = "a grid of tiles, for want of the slide (add slides with `selfvitmil check STUDY --slides-folder DIR`)"
+"""What is drawn in place of a slide whose file is not at hand."""
 MAIN_METHOD = "self-vit-mil"
 """Comes first where there are heatmaps or results of several methods."""
 COLUMNS = ("attention", "instance", "product", "effect")

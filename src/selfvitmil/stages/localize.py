@@ -286,8 +286,8 @@ class Mapper:
 
     def export_job(self, slide: str) -> ExportJob:
         """Return what a worker needs to write the files of a slide's heatmap."""
+        from selfvitmil.bags.files import is_feature_file
         from selfvitmil.localize.export import ExportJob
-        from selfvitmil.localize.grid import is_feature_file
 
         row = self.cohort[slide]
         # In a cohort of another tool's feature files these stand where slides would be named.

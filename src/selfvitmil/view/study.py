@@ -27,10 +27,11 @@ import numpy as np
 
 from selfvitmil import __version__
 from selfvitmil.annotations import Annotation, read_annotations
+from selfvitmil.bags.files import is_feature_file
 from selfvitmil.bags.retrieval import SIMILAR, SimilarSlides, newest_similar, read_similar
 from selfvitmil.cohort import Cohort, SlideRow
 from selfvitmil.errors import ArtefactError, ConfigError, SelfVitMilError
-from selfvitmil.localize.grid import GridRef, is_feature_file
+from selfvitmil.localize.grid import GridRef
 from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, prediction_from_json, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
