@@ -8,7 +8,11 @@ time-dependent AUC, Brier score, Kaplan-Meier curves, log-rank test. `regression
 `power`: confidence intervals to expect.
 
 Labels are integers from 0; scores rank, higher is more positive; `MetricError` is raised if a metric is undefined.
+`regression`, `ordinal` and `survival`, of which a study with classes needs nothing, load when first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from selfvitmil.metrics.classification import (
     Decisions,
@@ -39,7 +43,6 @@ from selfvitmil.metrics.decision import (
     set_coverage,
 )
 from selfvitmil.metrics.detection import FPS, CaseDetections, Froc, froc, suppress_points
-from selfvitmil.metrics.ordinal import OrdinalAgreement, ordinal_agreement, quadratic_weighted_kappa
 from selfvitmil.metrics.ranking import (
     AucInterval,
     CurveBands,
@@ -56,41 +59,44 @@ from selfvitmil.metrics.ranking import (
     pr_curve,
     roc_curve,
 )
-from selfvitmil.metrics.regression import (
-    BlandAltman,
-    CalibrationLine,
-    RegressionMetrics,
-    bland_altman,
-    calibration_line,
-    mae,
-    pearson,
-    r2,
-    regression_metrics,
-    rmse,
-    spearman,
-)
-from selfvitmil.metrics.survival import (
-    BreslowBaseline,
-    Concordance,
-    HazardRatio,
-    KaplanMeier,
-    LogRank,
-    PairedConcordance,
-    SurvivalBrier,
-    TimeDependentAuc,
-    breslow_baseline,
-    brier_score_survival,
-    evaluation_times,
-    harrell_c,
-    hazard_ratio,
-    integrated_brier_score,
-    kaplan_meier,
-    log_rank,
-    paired_c_test,
-    restricted_mean_survival,
-    time_dependent_auc,
-    uno_c,
-)
+
+if TYPE_CHECKING:
+    from selfvitmil.metrics.ordinal import OrdinalAgreement, ordinal_agreement, quadratic_weighted_kappa
+    from selfvitmil.metrics.regression import (
+        BlandAltman,
+        CalibrationLine,
+        RegressionMetrics,
+        bland_altman,
+        calibration_line,
+        mae,
+        pearson,
+        r2,
+        regression_metrics,
+        rmse,
+        spearman,
+    )
+    from selfvitmil.metrics.survival import (
+        BreslowBaseline,
+        Concordance,
+        HazardRatio,
+        KaplanMeier,
+        LogRank,
+        PairedConcordance,
+        SurvivalBrier,
+        TimeDependentAuc,
+        breslow_baseline,
+        brier_score_survival,
+        evaluation_times,
+        harrell_c,
+        hazard_ratio,
+        integrated_brier_score,
+        kaplan_meier,
+        log_rank,
+        paired_c_test,
+        restricted_mean_survival,
+        time_dependent_auc,
+        uno_c,
+    )
 
 __all__ = [
     "FPS", "AucInterval", "BlandAltman", "BreslowBaseline", "CalibrationLine", "CaseDetections", "Concordance",
@@ -106,3 +112,13 @@ __all__ = [
     "roc_curve", "set_coverage", "spearman", "suppress_points", "time_dependent_auc", "to_logits", "top_class", "uno_c",
     "wilson", "youden_threshold",
 ]  # fmt: skip
+
+_LOADED_LATER = ("ordinal", "regression", "survival")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _LOADED_LATER:
+            if name in vars(found := import_module(f"selfvitmil.metrics.{module}")):
+                return getattr(found, name)
+    raise AttributeError(f"module 'selfvitmil.metrics' has no attribute {name!r}")
