@@ -29,7 +29,7 @@ from selfvitmil.aggregate.train import BagStore, LabelledBag, score, train
 from selfvitmil.bags import Bag
 from selfvitmil.cohort import Cohort, SlideRow, Split
 from selfvitmil.evaluate.dataset import BagFile, Case, Cases, hold_out_test_labels
-from selfvitmil.evaluate.inner_folds import tune
+from selfvitmil.evaluate.tuning import tune
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from small_cohorts import CENTRE, Slide, made_slides
 

@@ -20,9 +20,17 @@ from selfvitmil.aggregate.train import BagStore, load_model
 from selfvitmil.commands.run import Request
 from selfvitmil.errors import ArtefactError, CohortError, ConfigError, HeldOutLabelError
 from selfvitmil.evaluate.dataset import Cases, Trial, hold_out_test_labels, make_splits
-from selfvitmil.evaluate.inner_folds import InnerTraining, Results, inner_folds, tune
 from selfvitmil.evaluate.protocol import check_models, evaluate_method, fit_method
-from selfvitmil.evaluate.tuning import Tuning, choose_point, tuning_points, with_point
+from selfvitmil.evaluate.tuning import (
+    InnerTraining,
+    Results,
+    Tuning,
+    choose_point,
+    inner_folds,
+    tune,
+    tuning_points,
+    with_point,
+)
 from selfvitmil.metrics import auc
 from selfvitmil.settings import EvaluateSettings, StudySettings, TrainSettings
 from selfvitmil.stages.train import compared_methods, num_tuning_trainings

@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil.cohort.splits import Split, carve_validation, rarest_class
-from selfvitmil.cohort.table import Cohort, column_key, listing
+from selfvitmil.cohort.table import Cohort, listing
 from selfvitmil.errors import CohortError, ConfigError
 
 Counts = NDArray[np.int64]
 
-SITE_COLUMNS = ("site", "center", "centre", "hospital", "institution", "laboratory", "lab")
-"""Columns of a cohort that say where a slide is from."""
 RESTARTS = 20
 PERMUTATIONS = 1000
 ASSOCIATED, SIGNIFICANT = 0.3, 0.05
@@ -59,7 +57,7 @@ def site_folds(cohort: Cohort, column: str, k: int, *, val: float = 0.0, seed: i
 
 def sites_of(cohort: Cohort, column: str) -> dict[str, str]:
     """Return patient -> site of all labelled slides; raise where one has none, or a patient has several."""
-    if column_key(column) not in {column_key(name) for name in cohort.extra_columns}:
+    if not cohort.has_column(column):
         raise ConfigError(
             f"train.site {column!r}: the cohort has no such column",
             f"its further columns are {listing(cohort.extra_columns) or 'none'}",
@@ -214,10 +212,8 @@ class LabelBySite:
 def label_by_site(cohort: Cohort, column: str, slides: Iterable[str], seed: int = 0) -> LabelBySite | None:
     """Return the association of label and site over the patients of these slides.
 
-    None without the column, or where there is nothing to associate. Only slides whose labels may be seen belong here.
+    None where there is nothing to associate. Only slides whose labels may be seen belong here.
     """
-    if column_key(column) not in {column_key(name) for name in cohort.extra_columns}:
-        return None
     rows = [row for slide in slides if (row := cohort[slide]).label is not None and row.value(column) is not None]
     label_of = rarest_class(Cohort(tuple(rows)))
     site_of = {row.patient: row.value(column) or "" for row in rows}

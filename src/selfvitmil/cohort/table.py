@@ -30,6 +30,8 @@ from selfvitmil.store.files import write_csv
 COLUMNS = ("slide", "path", "label", "patient", "split", "mpp", "annotation")
 """Known columns of `cohort.csv`, in order. Only `slide` and `path` must be filled. Further columns follow them."""
 
+SITE_COLUMNS = ("site", "center", "centre", "hospital", "institution", "laboratory", "lab")
+"""Further columns that say where a slide is from."""
 _MAX_NAME_BYTES = 200  # a file name has 255 at most; `<slide>_patches.h5` and its temporary name need the rest
 
 
@@ -136,6 +138,15 @@ class Cohort:
             for name, _ in row.extra:
                 names.setdefault(column_key(name), name)
         return tuple(names.values())
+
+    def has_column(self, column: str) -> bool:
+        """Return whether rows have a further column of that name, however it is spelt."""
+        return column_key(column) in map(column_key, self.extra_columns)
+
+    @property
+    def site_columns(self) -> tuple[str, ...]:
+        """The further columns that say where a slide is from."""
+        return tuple(name for name in self.extra_columns if column_key(name) in SITE_COLUMNS)
 
     @property
     def patients(self) -> dict[str, tuple[SlideRow, ...]]:

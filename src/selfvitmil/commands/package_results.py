@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from selfvitmil.cohort.sites import SITE_COLUMNS
-from selfvitmil.cohort.table import column_key
 from selfvitmil.errors import ArtefactError, CohortError, ConfigError
 from selfvitmil.settings import StudySettings, parse, read_toml, without_removed
 from selfvitmil.stages.train import results_name
@@ -136,9 +134,9 @@ def _subgroups(tested: Sequence[Prediction], cases: Cases, settings: StudySettin
 
     slides = {row.slide for row in tested}
     found: list[dict[str, Any]] = []
-    for column in cases.cohort.extra_columns if cases.outcome is None else ():
+    for column in cases.cohort.site_columns if cases.outcome is None else ():
         values = {row.slide: row.value(column) for row in cases.cohort.rows if row.slide in slides}
-        if column_key(column) not in SITE_COLUMNS or len(set(values.values()) - {None}) < 2:
+        if len(set(values.values()) - {None}) < 2:
             continue
         try:
             table = subgroup_tables(tested, {column: values}, cases.class_names, settings.evaluate)[0]

@@ -4,7 +4,6 @@ dataset.py           labelled slides with valid bags; training, validation and t
 predictions.py       decision threshold and calibration with their origin; predictions.csv
 tuning.py            settings chosen by nested cross-validation: space, choice, tuning.json
 protocol.py          a method over splits and seeds: training, stored models, scoring, decisions
-inner_folds.py       the trainings of nested cross-validation
 method_metrics.py    all metrics of a method, by slide and by patient: metrics.json
 decisions.py         decision curves and conformal prediction sets
 comparison.py        rows of a comparison: paired tests, published results, advice; the results folder

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from selfvitmil.evaluate.comparison import ComparisonRow, EvaluatedOn, PairedRow, Published, check_rows
-from selfvitmil.evaluate.method_metrics import (
-    Estimator,
-)
-from selfvitmil.evaluate.outcome_results import OutcomeRow, outcome_cells, outcome_notes, read_outcome_csv
+from selfvitmil.evaluate.method_metrics import Estimator
 from selfvitmil.formatting import (
     duration,
     markdown_list,
@@ -30,6 +29,51 @@ from selfvitmil.formatting import (
 )
 from selfvitmil.metrics import Interval
 from selfvitmil.store.files import csv_text
+
+METRIC_NAMES = {
+    "c_index": "Harrell's C-index",
+    "uno_c": "Uno's C-index",
+    "auc_t": "time-dependent AUC",
+    "hazard_ratio": "hazard ratio, high against low risk",
+    "log_rank_p": "p of the log-rank test",
+    "integrated_brier": "integrated Brier score",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "r2": "R²",
+    "pearson": "Pearson's correlation",
+    "spearman": "Spearman's correlation",
+    "kappa": "quadratic weighted kappa",
+    "within_one": "at most one level off",
+    "mean_distance": "mean distance in levels",
+    "macro_auc": "macro AUC",
+    "macro_ap": "macro average precision",
+}
+"""Metrics of outcomes other than classes, in words."""
+
+
+@dataclass(frozen=True)
+class OutcomeRow:
+    """A method in the table of an outcome other than classes."""
+
+    method: str
+    display_name: str
+    features: str
+    recipe: str
+    kind: str
+    on: str
+    """Test set and protocol, in words."""
+    metrics: Mapping[str, Interval]
+    """By the heads of the table, the primary one first."""
+    seed_mean: float
+    seed_sd: float
+    num_seeds: int
+    baseline: str = ""
+    difference: Interval | None = None
+    p_value: float = math.nan
+    test: str = ""
+    training_seconds: float | None = None
+    warnings: tuple[str, ...] = ()
+    recipe_words: str = ""
 
 
 def table_csv(rows: Sequence[ComparisonRow]) -> str:
@@ -45,6 +89,8 @@ def table_cells(rows: Sequence[ComparisonRow], *, intervals: bool = False) -> li
     Without `intervals` only the AUC has its interval, and names are shortened, to fit a terminal of 160 columns.
     """
     if rows and isinstance(rows[0], OutcomeRow):
+        from selfvitmil.evaluate.outcome_results import outcome_cells
+
         return outcome_cells(rows)  # pyright: ignore[reportArgumentType]
     check_rows(rows)
     _, marks = _notes(rows)
@@ -54,6 +100,8 @@ def table_cells(rows: Sequence[ComparisonRow], *, intervals: bool = False) -> li
 def short_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
     """Return header and rows for a terminal of 80 columns; `table_cells` has all of them."""
     if rows and isinstance(rows[0], OutcomeRow):
+        from selfvitmil.evaluate.outcome_results import outcome_cells
+
         return outcome_cells(rows)  # pyright: ignore[reportArgumentType]
     check_rows(rows)
     on = rows[0].evaluated_on
@@ -80,6 +128,8 @@ def short_cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
 def short_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return what must be known to read `short_cells`: the test set, what p is, which encoders have seen it."""
     if rows and isinstance(rows[0], OutcomeRow):
+        from selfvitmil.evaluate.outcome_results import outcome_notes
+
         return outcome_notes(rows)  # pyright: ignore[reportArgumentType]
     notes = [_test_set_note(rows[0].evaluated_on)]
     notes += list(dict.fromkeys(filter(None, map(_paired_note, rows))))[:1]
@@ -96,6 +146,8 @@ def has_figure(rows: Sequence[ComparisonRow]) -> bool:
 def table_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the notes below the table: first those of all rows, then the numbered ones."""
     if rows and isinstance(rows[0], OutcomeRow):
+        from selfvitmil.evaluate.outcome_results import outcome_notes
+
         return outcome_notes(rows)  # pyright: ignore[reportArgumentType]
     check_rows(rows)
     return _notes(rows)[0]
@@ -318,6 +370,8 @@ def read_table(text: str) -> list[ComparisonRow]:
     for a table of another kind. Rows of another outcome than classes are `OutcomeRow`.
     """
     if text.startswith("outcome,"):
+        from selfvitmil.evaluate.outcome_results import read_outcome_csv
+
         return read_outcome_csv(text)  # pyright: ignore[reportReturnType]
     records = list(csv.DictReader(io.StringIO(text)))
     camelyon16_test = any(record["published_on_these_slides"] == "yes" for record in records)

@@ -32,7 +32,6 @@ import numpy as np
 
 from selfvitmil.bags import Bag, check_bag, concat_scales, read_bag, write_bag
 from selfvitmil.cohort import Cohort, Split, carve_validation, k_fold, monte_carlo, read_splits, split_from_column
-from selfvitmil.cohort.sites import label_by_site, leave_one_site_out, site_folds
 from selfvitmil.cohort.splits import FINAL_FIT, all_labelled, check_split
 from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
@@ -511,8 +510,12 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
     if kind == "monte-carlo":
         return monte_carlo(usable, train.folds, val=val, seed=train.seed)
     if kind == "leave-site-out":
+        from selfvitmil.cohort.sites import leave_one_site_out
+
         return leave_one_site_out(usable, train.site, val=val, seed=train.seed)
     if kind == "site-k-fold":
+        from selfvitmil.cohort.sites import site_folds
+
         return site_folds(usable, train.site, train.folds, val=val, seed=train.seed)
     if kind == "all":
         return (all_labelled(usable, val=val, seed=train.seed),)
@@ -531,6 +534,10 @@ def _only(split: Split, usable: Cohort) -> Split:
 
 def site_words(cases: Cases, splits: Sequence[Split], train: TrainSettings) -> str:
     """Return a warning where the labels of the first split's training and validation slides go with the site."""
+    if not cases.cohort.has_column(train.site):
+        return ""
+    from selfvitmil.cohort.sites import label_by_site
+
     first = splits[0]
     found = label_by_site(cases.cohort, train.site, (*first.train, *first.val))
     return found.words if found is not None and found.is_associated else ""

@@ -29,6 +29,7 @@ from scipy.stats import t as student
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
 from selfvitmil.evaluate.comparison import paired_rows
+from selfvitmil.evaluate.comparison_table import METRIC_NAMES
 from selfvitmil.evaluate.decisions import Decisions, decisions_of
 from selfvitmil.evaluate.method_metrics import (
     PATIENT_WORDS,
@@ -40,7 +41,7 @@ from selfvitmil.evaluate.method_metrics import (
     samples_of,
     score_samples,
 )
-from selfvitmil.evaluate.outcome_results import METRIC_NAMES, measure, scored_predictions
+from selfvitmil.evaluate.outcome_results import measure, scored_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.subgroups import SubgroupTable, subgroup_tables
 from selfvitmil.metrics import ConformalThreshold, Interval, to_logits

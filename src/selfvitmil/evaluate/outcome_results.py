@@ -11,12 +11,13 @@ import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from selfvitmil.errors import MetricError
+from selfvitmil.evaluate.comparison_table import OutcomeRow
 from selfvitmil.evaluate.method_metrics import about_result, spread, with_seeds
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.evaluate.protocol import MethodResult
@@ -30,25 +31,6 @@ from selfvitmil.store.files import csv_text
 Json = dict[str, Any]
 Level = Literal["slide", "patient"]
 
-METRIC_NAMES = {
-    "c_index": "Harrell's C-index",
-    "uno_c": "Uno's C-index",
-    "auc_t": "time-dependent AUC",
-    "hazard_ratio": "hazard ratio, high against low risk",
-    "log_rank_p": "p of the log-rank test",
-    "integrated_brier": "integrated Brier score",
-    "mae": "mean absolute error",
-    "rmse": "root mean squared error",
-    "r2": "R²",
-    "pearson": "Pearson's correlation",
-    "spearman": "Spearman's correlation",
-    "kappa": "quadratic weighted kappa",
-    "within_one": "at most one level off",
-    "mean_distance": "mean distance in levels",
-    "macro_auc": "macro AUC",
-    "macro_ap": "macro average precision",
-}
-"""Metrics of outcomes other than classes, in words."""
 SEVERAL_SPLITS = "mean over splits, since every split has models of its own; limits are the means of the splits' limits"
 
 
@@ -190,31 +172,6 @@ def _with_seeds(scored: Mapping[int | None, Json]) -> Json:
 
 
 # ---------------------------------------------------------------------------------------------------- table
-
-
-@dataclass(frozen=True)
-class OutcomeRow:
-    """A method in the table of an outcome other than classes."""
-
-    method: str
-    display_name: str
-    features: str
-    recipe: str
-    kind: str
-    on: str
-    """Test set and protocol, in words."""
-    metrics: Mapping[str, Interval]
-    """By the heads of the table, the primary one first."""
-    seed_mean: float
-    seed_sd: float
-    num_seeds: int
-    baseline: str = ""
-    difference: Interval | None = None
-    p_value: float = math.nan
-    test: str = ""
-    training_seconds: float | None = None
-    warnings: tuple[str, ...] = ()
-    recipe_words: str = ""
 
 
 def outcome_rows(

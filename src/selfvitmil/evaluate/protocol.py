@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,6 @@ from selfvitmil.cohort import Split
 from selfvitmil.errors import ArtefactError, SelfVitMilError
 from selfvitmil.evaluate.dataset import FINAL_SCORING, BagFile, Case, Cases, Trial, TrialSplit, hold_out_test_labels
 from selfvitmil.evaluate.predictions import Choice, Prediction, Values, choose
-from selfvitmil.evaluate.tuning import Tuning, settings_of_splits, tuned_note
 from selfvitmil.outcomes import Outcome
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.files import hash_of
@@ -73,6 +72,9 @@ from selfvitmil.store.provenance import (
     outcome_of,
     stale,
 )
+
+if TYPE_CHECKING:
+    from selfvitmil.evaluate.tuning import Tuning
 
 VERSION = 2
 """Of what a training does with its inputs; a higher one makes stored models stale."""
@@ -243,12 +245,29 @@ def trainings_of(
     """
     splits = trial.splits if splits is None else splits
     seeds = range(train.seed, train.seed + train.seeds)
-    of_splits = settings_of_splits(name, trial, train, folder, splits, tuned)
+    of_splits = _settings_of_splits(name, trial, train, folder, splits, tuned)
     return [
         _training(name, trial, settings, folder, split, seed, tuning)
         for split, settings, tuning in of_splits
         for seed in seeds
     ]
+
+
+def _settings_of_splits(
+    name: str,
+    trial: Trial,
+    train: TrainSettings,
+    folder: Path | None,
+    splits: Sequence[TrialSplit],
+    tuned: Mapping[str, Tuning] | None,
+) -> list[tuple[TrialSplit, TrainSettings, Tuning | None]]:
+    """Return every split with the settings of its models: as given, or with `train.tune` those that were chosen."""
+    if not train.tune:
+        return [(split, train, None) for split in splits]
+    from selfvitmil.evaluate.tuning import chosen_settings
+
+    found = [chosen_settings(name, trial, train, folder, split, tuned) for split in splits]
+    return [(split, own.apply(name, train), own) for split, own in zip(splits, found, strict=True)]
 
 
 def make_model(training: Training) -> None:
@@ -382,7 +401,7 @@ class Fitted:
     """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
     recipe: RecipeNote | None = None
     """How it was trained compared with the published recipe; None for what is no aggregator."""
-    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Tuning])
+    tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Split -> choice of its settings, with `train.tune`."""
 
 
@@ -404,7 +423,7 @@ def fit_method(
     `title` names the row if it is not `name`; `folder` stores the models (models/<tiling>/<encoder>/<aggregator>);
     `report` is called for every epoch with method, split and seed. `outcomes` are those of models trained just before,
     by folder; other stored models are up to date. With `score_test=False` test bags are not opened. `tuned` are the
-    choices of settings that `train.tune` asks for (`inner_folds.tune`), where they are not stored.
+    choices of settings that `train.tune` asks for (`tuning.tune`), where they are not stored.
     """
     # One store for all training runs: bags are checked, measured and uploaded once.
     fitter = _Fitter(trial, store or BagStore.of(train))
@@ -423,10 +442,13 @@ def _chosen(
     tuned: Mapping[str, Tuning] | None = None,
 ) -> Fitted:
     """Return the runs with their thresholds, and the description of the recipe."""
-    of_splits = settings_of_splits(name, trial, train, folder, trial.splits, tuned)
+    of_splits = _settings_of_splits(name, trial, train, folder, trial.splits, tuned)
     found = {split.name: tuning for split, _, tuning in of_splits if tuning is not None}
-    dim = _dim(trial)
-    note = tuned_note(name, train, dim, found) if found else note_of(name, train, dim)
+    note = note_of(name, train, _dim(trial))
+    if found:
+        from selfvitmil.evaluate.tuning import tuned_note
+
+        note = tuned_note(note, found)
     return replace(choose_thresholds(title, name, runs, trial, note), tuned=found)
 
 
@@ -628,7 +650,7 @@ class MethodResult:
     """What is predicted; None for classes."""
     known: tuple[Any, ...] = ()
     """Targets of all training and validation slides of an outcome other than classes."""
-    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Tuning])
+    tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Split -> choice of its settings, with `train.tune`."""
 
     @property

@@ -30,8 +30,9 @@ from scipy.stats import chi2
 from selfvitmil import formatting
 from selfvitmil.errors import CohortError, MetricError
 from selfvitmil.evaluate.comparison import holm
+from selfvitmil.evaluate.comparison_table import METRIC_NAMES
 from selfvitmil.evaluate.method_metrics import Samples, are_disjoint, read_interval, samples_of, score_samples
-from selfvitmil.evaluate.outcome_results import METRIC_NAMES, scored_predictions
+from selfvitmil.evaluate.outcome_results import scored_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.metrics import Interval
 from selfvitmil.metrics.classification import normal_quantile

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfvitmil.cohort import Cohort
-from selfvitmil.cohort.sites import SITE_COLUMNS
-from selfvitmil.cohort.table import column_key
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.comparison import COLOR_ROW, UNTRAINED_ROW, ComparisonRow, holm, paired_rows
+from selfvitmil.evaluate.comparison_table import OutcomeRow
 from selfvitmil.evaluate.method_metrics import Estimator
-from selfvitmil.evaluate.outcome_results import OutcomeRow
 from selfvitmil.formatting import p_value, percent, value_and_limits
 from selfvitmil.localize import overlay
 from selfvitmil.localize.detection import highest_scoring_tile
@@ -489,11 +487,10 @@ def _site_words(cohort: Cohort | None) -> Iterator[str]:
     """Yield what is known of other sites."""
     if cohort is None:
         return
-    columns = [name for name in cohort.extra_columns if column_key(name) in {column_key(own) for own in SITE_COLUMNS}]
-    if not columns:
+    if not cohort.site_columns:
         yield "The cohort does not name sites: nothing here shows how the classifier does at another site or scanner."
         return
-    column = columns[0]
+    column = cohort.site_columns[0]
     tested = {row.value(column) or "" for row in cohort.rows if row.split == "test"} - {""}
     trained = {row.value(column) or "" for row in cohort.rows if row.split != "test"} - {""}
     if len(tested | trained) == 1:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfvitmil.evaluate.tuning import point_words
 from selfvitmil.formatting import number, percent, value_and_limits
 from selfvitmil.report.render import Shown, Table
 
@@ -77,9 +76,11 @@ def tuning_data(info: Mapping[str, Any]) -> TuningData | None:
     tuned: Mapping[str, Any] = info.get("tuned") or {}
     if not tuned:
         return None
+    from selfvitmil.evaluate.tuning import point_words
+
     first = next(iter(tuned.values()))
     points = list(dict.fromkeys(point_words(each["settings"]) for own in tuned.values() for each in own["tried"]))
-    columns = {split: _scores(own) for split, own in tuned.items()}
+    columns = {split: _scores(own, point_words) for split, own in tuned.items()}
     rows = [(point, *(scores.get(point, "") for scores in columns.values())) for point in points]
     words = (
         f"Mean {first['metric']} in {first['folds']}-fold cross-validation on training and validation slides alone, by "
@@ -88,7 +89,7 @@ def tuning_data(info: Mapping[str, Any]) -> TuningData | None:
     return TuningData(words, Table.of(("settings", *columns), rows))
 
 
-def _scores(own: Mapping[str, Any]) -> dict[str, str]:
+def _scores(own: Mapping[str, Any], point_words: Callable[[Mapping[str, Any]], str]) -> dict[str, str]:
     return {
         point_words(each["settings"]): ("diverged" if each["mean"] is None else number(each["mean"]))
         + (" *" if place == own["chosen"] else "")

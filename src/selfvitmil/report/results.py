@@ -21,9 +21,8 @@ from selfvitmil.annotations import Annotation, read_annotations
 from selfvitmil.cohort import SlideRow
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.evaluate.comparison import FORMAT_VERSION, ComparisonRow
-from selfvitmil.evaluate.comparison_table import read_table, recipe_notes, table_cells, table_notes
+from selfvitmil.evaluate.comparison_table import METRIC_NAMES, read_table, recipe_notes, table_cells, table_notes
 from selfvitmil.evaluate.method_metrics import Estimator
-from selfvitmil.evaluate.outcome_results import METRIC_NAMES
 from selfvitmil.evaluate.predictions import Prediction, read_predictions
 from selfvitmil.formatting import p_value, percent, value_and_limits
 from selfvitmil.localize import overlay

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.commands.run import RunPlan
     from selfvitmil.evaluate import Cases, Fitted, MethodResult, Run, Trial
-    from selfvitmil.evaluate.inner_folds import Asked, InnerTraining, Results
     from selfvitmil.evaluate.protocol import Report, Training
-    from selfvitmil.evaluate.tuning import Tuning
+    from selfvitmil.evaluate.tuning import Asked, InnerTraining, Results, Tuning
     from selfvitmil.outcomes import Outcome
     from selfvitmil.stages.measure import Measures
 
@@ -560,7 +559,9 @@ def _are_small(todo: Iterable[tuple[Trial, Training, Any]]) -> bool:
 def tune_methods(asked: Sequence[Asked], engine: Engine, store: BagStore) -> list[dict[str, Tuning]]:
     """Choose the settings of every method with `train.tune`, by inner folds of each split; in several processes where
     bags are small, as `make_models` does."""
-    from selfvitmil.evaluate.inner_folds import score_elsewhere, tune
+    if not any(train.tune for _, _, train, _ in asked):
+        return [{} for _ in asked]
+    from selfvitmil.evaluate.tuning import score_elsewhere, tune
 
     report = epoch_reporter()
 
