@@ -34,7 +34,8 @@ from selfvitmil.encoder import Encoder, build_encoder, load_encoder, save_encode
 from selfvitmil.runtime.device import peak_tflops, synchronize
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import SlideRef, synthetic
-from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, read_tiles
+from selfvitmil.tiling import tile_slide
 
 SMALL = {"embed_dim": 192, "depth": 6, "num_heads": 3}
 """The network of the way from slides, without a GPU."""

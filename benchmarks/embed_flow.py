@@ -33,7 +33,8 @@ from selfvitmil import embed
 from selfvitmil.embed import EmbedJob
 from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import SlideRef, synthetic
-from selfvitmil.tiles import TileJob, tile_slide
+from selfvitmil.tiles import TileJob
+from selfvitmil.tiling import tile_slide
 
 SIZE_PX = 64
 BATCH = 256

@@ -45,7 +45,8 @@ from selfvitmil.package import (
 )
 from selfvitmil.settings import StudySettings, TrainSettings, parse, tiling_name, to_toml
 from selfvitmil.slides import SlideRef, synthetic
-from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, read_tiles
+from selfvitmil.tiling import tile_slide
 
 STAGES = ("tile_s", "read_s", "encode_s", "aggregate_s", "map_s", "pictures_s")
 

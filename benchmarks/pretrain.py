@@ -35,7 +35,8 @@ from selfvitmil.pretrain.train import Origin, pretrain
 from selfvitmil.runtime.device import choose_precision, peak_tflops
 from selfvitmil.settings import PretrainSettings, StudySettings, resolve_settings
 from selfvitmil.slides import SlideRef, synthetic
-from selfvitmil.tiles import TileJob, tile_slide
+from selfvitmil.tiles import TileJob
+from selfvitmil.tiling import tile_slide
 
 
 def write_slide(seed: int, folder: Path, size: int, tile_px: int) -> TrainSlide:

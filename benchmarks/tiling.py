@@ -22,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from selfvitmil import tiles
+from selfvitmil import tiles, tiling
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.store.provenance import Provenance
-from selfvitmil.tiles import TileJob, TileTable, tile_slide, write_tiles
+from selfvitmil.tiles import TileJob, TileTable, write_tiles
+from selfvitmil.tiling import tile_slide
 from selfvitmil.tissue import find_tissue
 
 
@@ -38,7 +39,7 @@ def table_only(path: Path, folder: Path) -> int:
         tissue = find_tissue(slide, settings.tissue, path.stem)
         coords = tiles.grid(slide.size_l0, slide.mpp, tile.size_px, tile.mpp)
         boxes = tiles.boxes_l0(coords, tile.size_px * tile.mpp / slide.mpp)
-        fractions = tiles.mask_fractions(boxes, tissue, slide.mpp).astype(np.float32)
+        fractions = tiling.mask_fractions(boxes, tissue, slide.mpp).astype(np.float32)
         kept = fractions >= tile.min_tissue
         table = TileTable(path.stem, coords[kept], fractions[kept], tile.size_px, tile.mpp, 0, slide.mpp, slide.size_l0)
     write_tiles(folder / f"{path.stem}.h5", table, Provenance("tile", tiles.FORMAT_VERSION, {}, {}))

@@ -12,7 +12,8 @@ from selfvitmil.annotations import Annotation, write_annotations
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import Slide, SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, TileTable, read_tiles
+from selfvitmil.tiling import tile_slide
 
 PICTURES = Path(__file__).parent / "pictures"
 GAP = 8

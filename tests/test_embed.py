@@ -26,7 +26,8 @@ from selfvitmil.settings import EmbedSettings, parse
 from selfvitmil.slides import SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.provenance import BUILT, FRESH, UP_TO_DATE, Change, ChangeKind, rebuilt
-from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, read_tiles
+from selfvitmil.tiling import tile_slide
 
 TILING = "0.5mpp_32px_0px"
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from helpers import artefacts
 from helpers.error_codes import has_code
-from selfvitmil import rendering, tiles
+from selfvitmil import rendering, tiles, tiling
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ConfigError, TissueError
 from selfvitmil.geometry import box_fractions
@@ -40,7 +40,8 @@ from selfvitmil.settings import (
 from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.stages.tile import tile
 from selfvitmil.study import CohortSource, Study
-from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, TileTable, read_tiles
+from selfvitmil.tiling import tile_slide
 from selfvitmil.tissue import find_tissue
 
 MPP = 0.5
@@ -62,7 +63,7 @@ def measured(pixels: np.ndarray, folder: Path) -> tuple[np.ndarray, TileQuality]
     with open_slide(folder / "a.png", mpp=MPP) as slide:
         tissue = find_tissue(slide, TissueSettings(), "a")
         boxes = tiles.boxes_l0(tiles.grid(slide.size_l0, MPP, 224, MPP), 224)
-        boxes = boxes[tiles.mask_fractions(boxes, tissue, MPP) >= 0.5]
+        boxes = boxes[tiling.mask_fractions(boxes, tissue, MPP) >= 0.5]
         return boxes, measure_quality(slide, tissue, boxes)
 
 
@@ -184,7 +185,7 @@ def test_real_slides_have_few_flags_and_a_real_fold_is_seen(shared: Path) -> Non
         with open_slide(shared / "data/slides" / name, mpp=mpp) as slide:
             tissue = find_tissue(slide, TissueSettings(), name)
             boxes = tiles.boxes_l0(tiles.grid(slide.size_l0, slide.mpp, 224, 0.5), 112 / slide.mpp)
-            boxes = boxes[tiles.mask_fractions(boxes, tissue, slide.mpp) >= 0.5]
+            boxes = boxes[tiling.mask_fractions(boxes, tissue, slide.mpp) >= 0.5]
             flagged = measure_quality(slide, tissue, boxes).flagged
             folds = find_artefacts(slide.thumbnail(8.0))["fold"]
         assert len(boxes) > 40

@@ -15,7 +15,7 @@ from PIL import Image
 
 from helpers.error_codes import has_code
 from helpers.outcomes import changed
-from selfvitmil import annotations, stain, tiles
+from selfvitmil import annotations, stain, tiles, tiling
 from selfvitmil.engine import Engine
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.settings import EngineSettings, StudySettings, parse
@@ -23,7 +23,8 @@ from selfvitmil.slides import SlideRef, open_slide, synthetic
 from selfvitmil.stages import tile as tile_stage
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
 from selfvitmil.study import CohortSource, Study
-from selfvitmil.tiles import TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from selfvitmil.tiles import TileJob, TileTable, read_tiles, write_tiles
+from selfvitmil.tiling import tile_slide
 from selfvitmil.tissue import Tissue, grey_of
 
 BUILT_FROM = Provenance("tile", tiles.FORMAT_VERSION, {"tile": {"mpp": 0.5}}, {"slide": "abc"})
@@ -63,7 +64,7 @@ def test_tissue_fraction_is_true(seed: int, slide_mpp: float):
     tissue = Tissue(mask, mask_mpp, None, 0.0, np.zeros((12, 9, 3), np.uint8))
     fine = np.kron(mask, np.ones((16, 16), bool))
     boxes = np.array([[x, y, x + 40, y + 40] for x, y in generator.integers(0, 90, (6, 2))], dtype=np.float64)
-    found = tiles.mask_fractions(boxes, tissue, slide_mpp)
+    found = tiling.mask_fractions(boxes, tissue, slide_mpp)
     expected = [fine[int(y0) : int(y1), int(x0) : int(x1)].sum() / 1600 for x0, y0, x1, y1 in boxes]
     assert found == pytest.approx(expected, abs=1e-9)
 
@@ -183,7 +184,7 @@ def test_a_slide_is_cut_where_its_tissue_is(made, tmp_path: Path):
     assert table.stain is not None
     assert table.stain.fitted
     # Every kept tile is mostly tissue in the generator's own mask, and tumour tiles lie where the lesion was planted.
-    truth_fraction = tiles.box_fractions(truth.tissue_mask, table.boxes_l0 * (table.slide_mpp / truth.tissue_mpp))
+    truth_fraction = tiling.box_fractions(truth.tissue_mask, table.boxes_l0 * (table.slide_mpp / truth.tissue_mpp))
     assert np.abs(truth_fraction - table.tissue).mean() < 0.08
     assert table.annotated is not None
     assert table.annotated.max() > 0.5
@@ -321,7 +322,7 @@ def test_a_slide_that_cannot_be_read_keeps_its_table(made, tmp_path: Path, monke
     changed = job(tmp_path, tmp_path / "tiles", tile={"min_tissue": 0.6})
     tile_slide(asked)
     before = target.read_bytes()
-    monkeypatch.setattr(tiles.Slide, "thumbnail", lambda *_: (_ for _ in ()).throw(SlideError("the drive is gone")))
+    monkeypatch.setattr(tiling.Slide, "thumbnail", lambda *_: (_ for _ in ()).throw(SlideError("the drive is gone")))
     with pytest.raises(SlideError, match="the drive is gone"):
         tile_slide(changed)
     monkeypatch.undo()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,9 @@ from scipy import ndimage
 from selfvitmil.geometry import box_fractions
 from selfvitmil.settings import QUALITY_KINDS, QualityKind
 from selfvitmil.slides import Slide
+from selfvitmil.tiles import Mask, TileQuality
 from selfvitmil.tissue import Tissue, chroma_of, grey_of, padding, pen_marks
 
-Mask = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -51,28 +50,6 @@ MIN_GLASS = 150
 """Grey level that glass has at least; some cameras expose as darkly."""
 MIN_OD = 0.08
 """Mean optical density from which a pixel is tissue."""
-
-
-@dataclass(frozen=True, eq=False)
-class TileQuality:
-    """Quality of the tiles of one slide."""
-
-    scores: Floats
-    """(N, 5) in the order of QUALITY_KINDS."""
-    flagged: Mask
-    """(N, 5), True where a tile shows this kind."""
-
-    def has_any(self, kinds: Sequence[QualityKind]) -> Mask:
-        """Return which tiles are flagged as any of these kinds, (N,)."""
-        return np.any(self.flagged[:, [QUALITY_KINDS.index(kind) for kind in kinds]], axis=1)
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of flagged tiles of each kind."""
-        return dict(zip(QUALITY_KINDS, self.flagged.sum(axis=0).tolist(), strict=True))
-
-    def part(self, rows: Mask) -> TileQuality:
-        """Return the quality of some tiles."""
-        return TileQuality(self.scores[rows], self.flagged[rows])
 
 
 def measure_quality(slide: Slide, tissue: Tissue, boxes_l0: NDArray[np.float64]) -> TileQuality:

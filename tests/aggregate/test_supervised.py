@@ -49,7 +49,8 @@ from selfvitmil.slides import SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.stages.supervised import SupervisedRow
 from selfvitmil.store.provenance import BUILT, UP_TO_DATE, Change, ChangeKind, Provenance, rebuilt
-from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, write_tiles
+from selfvitmil.tiling import tile_slide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

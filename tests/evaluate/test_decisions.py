@@ -24,7 +24,7 @@ from selfvitmil.evaluate.decisions import (
 from selfvitmil.evaluate.external import validate_predictions
 from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.metrics import DecisionCurve
-from selfvitmil.report.decisions import decisions_data
+from selfvitmil.report.analyses import decisions_data
 from selfvitmil.settings import EvaluateSettings
 
 EVALUATE = EvaluateSettings(bootstrap=200)

@@ -40,7 +40,8 @@ from selfvitmil.settings import PretrainSettings, StudySettings, resolve_setting
 from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_slide
 from selfvitmil.store.provenance import ChangeKind, Provenance
-from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, tile_slide, write_tiles
+from selfvitmil.tiles import FORMAT_VERSION, TileJob, TileTable, read_tiles, write_tiles
+from selfvitmil.tiling import tile_slide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -29,7 +29,8 @@ from selfvitmil.report.encoders import Course, Measurement, assess, measurements
 from selfvitmil.settings import StudySettings, to_toml
 from selfvitmil.slides import SlideCache, SlideRef, open_slide
 from selfvitmil.slides.synthetic import make_slide
-from selfvitmil.tiles import TileJob, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, read_tiles
+from selfvitmil.tiling import tile_slide
 
 SLIDES = {"case-17": "Jane Roe", "case-18": "Jane Roe", "case-19": "Max Moe", "case-20": "Ida Noe"}
 """Patients by slide; the last slide is not trained on."""

@@ -23,7 +23,8 @@ from selfvitmil.stages.measure import (
     measure_slides,
 )
 from selfvitmil.stages.train import compared_methods
-from selfvitmil.tiles import TileJob, count_tiles, tile_slide
+from selfvitmil.tiles import TileJob, count_tiles
+from selfvitmil.tiling import tile_slide
 
 SETTINGS = StudySettings.model_validate({"tile": {"mpp": 1.0, "size_px": 32}})
 

@@ -197,7 +197,8 @@ class _Call:
         return f"{name} {self.package.tag}"
 
     def tile(self, rows: Sequence[SlideRow]) -> list[SlideRow]:
-        from selfvitmil.tiles import TileJob, tile_slide
+        from selfvitmil.tiles import TileJob
+        from selfvitmil.tiling import tile_slide
 
         folder = StudyLayout(self.out).work.tiles_folder
         jobs = {row.slide: TileJob(SlideRef.of(row, self.settings.slide), folder, self.settings) for row in rows}

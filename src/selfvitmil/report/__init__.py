@@ -5,8 +5,8 @@ data.py       the study, read once into what the page shows; `write_report` writ
 encoders.py   pretraining curves, quality and views
 neighbors.py  tiles and slides with similar embeddings
 results.py    comparisons, evaluations and lesion scores, and the section of one slide
-decisions.py  prediction sets, decision curves, tuned settings
-subgroups.py  metrics by site, scanner and other columns;  validation.py  the page of an external validation
+analyses.py  prediction sets, decision curves, tuned settings, metrics by site, scanner and other columns
+validation.py  the page of an external validation
 render.py     the page from that data, by the templates in templates/, style.css and page.js; what the metrics mean
 """
 

@@ -26,7 +26,8 @@ from selfvitmil.evaluate.predictions import Prediction
 from selfvitmil.formatting import duration
 from selfvitmil.localize.heatmap import MAIN_METHOD, main_first, read_heatmap
 from selfvitmil.pseudonyms import Names, names_of
-from selfvitmil.report.answer import AnswerData, answer_data
+from selfvitmil.report.analyses import SubgroupsData, subgroups_data
+from selfvitmil.report.answer import AnswerData, answer_data, main_result
 from selfvitmil.report.encoders import EncoderData, EncoderFolder, describe_encoder, encoder_data, sample_views
 from selfvitmil.report.neighbors import (
     NeighborData,
@@ -54,7 +55,6 @@ from selfvitmil.report.results import (
     read_results,
     slide_data,
 )
-from selfvitmil.report.subgroups import SubgroupsData, subgroups_data
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, fold_failures, read_failures
@@ -203,7 +203,7 @@ def read_report_data(
             if not one.is_comparison and one.methods
         ),
         localization=localization_data(files.results, names),
-        subgroups=subgroups_data(files, settings.evaluate),
+        subgroups=subgroups_data(files, main_result(files.results), settings.evaluate),
         slides=tuple(_slide_entries(files, decisions, anchors, names)),
         decided_by=_decided_by(files) if decisions else "",
         has_heatmaps=bool(files.heatmaps),

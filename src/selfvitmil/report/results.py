@@ -30,7 +30,7 @@ from selfvitmil.localize.detection import RANKS_ONLY, Lesion, find_lesions, high
 from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, read_heatmap
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.decisions import DecisionsData, TuningData, decisions_data, tuning_data
+from selfvitmil.report.analyses import DecisionsData, TuningData, decisions_data, tuning_data
 from selfvitmil.report.render import Picture, Shown, Table, chart, is_finite, layer_picture, picture, picture_file
 from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, SlideRef

@@ -12,7 +12,7 @@ from selfvitmil.evaluate.subgroups import SubgroupTable
 from selfvitmil.formatting import number, p_value, percent, value_and_limits, with_limits
 from selfvitmil.outcomes import Outcome
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.decisions import DecisionsData, decisions_data
+from selfvitmil.report.analyses import DecisionsData, decisions_data
 from selfvitmil.report.render import Shown, Table, chart, render_template
 from selfvitmil.report.results import METRICS, metric_names
 

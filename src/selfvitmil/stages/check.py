@@ -317,9 +317,10 @@ def check_study(of: Study) -> None:
 
 def check_formats(study: Path) -> None:
     """ArtefactError when a newer version of this program has worked on the study: ours would undo its work."""
-    from selfvitmil import bags, tiles
-    from selfvitmil.encoder import files as encoders
-    from selfvitmil.localize import heatmap
+    import selfvitmil.bags.files as bags
+    import selfvitmil.encoder.files as encoders
+    import selfvitmil.localize.heatmap as heatmap
+    import selfvitmil.tiles as tiles
 
     layout = StudyLayout(study)
     known = (

@@ -21,7 +21,8 @@ from selfvitmil.errors import SelfVitMilError, StainError
 from selfvitmil.settings import StudySettings, tiling_name
 from selfvitmil.slides import Slide, SlideRef
 from selfvitmil.store.layout import StudyLayout
-from selfvitmil.tiles import TileJob, count_tiles, read_tiles, tile_slide
+from selfvitmil.tiles import TileJob, count_tiles, read_tiles
+from selfvitmil.tiling import tile_slide
 
 if TYPE_CHECKING:
     from selfvitmil.encoder import Encoder

@@ -73,9 +73,14 @@ def tile(study: Study, engine: Engine) -> TileResult:
 
 def tile_work(study: Study) -> SlideWork:
     """Return the work on single slides."""
-    from selfvitmil.tiles import tile_slide
+    return SlideWork("tile", _tile, tile_jobs(study), {"unit": "tiles", "count": num_tiles})
 
-    return SlideWork("tile", tile_slide, tile_jobs(study), {"unit": "tiles", "count": num_tiles})
+
+def _tile(job: TileJob) -> TiledSlide:
+    """Tile a slide in a worker: only there is what finds tissue and measures quality loaded."""
+    from selfvitmil.tiling import tile_slide
+
+    return tile_slide(job)
 
 
 def tile_jobs(study: Study) -> dict[str, TileJob]:
