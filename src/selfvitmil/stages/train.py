@@ -451,15 +451,16 @@ def try_method(
     from selfvitmil.aggregate.recipes import recipe_of
     from selfvitmil.aggregate.train import BagStore
     from selfvitmil.bags import Bag
-    from selfvitmil.evaluate.tuning import tuning_points, with_point
     from selfvitmil.localize.scores import choose_kind, combine, score_by_seeds
 
-    recipe = recipe_of(method, train)
-    points = tuning_points(method, train) if train.tune else ()
+    tried = [train]
+    if train.tune:
+        from selfvitmil.evaluate.tuning import tuning_points, with_point
+
+        tried = [*(with_point(method, train, point) for point in tuning_points(method, train)), train]
+    recipes = [recipe_of(method, own) for own in tried]
     try:
-        for point in points:
-            build(method, 1, num_classes, **recipe_of(method, with_point(method, train, point)).module_options)
-        module = build(method, 1, num_classes, **recipe.module_options)
+        *_, module = (build(method, 1, num_classes, **recipe.module_options) for recipe in recipes)
     except ConfigError as error:
         raise ConfigError(f"train.options of {method}: {error.what}", error.why, error.how, code=error.code) from None
     if outcome is not None:
@@ -619,14 +620,16 @@ def trained_rows(plan: RunPlan) -> tuple[Compared, ...]:
 
 def num_tuning_trainings(plan: RunPlan) -> int:
     """Return how many trainings choose settings, over all methods and splits; none without `train.tune`."""
-    from selfvitmil.evaluate.tuning import tuning_points
-
     rows, settings = trained_rows(plan), plan.settings
     asked = [(row.method, row.train) for row in rows if row.train.tune]
     if settings.train.tune and not plan.request.one_method:  # rows of the main method on other features
         both_scales = {TWO_SCALES, "self-vit-mil"} <= {row.title for row in rows}
         others = settings.compare.random_encoder + settings.compare.mean_color + both_scales
         asked += [("self-vit-mil", options_for("self-vit-mil", settings.train))] * others
+    if not asked:
+        return 0
+    from selfvitmil.evaluate.tuning import tuning_points
+
     return _num_splits(plan) * settings.train.tune_folds * sum(len(tuning_points(*each)) for each in asked)
 
 
@@ -663,9 +666,11 @@ def estimate_training(plan: RunPlan, measures: Measures) -> Estimate:
 def _tuning_share(row: Compared) -> int:
     """Return how many trainings on all bags the choice of a split's settings is worth: each inner fold leaves out its
     share of the bags."""
+    if not row.train.tune:
+        return 0
     from selfvitmil.evaluate.tuning import tuning_points
 
-    return len(tuning_points(row.method, row.train)) * (row.train.tune_folds - 1) if row.train.tune else 0
+    return len(tuning_points(row.method, row.train)) * (row.train.tune_folds - 1)
 
 
 class Train(Stage):
