@@ -14,13 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil.bags import Bag, Features, check_bag, read_bag
 from selfvitmil.errors import BagError, ConfigError
-from selfvitmil.store.files import atomic_path, file_fingerprint, hash_of, open_hdf5
+from selfvitmil.store.files import file_fingerprint, hash_of, open_hdf5, write_hdf5
 from selfvitmil.store.provenance import MISSING, BuildOutcome, Freshness, compare_digests, damaged, outcome_of
 
 SCHEMA = "selfvitmil.slide"
@@ -98,7 +97,7 @@ def pool_slide(job: PoolJob) -> PooledSlide:
     if not freshness.is_up_to_date:
         check_bag(bag)
         embedding_E = _way(job)(bag)
-        with atomic_path(job.out) as temporary, h5py.File(temporary, "w") as file:
+        with write_hdf5(job.out) as file:
             file.attrs.update({"schema": SCHEMA, "format_version": FORMAT_VERSION, "made_from_hash": made_from})
             features = file.create_dataset("features", data=embedding_E)
             features.attrs.update({"name": job.slide, "savetodir": "", "encoder": job.name})

@@ -16,13 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil.bags.files import Bag, Features, find_bags, read_bag
 from selfvitmil.errors import BagError, ConfigError
-from selfvitmil.store.files import atomic_path
+from selfvitmil.store.files import atomic_path, write_hdf5
 
 Tool = Literal["clam", "stamp", "anndata", "trident"]
 Dtype = Literal["float16", "float32"]
@@ -122,12 +121,12 @@ def export_clam(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
 
     _check_choice("clam", dtype)
     features_ND = _features(bag, dtype)
-    with atomic_path(folder / "h5_files" / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+    with write_hdf5(folder / "h5_files" / f"{bag.slide}.h5") as file:
         file.create_dataset("features", data=features_ND)
         if bag.coords is not None:
             file.create_dataset("coords", data=_corners_l0(bag).astype(np.int32))
     with atomic_path(folder / "pt_files" / f"{bag.slide}.pt") as temporary:
-        torch.save(torch.from_numpy(features_ND), temporary)
+        torch.save(torch.as_tensor(features_ND), temporary)
 
 
 def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
@@ -140,7 +139,7 @@ def export_stamp(bag: Bag, folder: Path, dtype: Dtype = "float16") -> None:
             "Export from feature files written by selfvitmil",
             code="bag-without-mpp",
         )
-    with atomic_path(folder / f"{bag.slide}.h5") as temporary, h5py.File(temporary, "w") as file:
+    with write_hdf5(folder / f"{bag.slide}.h5") as file:
         file.create_dataset("feats", data=_features(bag, dtype))
         file.create_dataset("coords", data=(np.asarray(bag.coords) * slide_mpp).astype(np.float32))
         file.attrs.update({"extractor": bag.encoder, "unit": "um", "feat_type": "tile"})
@@ -155,7 +154,7 @@ def export_trident(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
     encoder = re.sub(r"[^A-Za-z0-9._-]", "_", bag.encoder) or "unknown"
     places = {f"patches/{bag.slide}_patches.h5": None, f"features_{encoder}/{bag.slide}.h5": _features(bag, dtype)}
     for place, features_ND in places.items():
-        with atomic_path(folder / place) as temporary, h5py.File(temporary, "w") as file:
+        with write_hdf5(folder / place) as file:
             if features_ND is not None:
                 features = file.create_dataset("features", data=features_ND)
                 features.attrs.update({"name": bag.slide, "savetodir": "", "encoder": bag.encoder})
@@ -169,8 +168,8 @@ def export_anndata(bag: Bag, folder: Path, dtype: Dtype = "float32") -> None:
     its tiles: `slide`, `encoder`, `mpp`, `slide_mpp`, `tile_px`, and the tile's edge in level-0 pixels `tile_l0`.
     """
     _check_choice("anndata", dtype)
-    import anndata
-    import pandas as pd
+    import anndata  # pyright: ignore[reportMissingTypeStubs]
+    import pandas as pd  # pyright: ignore[reportMissingTypeStubs]
 
     about = {
         "slide": bag.slide,

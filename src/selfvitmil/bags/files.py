@@ -14,14 +14,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from selfvitmil.errors import BagError
-from selfvitmil.store.files import atomic_path, load_torch, open_hdf5
+from selfvitmil.store.files import load_torch, open_hdf5, write_hdf5
 from selfvitmil.store.layout import patches_of
 from selfvitmil.tiles import TileTable, trident_attributes
 
@@ -49,7 +48,7 @@ class Bag:
     mpp: float | None = None
     """Microns per tile pixel, if the file states it."""
     encoder: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __len__(self) -> int:
         return self.features_ND.shape[0]
@@ -80,7 +79,7 @@ def write_bag(path: Path, features_ND: Features, table: TileTable, encoder: str,
 def _write(
     path: Path, table: TileTable, features_ND: Features | None, encoder: str, made_from: Mapping[str, Any]
 ) -> None:
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with write_hdf5(path) as file:
         if features_ND is not None:
             file.attrs["schema"] = SCHEMA
             file.attrs["format_version"] = FORMAT_VERSION
@@ -246,7 +245,7 @@ def _read_npy(path: Path) -> Bag:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    return cast("np.generic[Any]", value).item() if isinstance(value, np.generic) else value
 
 
 def _read_pt(path: Path) -> Bag:
@@ -254,11 +253,12 @@ def _read_pt(path: Path) -> Bag:
     import torch
 
     try:
-        tensor = load_torch(path, mmap=True)
+        tensor: Any = load_torch(path, mmap=True)
     except Exception as error:  # torch raises pickle's, zip's and its own errors here
         raise _unreadable(path, error) from None
     if isinstance(tensor, dict):
-        tensor = tensor.get("features", tensor.get("feats"))
+        found = cast("dict[str, Any]", tensor)
+        tensor = found.get("features", found.get("feats"))
     if not isinstance(tensor, torch.Tensor) or tensor.ndim not in (2, 3):
         raise _unreadable(path, ValueError("it contains no (N, D) tensor"))
     if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):

@@ -101,7 +101,8 @@ def label_agreement(
     if not asked or min(len(set(label_L)), len(set(patient_L))) < 2:
         return None
     unit_LD = unit_SD[labelled]
-    share, chance = [], []
+    share: list[float] = []
+    chance: list[float] = []
     for row in asked:
         rows = nearest(unit_LD, patient_L, row, k).rows
         share.append(float((label_L[rows] == label_L[row]).mean()))

@@ -14,6 +14,7 @@ an edge exactly, where rounded corners would leave slits between them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import shapely
 from numpy.typing import NDArray
-from scipy import ndimage
+from scipy import ndimage  # pyright: ignore[reportMissingTypeStubs]
 from scipy.spatial.distance import pdist
 
 from selfvitmil.annotations import Annotation, mask_to_annotations
@@ -153,8 +154,8 @@ def _regions(rows: NDArray[np.int64], cells: NDArray[np.int32]) -> list[NDArray[
     columns, lines = cells.T
     high = np.zeros((int(lines.max()) + 1, int(columns.max()) + 1), dtype=bool)
     high[lines, columns] = True
-    labels: Any = ndimage.label(high, np.ones((3, 3)))
-    label = labels[0][lines, columns]
+    images: Any = ndimage
+    label: NDArray[np.int32] = images.label(high, np.ones((3, 3)))[0][lines, columns]
     order = np.argsort(label, kind="stable")
     return np.split(rows[order], np.flatnonzero(np.diff(label[order])) + 1)
 
@@ -170,7 +171,7 @@ class _Measure:
     def __call__(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         frame, score, cells = self.frame, self.heatmap.score[rows], self.heatmap.grid[rows]
         centres = self.heatmap.coords_l0[rows] + frame.extent_l0 / 2
-        first = cells.min(axis=0)
+        first: Any = cells.min(axis=0)
         cells = cells - first
         key = cells.tobytes()
         if key not in self.shapes:
@@ -275,14 +276,15 @@ def _join(polygons: list[Polygon]) -> list[Ring]:
         return list(polygons[0])
     at: dict[tuple[float, float], list[int]] = {}
     for number, rings in enumerate(polygons):
-        for point in map(tuple, rings[0].tolist()):
+        for point in _points_of(rings[0]):
             at.setdefault(point, []).append(number)
-    first = min(range(len(polygons)), key=lambda number: min(map(tuple, polygons[number][0].tolist())))
-    waiting, met, joined = [polygons[first][0]], {first}, []
+    first = min(range(len(polygons)), key=lambda number: min(_points_of(polygons[number][0])))
+    waiting, met = [polygons[first][0]], {first}
+    joined: list[NDArray[np.float64]] = []
     holes = list(polygons[first][1:])
     while waiting:
         line: list[tuple[float, float]] = []
-        ways = [iter(map(tuple, waiting.pop(0).tolist()))]
+        ways = [_points_of(waiting.pop(0))]
         while ways:
             point = next(ways[-1], None)
             if point is None:
@@ -294,9 +296,13 @@ def _join(polygons: list[Polygon]) -> list[Ring]:
                     met.add(number)
                     ring = polygons[number][0]
                     start = int(np.flatnonzero((ring == point).all(axis=1))[0])
-                    ways.append(iter(map(tuple, np.roll(ring, -start - 1, axis=0).tolist())))
+                    ways.append(_points_of(np.roll(ring, -start - 1, axis=0)))
                     holes += polygons[number][1:]
         joined.append(np.array(line))
         if not waiting:
             waiting, holes = holes, []
     return joined
+
+
+def _points_of(ring: NDArray[np.float64]) -> Iterator[tuple[float, float]]:
+    return ((x, y) for x, y in ring.tolist())

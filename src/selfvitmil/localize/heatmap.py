@@ -22,20 +22,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import annotations
-from selfvitmil.annotations import Annotation
+from selfvitmil.annotations import Annotation, box_coverage
 from selfvitmil.bags import Bag
 from selfvitmil.cohort.table import check_slide_name, is_negative_name
 from selfvitmil.errors import AnnotationError, ArtefactError, BagError, MissingMppError, SlideError
 from selfvitmil.slides import SlideRef
 from selfvitmil.store.failures import without_folders
-from selfvitmil.store.files import atomic_path, open_hdf5
+from selfvitmil.store.files import open_hdf5, write_hdf5
 from selfvitmil.tiles import TileTable, boxes_l0
 
 SCHEMA = "selfvitmil.map"
@@ -140,7 +138,7 @@ class Heatmap:
     annotated: Floats | None = None
     """(N,) share of each tile inside annotated tumour."""
     warnings: tuple[str, ...] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Encoder, tiling, why this `kind` is shown (`shown_because`) and the like, for people."""
 
     def __len__(self) -> int:
@@ -198,7 +196,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, made_from: str) -> None:
         "warnings": list(heatmap.warnings),
         "details": dict(heatmap.details),
     }
-    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+    with write_hdf5(path) as file:
         file.attrs["schema"] = SCHEMA
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["made_from"] = made_from
@@ -237,11 +235,13 @@ def read_heatmap(path: Path) -> Heatmap:
 
 def _read(file: Any) -> Heatmap:
     _check_version(file)
-    stored, frame = json.loads(file.attrs["told"]), json.loads(file.attrs["frame"])
+    stored: dict[str, Any] = json.loads(file.attrs["told"])
+    frame: dict[str, Any] = json.loads(file.attrs["frame"])
+    frame["size_l0"] = tuple(frame["size_l0"])
     check_slide_name(stored["slide"])
     return Heatmap(
         **{name: stored[name] for name in STORED},
-        frame=Frame(**{**frame, "size_l0": tuple(frame["size_l0"])}),
+        frame=Frame(**frame),
         prediction=prediction_from_json(stored["verdict"]),
         coords_l0=file["coords"][:],
         score=file["score"][:],
@@ -258,7 +258,8 @@ def heatmap_made_from(path: Path) -> str | None:
     try:
         with open_hdf5(path) as file:
             _check_version(file)
-            return str(file.attrs["made_from"])
+            attributes: Any = file.attrs
+            return str(attributes["made_from"])
     except (OSError, KeyError, ValueError):
         return None
 
@@ -273,7 +274,9 @@ def _check_version(file: Any) -> None:
 
 def prediction_from_json(stored: Mapping[str, Any]) -> SlidePrediction:
     """Return the prediction that a file stores; raises TypeError where a field is missing or unknown."""
-    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+    plain: dict[str, Any] = {
+        key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value for key, value in stored.items()
+    }
     return SlidePrediction(**plain)
 
 
@@ -419,7 +422,7 @@ def annotated_shares(
     shares = _from_table(placement.coords_l0, table)
     if shares is None and regions is not None:
         boxes = boxes_l0(placement.coords_l0, placement.frame.extent_l0)
-        shares = annotations.box_coverage(regions, boxes).astype(np.float32)
+        shares = box_coverage(regions, boxes).astype(np.float32)
     tumour = [each for each in regions or () if each.kind == "tumour" and each.has_area]
     if shares is not None and tumour and not shares.any():
         return shares, ("no tile lies in its annotated tumour: is the annotation of another slide?",)

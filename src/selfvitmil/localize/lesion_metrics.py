@@ -168,9 +168,9 @@ def common_cases(
 ) -> tuple[dict[str, list[LesionCase]], tuple[str, ...]]:
     """Of every model the cases of those slides that all have, in the order of the first; and who lacks which."""
     slides = {name: {case.slide: case for case in own} for name, own in cases.items()}
-    everywhere = set.intersection(*map(set, slides.values())) if slides else set()
-    anywhere = {slide for own in slides.values() for slide in own}
     first = next(iter(cases.values()), ())
+    everywhere = {case.slide for case in first if all(case.slide in own for own in slides.values())}
+    anywhere = {slide for own in slides.values() for slide in own}
     kept = {name: [own[case.slide] for case in first if case.slide in everywhere] for name, own in slides.items()}
     warnings = [
         f"{name} has no heatmap of {listing(missing)}: left out for all"
@@ -328,7 +328,8 @@ class _FrocCases(Sequence[tuple[Any, Any]]):
         return len(self.cases)
 
     def __getitem__(self, index: Any) -> tuple[Any, Any]:
-        case, settings = self.cases[index], self.settings
+        case = self.cases[int(index)]
+        settings = self.settings
         points = find_points(case.heatmap, settings.point_radius_um, settings.point_min)
         # Edge tiles of other tools may have their centres outside.
         points[:, 1:] = np.clip(points[:, 1:], 0, np.asarray(case.heatmap.frame.size_l0) - 1)

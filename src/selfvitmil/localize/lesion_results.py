@@ -554,7 +554,7 @@ def draw_froc(
             code="no-lesions",
         )
     figure = Figure()
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     handles: dict[str, Any] = {}
     most = 8.0
     for place, (name, froc) in enumerate(curves.items()):

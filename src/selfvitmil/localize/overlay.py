@@ -114,7 +114,7 @@ class Raster:
         y0, y1 = np.maximum(y0, top) - top, np.minimum(y1, bottom) - top
         # The score changes at edges of tiles only: these cut the picture into far fewer cells than it has pixels.
         xs, ys = np.unique([0, *x0, *x1, self.size_px[0]]), np.unique([0, *y0, *y1, bottom - top])
-        i0, i1, j0, j1 = (np.searchsorted(*each) for each in ((xs, x0), (xs, x1), (ys, y0), (ys, y1)))
+        i0, i1, j0, j1 = (_places(*each) for each in ((xs, x0), (xs, x1), (ys, y0), (ys, y1)))
         total, count = np.zeros((len(ys), len(xs)), np.int64), np.zeros((len(ys), len(xs)), np.int64)
         for j, i, sign in ((j0, i0, 1), (j0, i1, -1), (j1, i0, -1), (j1, i1, 1)):
             np.add.at(total, (j, i), sign * self.weight[here])
@@ -249,9 +249,14 @@ def prediction_words(heatmap: Heatmap) -> str:
     return f"Probability of {probability}, decision: {prediction.decision} ({rule})."
 
 
+def _places(edges: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.intp]:
+    return np.searchsorted(edges, values)
+
+
 def caveats(heatmap: Heatmap) -> str:
     """Return what must not be overlooked in this heatmap; mostly nothing."""
-    prediction, words = heatmap.prediction, []
+    prediction = heatmap.prediction
+    words: list[str] = []
     if not prediction.is_positive:
         shown = "all scores are set to 0" if heatmap.gated else RANKS_ONLY
         instead = "" if prediction.decision == prediction.shown else f", not {prediction.shown}"
@@ -690,7 +695,7 @@ def write_overlays(
             pages[zoom] = partial(draw, part, part_mpp, colors=colors, box_l0=box, beside=True)
     # Packing a PNG takes as long as drawing it, and Python's lock is not held meanwhile.
     with ThreadPoolExecutor(max(len(pages), 1)) as pool:
-        return list(pool.map(lambda path: _save(pages[path](), path), pages))
+        return list(pool.map(_save, pages, pages.values()))
 
 
 def _check_slide(heatmap: Heatmap, slide: Slide) -> None:
@@ -705,7 +710,8 @@ def _check_slide(heatmap: Heatmap, slide: Slide) -> None:
         )
 
 
-def _save(page: Image.Image, path: Path) -> Path:
+def _save(path: Path, draw_page: Callable[[], Image.Image]) -> Path:
+    page = draw_page()
     with atomic_path(path) as temporary:
         # Tissue has no repetitions but runs: searching for others takes half of the time and saves 3 % of the bytes.
         page.save(temporary, "PNG", compress_type=zlib.Z_RLE)

@@ -263,7 +263,13 @@ def outcome_prediction(
     assert outcome is not None
     score = mean_probabilities([each.probabilities for each in scores])
     assert score is not None
-    about = {"max_probability": None, "bag_probability": None, "split": split, "part": part, "seeds": tuple(seeds)}
+    about: dict[str, Any] = {
+        "max_probability": None,
+        "bag_probability": None,
+        "split": split,
+        "part": part,
+        "seeds": tuple(seeds),
+    }
     if outcome.evidence_per_column:
         shown = of_class or outcome.columns[int(np.argmax(score))]
         present = score[outcome.columns.index(shown)] >= 0.5

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, ndtri, softmax
-from scipy.special import logit as logit_of
+from scipy.special import expit, ndtri, softmax  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from scipy.special import logit as logit_of  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 
@@ -485,12 +486,13 @@ def fit_platt(labels: ArrayLike, logits: ArrayLike) -> Platt:
         fitted = columns @ parameters
         return float((np.logaddexp(0.0, fitted) - target * fitted).sum())
 
-    parameters = np.array([0.0, logit_of(target.mean())])
+    solve: Any = np.linalg.solve
+    parameters: Floats = np.array([0.0, float(logit_of(target.mean()))])
     for _ in range(100):
         fitted = expit(columns @ parameters)
         gradient = columns.T @ (fitted - target)
         curvature = (columns.T * (fitted * (1 - fitted))) @ columns + 1e-12 * np.eye(2)
-        step = np.linalg.solve(curvature, gradient)
+        step: Floats = solve(curvature, gradient)
         if float(gradient @ step) < 1e-20 * len(given):
             break
         length = 1.0
@@ -521,7 +523,8 @@ def fit_temperature(labels: ArrayLike, logits: ArrayLike) -> Temperature:
     high = 1.0 / np.abs(columns).max()
     while slope(high) < 0:
         high *= 2
-    from scipy.optimize import brentq  # slow to import: the commands that need no root do without it
+    # slow to import: the commands that need no root do without it
+    from scipy.optimize import brentq  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     inverse = float(brentq(slope, 0.0, high, xtol=1e-14 * high))  # pyright: ignore[reportArgumentType]
     return Temperature(1 / inverse)

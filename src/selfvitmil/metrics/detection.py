@@ -27,12 +27,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import ndimage
-from scipy.spatial import KDTree
+from scipy import ndimage  # pyright: ignore[reportMissingTypeStubs]
+from scipy.spatial import KDTree  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import Floats, check_scores
 
+_images: Any = ndimage
+"""scipy has no types."""
 GAP_UM = 75.0
 """Tumour regions closer than this, about five cells, are one lesion."""
 ITC_UM = 275.0
@@ -107,11 +109,12 @@ def evaluation_mask(tumour: NDArray[np.bool_], level: int = 5, mpp_l0: float = 0
     margin = int(np.ceil(reach)) + 1
     near = tumour.copy()
     # Dilation is local: distances are needed only around each tumour region, not over the whole slide.
-    for rows, columns in ndimage.find_objects(_connected(tumour)):
+    regions: list[tuple[slice, slice]] = _images.find_objects(_connected(tumour))
+    for rows, columns in regions:
         box = _widen(rows, margin), _widen(columns, margin)
-        distance: Any = ndimage.distance_transform_edt(~tumour[box])
+        distance: NDArray[np.float64] = _images.distance_transform_edt(~tumour[box])
         near[box] |= distance < reach
-    return _connected(ndimage.binary_fill_holes(near))
+    return _connected(_images.binary_fill_holes(near))
 
 
 def major_axes(labels: NDArray[np.int32]) -> Floats:
@@ -144,7 +147,7 @@ def suppress_points(
             code="invalid-radius",
         )
     order = np.lexsort((position[:, 0], position[:, 1], -score))
-    tree = KDTree(position)
+    tree: Any = KDTree(position)
     left = score >= min_score
     kept: list[int] = []
     for index in order:
@@ -218,8 +221,7 @@ def _detect(tumour: NDArray[np.bool_], rows: Floats, level: int, mpp_l0: float, 
 
 def _connected(mask: Any) -> NDArray[np.int32]:
     """Label connected components, by edges and corners, from 1 in the order of their first pixels."""
-    found: Any = ndimage.label(mask, np.ones((3, 3)))
-    return found[0]
+    return _images.label(mask, np.ones((3, 3)))[0]
 
 
 def _widen(span: slice, margin: int) -> slice:

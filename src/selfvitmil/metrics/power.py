@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.special import expit, logit, ndtri, owens_t
-from scipy.stats import binom
+from scipy.special import expit, logit, ndtri, owens_t  # pyright: ignore[reportMissingTypeStubs]
+from scipy.stats import binom  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import Interval, normal_quantile
@@ -76,7 +77,8 @@ def expected_share_interval(share: float, num: int, level: float = 0.95) -> Inte
     seen, scale = successes / num, 1 + z * z / num
     centre = (seen + z * z / (2 * num)) / scale
     reach = z * np.sqrt(seen * (1 - seen) / num + (z / (2 * num)) ** 2) / scale
-    chance = binom.pmf(successes, num, share)
+    distribution: Any = binom
+    chance = distribution.pmf(successes, num, share)
     return Interval(
         share, float(chance @ (centre - reach)), float(chance @ (centre + reach)), "expected, Wilson", level
     )

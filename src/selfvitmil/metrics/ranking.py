@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, logit, ndtr
+from scipy.special import expit, logit, ndtr  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import (
@@ -314,7 +314,8 @@ def _newcombe_low(value: float, sizes: Sequence[_Size], z: float) -> float:
     def excess(guess: float) -> float:
         return (value - guess) ** 2 - sum(size.share**2 * squared_reach(guess, size) for size in sizes)
 
-    from scipy.optimize import brentq  # slow to import, as in `classification`
+    # slow to import, as in `classification`
+    from scipy.optimize import brentq  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     # At value 1 the end itself is a spurious root: stay just below.
     return float(brentq(excess, 0.0, min(value, 1 - 1e-12)))  # pyright: ignore[reportArgumentType]

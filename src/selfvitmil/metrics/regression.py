@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtrit
+from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import (
@@ -77,7 +77,7 @@ def regression_metrics(
 
     Correlations and R2 are undefined if all values are equal, correlations also if all predictions are: NaN.
     """
-    how = {"groups": groups, "level": level, "resamples": resamples, "seed": seed}
+    how: dict[str, Any] = {"groups": groups, "level": level, "resamples": resamples, "seed": seed}
     return RegressionMetrics(
         *(_interval(values, predictions, statistic, **how) for statistic in (_mae, _rmse, _r2)),
         *(_correlation(values, predictions, ranks, **how) for ranks in (False, True)),
@@ -206,7 +206,7 @@ def _correlation(
     *,
     groups: ArrayLike | None = None,
     level: float = 0.95,
-    **how,
+    **how: Any,
 ) -> Interval:
     value, predicted = _check(values, predictions)
     group: Labels = check_groups(groups, len(value))

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import chdtrc, expit, logit, ndtr
+from scipy.special import chdtrc, expit, logit, ndtr  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import (
@@ -530,7 +530,7 @@ def _won(cases: Labels, others: Callable[[Labels], Events], risk: Floats, fold: 
     count = len(risk)
     won, whole = np.zeros(count), np.zeros(count)
     wins = ties = pairs = 0
-    with_pairs = []
+    with_pairs: list[NDArray[np.int64]] = []
     for start in range(0, len(cases), max(1, _PIECE // count)):
         case = cases[start : start + max(1, _PIECE // count)]
         pair = others(case) & (fold[case][:, None] == fold)

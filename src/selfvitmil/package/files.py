@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import safetensors
@@ -347,7 +347,9 @@ def open_package(folder: Path) -> Package:
         info = read_toml(folder / "settings.toml")
         _check_settings(folder, info)
         settings = parse(info, "settings.toml")
-        moments = safetensors.numpy.load_file(folder / "expected.safetensors")
+        moments: dict[str, NDArray[np.float64]] = cast("Any", safetensors.numpy).load_file(
+            folder / "expected.safetensors"
+        )
         ood = TrainingDistribution.from_plain(read_json(folder / "expected.json"), moments["mean"], moments["std"])
         package = Package(folder, about, settings, ood)
         places = [each.folder for each in package.encoders] + [f"models/{name}" for name in package.model_names]
@@ -370,11 +372,11 @@ def check_packaged(settings: Mapping[str, Any]) -> list[str]:
     """The settings, as `section.key`, that a package may not hold."""
     found: list[str] = []
     for section, values in settings.items():
+        keys = list(cast("Mapping[str, Any]", values)) if isinstance(values, Mapping) else []
         if section not in SETTINGS or not isinstance(values, Mapping):
-            keys = list(values) if isinstance(values, Mapping) else []
             found += [f"{section}.{key}" for key in keys] or [section]
         else:
-            found += [f"{section}.{key}" for key in values if key not in SETTINGS[section]]
+            found += [f"{section}.{key}" for key in keys if key not in SETTINGS[section]]
     return found
 
 
@@ -463,7 +465,8 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
             raise ArtefactError(
                 f"{folder.name}: {name} is not a file of this package", problem, NOT_OURS, code="invalid-package-file"
             )
-    missing, altered = [], []
+    missing: list[str] = []
+    altered: list[str] = []
     for name, digest in files.items():
         try:
             if sha256(folder / name) != digest:

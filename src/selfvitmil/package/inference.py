@@ -188,7 +188,7 @@ class PredictionFiles:
     columns: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
     """Of predictions.csv."""
-    models: Mapping[str, Entry] = field(default_factory=dict)
+    models: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
     """Model -> its entry in predictions.json."""
     slides: tuple[Entry, ...] = ()
     failures: tuple[Entry, ...] = ()

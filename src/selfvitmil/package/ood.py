@@ -248,7 +248,7 @@ class TrainingDistribution:
     def from_plain(cls, plain: Mapping[str, Any], mean_D: Floats, std_D: Floats) -> TrainingDistribution:
         """What `to_plain` gave; KeyError, TypeError or ValueError where it did not."""
         least, most = plain["mpp_range"]
-        info = dict(plain) | {
+        info: dict[str, Any] = dict(plain) | {
             "mpp_range": (float(least), float(most)),
             "stains": {name: np.array(vector, np.float64) for name, vector in plain["stains"].items()},
             "usual": {name: Usual(**each) for name, each in plain["usual"].items()},
@@ -324,9 +324,10 @@ def conformal_threshold(scores: Sequence[float], rate: float) -> float | None:
 
 def _normal_threshold(number: int, rate: float) -> float:
     """Deviation that a normal measure exceeds at a fifth of the rate, in units of the spread of `number` slides."""
-    from scipy import stats
+    from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 
-    return float(stats.t.ppf(1 - rate / 5, number - 1)) * math.sqrt(1 + 1 / number)
+    students: Any = stats.t
+    return float(students.ppf(1 - rate / 5, number - 1)) * math.sqrt(1 + 1 / number)
 
 
 def _usual(name: str, values: Sequence[float]) -> Usual | None:

@@ -247,6 +247,15 @@ def file_problem(folder: Path, name: str) -> str:
 
 
 @contextmanager
+def write_hdf5(path: Path) -> Generator[Any]:
+    """Yield a new HDF5 file, which takes its place when it is complete."""
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
+
+    with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
+        yield file
+
+
+@contextmanager
 def open_hdf5(path: Path) -> Generator[h5py.File, None, None]:
     """Yield an HDF5 file for reading; raise UnsafeFile if it is damaged or part of its data is elsewhere.
 

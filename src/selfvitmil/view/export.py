@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -264,7 +264,7 @@ def _study_data(study: ViewedStudy, written: Sequence[ViewedSlide]) -> dict[str,
 
 
 @contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def _new_folder(out: Path) -> Generator[Path]:
     """Yield a temporary folder beside `out` that takes its place in the end, or is removed."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(

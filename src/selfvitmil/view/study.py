@@ -78,7 +78,7 @@ class Model:
 class Found:
     """What the last listing found."""
 
-    models: Mapping[str, Model] = field(default_factory=dict)
+    models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     """By id."""
     failures: tuple[Failure, ...] = ()
     """Heatmaps that exist but cannot be shown."""
@@ -194,9 +194,10 @@ def read_summary(path: Path) -> Mapping[str, Any]:
     """Read method and prediction of a heatmap without its tiles; raises ArtefactError where it cannot be read."""
     try:
         with open_hdf5(path) as file:
-            if file.attrs.get("schema") != SCHEMA:
+            attributes: Any = file.attrs
+            if attributes.get("schema") != SCHEMA:
                 raise ValueError("it is no file of ours")
-            stored = json.loads(str(file.attrs["told"]))
+            stored = json.loads(str(attributes["told"]))
         prediction = prediction_data(prediction_from_json(stored["verdict"]))
         return {**{key: stored[key] for key in ("method", "kind", "scale")}, "prediction": prediction}
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:

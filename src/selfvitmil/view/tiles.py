@@ -164,6 +164,6 @@ def read_thumbnail(opened: OpenedSlide) -> NDArray[np.uint8]:
 
 def to_jpeg(pixels: NDArray[np.uint8]) -> bytes:
     """Return the picture as JPEG without any metadata."""
-    import simplejpeg
+    import simplejpeg  # pyright: ignore[reportMissingTypeStubs]
 
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), JPEG_QUALITY, "RGB", "420")
