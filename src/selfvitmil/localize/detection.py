@@ -164,7 +164,8 @@ class _Measure:
     """Measures regions of one heatmap; caches shapes, because many regions have one or two tiles."""
 
     def __init__(self, heatmap: Heatmap):
-        self.heatmap, self.frame, self.origin_l0 = heatmap, heatmap.frame, np.array(heatmap.origin_l0)
+        self.heatmap, self.frame = heatmap, heatmap.frame
+        self.origin_l0: Ring = np.array(heatmap.origin_l0)
         self.ranks = _ranks(heatmap.score, heatmap)
         self.shapes: dict[bytes, _Shape] = {}
 
@@ -176,7 +177,8 @@ class _Measure:
         key = cells.tobytes()
         if key not in self.shapes:
             self.shapes[key] = _shape(cells, frame.extent_l0, frame.stride_l0)
-        shape, corner_l0 = self.shapes[key], self.origin_l0 + first * frame.stride_l0
+        shape = self.shapes[key]
+        corner_l0: Ring = self.origin_l0 + first * frame.stride_l0
         return {
             "rows": rows,
             "score": float(score.max()),
