@@ -14,6 +14,7 @@ from selfvitmil.errors import SelfVitMilError
 from selfvitmil.formatting import number, percent, value_and_limits
 from selfvitmil.report.render import Shown, Table
 from selfvitmil.settings import EvaluateSettings
+from selfvitmil.store.files import section
 
 if TYPE_CHECKING:
     from selfvitmil.outcomes import Outcome
@@ -66,7 +67,7 @@ def decisions_data(info: Mapping[str, Any] | None, charts: tuple[Shown, ...] = (
             found = "none" if own is None else f"{own['low']:.2f} to {own['high']:.2f}"
             rows.append((f"Useful threshold probabilities of {name}", found, ""))
         notes.append(CURVE_WORDS)
-    missing = [f"{_named(key)}: {why}" for key, why in (info.get("reasons") or {}).items()]
+    missing = [f"{_named(key)}: {why}" for key, why in section(info, "reasons").items()]
     return DecisionsData(Table.of(("", "", "interval"), rows), tuple(notes), tuple(missing), charts)
 
 
@@ -85,7 +86,7 @@ class TuningData:
 
 def tuning_data(info: Mapping[str, Any]) -> TuningData | None:
     """Return the section of `tuned` in metrics.json: a row per point, a column per split, the chosen one marked."""
-    tuned: Mapping[str, Any] = info.get("tuned") or {}
+    tuned: Mapping[str, Any] = section(info, "tuned")
     if not tuned:
         return None
     from selfvitmil.evaluate.tuning import point_words

@@ -25,10 +25,11 @@ from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, r
 from selfvitmil.metrics import Interval
 from selfvitmil.outcomes import outcome_from_json
 from selfvitmil.pseudonyms import Names
-from selfvitmil.report.render import Picture, Shown, is_finite, picture, picture_file
+from selfvitmil.report.render import Picture, Shown, interval_in, is_finite, picture, picture_file
 from selfvitmil.report.results import Decision, HeatmapFolder, ResultsFolder, annotations_of, open_mapped
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import Slide
+from selfvitmil.store.files import section
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import StudyFiles
@@ -185,7 +186,7 @@ def main_result(results: Sequence[ResultsFolder]) -> tuple[ResultsFolder, Mappin
 
 
 def _ensemble(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (info.get("slide") or {}).get("ensemble") or {}
+    return section(info, "slide", "ensemble")
 
 
 def headline_metric(info: Mapping[str, Any]) -> tuple[str, str]:
@@ -205,21 +206,22 @@ def _outcome_words(stored: Mapping[str, Any]) -> str:
 
 def _interval(info: Any) -> tuple[str, str]:
     """Return value and limits (`95 % CI 0.850 to 0.961`); empty where there are none."""
-    if not isinstance(info, Mapping) or not is_finite(info.get("value")):
+    known = interval_in(info)
+    if not known:
         return "", ""
-    value, limits = value_and_limits(info)
-    return value, f"{percent(float(info.get('level', 0.95)))} CI {limits}" if limits else ""
+    value, limits = value_and_limits(known)
+    return value, f"{percent(float(known.get('level', 0.95)))} CI {limits}" if limits else ""
 
 
 # ---------------------------------------------------------------------------------------------------- words
 
 
 def _question(cohort: Cohort | None, info: Mapping[str, Any] | None) -> str:
-    outcome = (info or {}).get("outcome")
+    outcome = section(info).get("outcome")
     if outcome:
         columns = " and ".join(outcome.get("columns") or ())
         return f"Can {columns or outcome.get('kind')} be predicted from the slide?"
-    classes = [str(name) for name in (info or {}).get("classes") or (cohort.classes if cohort else ())]
+    classes = [str(name) for name in section(info).get("classes") or (cohort.classes if cohort else ())]
     if len(classes) == 2:
         negative, positive = classes
         return f"Can {positive} slides be separated from {negative} slides?"
@@ -241,16 +243,16 @@ def _count(number: int, what: str) -> str:
 
 
 def _test_words(info: Mapping[str, Any]) -> str:
-    splits = info.get("slides") or {}
+    splits = section(info, "slides")
     own = _ensemble(info)
-    counts = own.get("counts") or {}
+    counts = section(own, "counts")
     number = sum(counts.values()) if counts else own.get("num", 0)
     listed = f" ({', '.join(f'{count} {name}' for name, count in counts.items())})" if counts else ""
-    if (info.get("slide") or {}).get("estimator") == Estimator.WITHIN_OVERLAPPING_SPLITS:
+    if section(info, "slide").get("estimator") == Estimator.WITHIN_OVERLAPPING_SPLITS:
         return (
             f"Tested on the test slides of {len(splits)} splits, which overlap; no model was tested on its own slides."
         )
-    patients = sum(((each.get("test") or {}).get("patients")) or 0 for each in splits.values())
+    patients = sum((section(each, "test").get("patients")) or 0 for each in splits.values())
     folds = f", each by models that were trained without them ({len(splits)} folds)" if len(splits) > 1 else ""
     whose = f" of {_count(patients, 'patient')}" if patients else ""
     held = "" if folds else " that no model was trained on"
@@ -265,12 +267,13 @@ def _method_words(info: Mapping[str, Any]) -> str:
 
 def _of_100(interval: Any) -> tuple[int, str] | None:
     """Return a share as so many of 100, and its limits in the same unit."""
-    if not isinstance(interval, Mapping) or not is_finite(interval.get("value")):
+    known = interval_in(interval)
+    if not known:
         return None
-    low, high = interval.get("low"), interval.get("high")
+    low, high = known.get("low"), known.get("high")
     limits = "" if low is None or high is None else f"{round(100 * float(low))} to {round(100 * float(high))}"
-    level = percent(float(interval.get("level", 0.95)))
-    return round(100 * float(interval["value"])), f"{level} CI {limits}" if limits else ""
+    level = percent(float(known.get("level", 0.95)))
+    return round(100 * float(known["value"])), f"{level} CI {limits}" if limits else ""
 
 
 def _meaning(info: Mapping[str, Any], key: str, interval: Any) -> str:
@@ -278,7 +281,7 @@ def _meaning(info: Mapping[str, Any], key: str, interval: Any) -> str:
     share = _of_100(interval)
     classes = info.get("classes") or ()
     if share is None:
-        return str((_ensemble(info).get("reasons") or {}).get(key, ""))
+        return str(section(_ensemble(info), "reasons").get(key, ""))
     if key == "auc" and len(classes) == 2:
         return (
             f"Of a random {classes[1]} and a random {classes[0]} slide, the {classes[1]} slide gets the higher score "
@@ -305,7 +308,7 @@ def _sayings(info: Mapping[str, Any]) -> Iterator[Saying]:
         yield from _saying(own, "balanced_accuracy", "Of 100 slides of each class about", "would get the right class")
         missed = [
             (float(one["sensitivity"]["value"]), name)
-            for name, one in (own.get("per_class") or {}).items()
+            for name, one in section(own, "per_class").items()
             if one.get("sensitivity")
         ]
         if missed:
@@ -338,9 +341,10 @@ def _bar_picture(
     metric: str, info: Mapping[str, Any], interval: Any, compared: ResultsFolder | None
 ) -> BarPicture | None:
     """Return the answer with its interval above the simple baselines; None where no interval is known."""
-    if not isinstance(interval, Mapping) or not is_finite(interval.get("value")):
+    known = interval_in(interval)
+    if not known:
         return None
-    rows = [(str(info.get("method", "")), interval, True)]
+    rows = [(str(info.get("method", "")), known, True)]
     rows += [(name, vars(value), False) for name, value in _baselines(compared, metric)]
     rows = [row for row in rows if is_finite(row[1].get("low")) and is_finite(row[1].get("high"))]
     if not rows:
@@ -461,17 +465,14 @@ def _limitations(files: StudyFiles, folder: ResultsFolder, info: Mapping[str, An
         yield "These metrics are of an earlier version, which ranked slides of different splits together."
     transductive = info.get("transductive")
     if transductive:
-        number = sum(transductive.values()) if isinstance(transductive, Mapping) else ""
+        number = sum(section(info, "transductive").values()) if isinstance(transductive, Mapping) else ""
         yield f"Transductive: the encoder was trained, without labels, on {number} of the test slides too."
-    counts = own.get("counts") or {}
+    counts = section(own, "counts")
     few = {name: number for name, number in counts.items() if number < FEW_SLIDES}
     if few:
-        interval = own.get(headline_metric(info)[0])
-        lowest = (
-            f"; the true {headline_metric(info)[1]} may be as low as {interval['low']:.2f}"
-            if isinstance(interval, Mapping) and is_finite(interval.get("low"))
-            else ""
-        )
+        metric, name = headline_metric(info)
+        low = interval_in(own.get(metric)).get("low")
+        lowest = f"; the true {name} may be as low as {low:.2f}" if is_finite(low) else ""
         yield f"Few test slides ({', '.join(f'{number} {name}' for name, number in few.items())}){lowest}."
     yield from _site_words(files.cohort)
     if len(info.get("seeds") or ()) == 1:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from selfvitmil import __version__
 from selfvitmil.cohort import Cohort, SlideRow, read_cohort
@@ -58,7 +58,7 @@ from selfvitmil.report.results import (
 from selfvitmil.runtime.training import read_metrics
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, fold_failures, read_failures
-from selfvitmil.store.files import write_text
+from selfvitmil.store.files import section, write_text
 from selfvitmil.store.layout import SETTINGS_FILE, SLIDES_FILE, StudyLayout, feature_name, tiling_summary
 
 MAX_SLIDES = 40
@@ -67,8 +67,10 @@ WORTH_WORKERS = 24
 """Sections from which on workers are asked: as long as they take to start, with all that they import."""
 GALLERY_PX = 240
 """Longer edge of a tissue picture."""
-PACKAGES = ("torch", "timm", "numpy", "scipy", "matplotlib", "pillow", "h5py", "openslide-python", "openslide-bin")
-PACKAGES += ("tifffile", "simplejpeg", "safetensors", "shapely")
+PACKAGES = (
+    "torch", "timm", "numpy", "scipy", "matplotlib", "pillow", "h5py", "openslide-python", "openslide-bin",
+    "tifffile", "simplejpeg", "safetensors", "shapely",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -293,7 +295,7 @@ class Reader:
             info = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(info, dict):
                 raise TypeError("not an object")
-            return info
+            return cast("dict[str, Any]", info)
 
         return self.attempt(path, read, {})
 
@@ -416,7 +418,7 @@ class StudyFiles:
 def decision_of(row: Prediction, class_names: Sequence[str]) -> Decision:
     """Return the decision of a prediction; with more than two classes its probability is that of the predicted one."""
     binary, predicted = len(class_names) == 2, class_names[int(row.decision)]
-    probability, shown = (row.score[0], class_names[1]) if binary else (row.score[row.decision], predicted)
+    probability, shown = (row.score[0], class_names[1]) if binary else (row.score[int(row.decision)], predicted)
     return Decision(probability, shown, predicted, row.part, class_names[int(row.label)])
 
 
@@ -512,7 +514,8 @@ def _all_settings(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[s
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        is_table = isinstance(value, Mapping)
+        flat |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.") if is_table else {f"{prefix}{key}": value}
     return flat
 
 
@@ -578,7 +581,7 @@ def _slide_entries(
     files: StudyFiles, decisions: Mapping[str, Decision], anchors: Mapping[str, str], names: Names
 ) -> Iterator[SlideEntry]:
     """Yield every slide in the order of the sections."""
-    tiles = next((tiling.rows for tiling in files.tilings if tiling.rows), {})
+    tiles = next((tiling.rows for tiling in files.tilings if tiling.rows), dict[str, dict[str, str]]())
     for slide in sorted(files.slides, key=lambda slide: order_of(decisions.get(slide), names.slide(slide))):
         row = files.row(slide)
         yield SlideEntry(
@@ -612,7 +615,7 @@ def _timings(files: StudyFiles) -> Iterator[tuple[str, str]]:
 
 def pretraining_seconds(encoder: EncoderFolder) -> float | None:
     """Return the seconds of a pretraining by its steps and tiles per second; None where these are not known."""
-    batch = (encoder.settings.get("pretrain") or {}).get("batch")
+    batch = section(encoder.settings, "pretrain").get("batch")
     lines = [line for line in encoder.metrics if line.get("tiles_per_s") and "step" in line]
     if not lines or not isinstance(batch, int):
         return None

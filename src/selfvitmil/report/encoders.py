@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -37,6 +36,7 @@ from selfvitmil.pseudonyms import Names
 from selfvitmil.report.render import Picture, Shown, chart, is_finite, picture
 from selfvitmil.settings import StudySettings, tiling_name, without_removed
 from selfvitmil.slides import SlideRef
+from selfvitmil.store.files import section
 from selfvitmil.store.layout import StudyLayout
 
 LAST_VALUES = {
@@ -65,9 +65,7 @@ class EncoderFolder:
     @property
     def provenance(self) -> Mapping[str, Any]:
         """How it was trained, by its config; empty where that does not say."""
-        own = self.config.get("selfvitmil")
-        info = own.get("provenance") if isinstance(own, dict) else None
-        return info if isinstance(info, dict) else {}
+        return section(self.config, "selfvitmil", "provenance")
 
     @property
     def kept_step(self) -> int | None:
@@ -131,7 +129,7 @@ def encoder_data(encoder: EncoderFolder, names: Names, views: tuple[SampleViews,
 
 def describe_encoder(encoder: EncoderFolder) -> str:
     """Return network, method, length and slides of a training; empty where nothing is known."""
-    own, info = encoder.config.get("selfvitmil") or {}, encoder.provenance
+    own, info = section(encoder.config, "selfvitmil"), encoder.provenance
     parts = [str(encoder.config.get("architecture", "")), str(info.get("method", "")), *describe_steps(info)]
     parts += [f"trained on: {own['trained_on']}"] if own.get("trained_on") else []
     return ", ".join(filter(None, parts))
@@ -318,7 +316,7 @@ def draw_pretraining(lines: Sequence[Mapping[str, Any]], title: str = "Pretraini
     if not shown:
         raise MetricError(f"{title}: no numbers", "there is nothing to draw", "Train it again", code="no-numbers")
     figure = Figure()
-    panels: list[Axes] = list(figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel())
+    panels: list[Any] = list(figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel())
     for axes, (key, name) in zip(panels, shown, strict=False):
         points = [(line["step"], line[key]) for line in lines if "step" in line and is_finite(line.get(key))]
         step, value = np.array(points, dtype=np.float64).T
@@ -341,7 +339,7 @@ def draw_pretraining(lines: Sequence[Mapping[str, Any]], title: str = "Pretraini
 def draw_quality(measured: Sequence[Measurement], kept_step: int | None = None, title: str = "Quality") -> Figure:
     """Draw quality over steps with its error band; a line marks the step whose weights were kept, where it is known."""
     figure = Figure()
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     steps, quality, error = (np.array(values, dtype=np.float64) for values in list(zip(*measured, strict=True))[:3])
     low, high = quality - CLEARLY * error, quality + CLEARLY * error
     band = axes.fill_between(steps, low, high, color=figures.PALE, lw=0)
@@ -425,15 +423,16 @@ def read_samples(layout: StudyLayout, cohort: Cohort | None, encoder: EncoderFol
     tiles_B3HW, transforms_B33 = torch.cat(parts), source.stain_transforms(groups)
     recipes = view_recipes(own, source.size_px, _patch_px(encoder.config))
     mean, std = (encoder.config["pretrained_cfg"][key] for key in ("mean", "std"))
-    ids_B = torch.from_numpy(source.ids[tiles])
+    ids_B = torch.as_tensor(source.ids[tiles])
     views = make_views(tiles_B3HW, ids_B, 0, recipes, mean, std, seed=own.seed, transforms_B33=transforms_B33)
     if transforms_B33 is not None:
         tiles_B3HW = stain.apply_transforms(tiles_B3HW, transforms_B33)
     flat_VB = [_as_pixels(view_B3SS, mean, std) for part_VB3SS in views for view_B3SS in part_VB3SS]
+    pixels_BHW3: Pixels = tiles_B3HW.permute(0, 2, 3, 1).numpy()
     return [
         Sample(
-            source.names[group],
-            tiles_B3HW[k].permute(1, 2, 0).numpy(),
+            source.names[int(group)],
+            pixels_BHW3[k],
             [view_B[k] for view_B in flat_VB[:NUM_LARGE]],
             [view_B[k] for view_B in flat_VB[NUM_LARGE:]],
         )
@@ -484,9 +483,9 @@ def _as_pixels(view_B3SS: torch.Tensor, mean: Sequence[float], std: Sequence[flo
 
 def _patch_px(config: Mapping[str, Any]) -> int | None:
     """Return the edge of the patches of a ViT, by its config alone; None of a network without a class token."""
-    if (config.get("selfvitmil") or {}).get("layout") == "pooled":
+    if section(config, "selfvitmil").get("layout") == "pooled":
         return None
-    info = (config.get("model_args") or {}).get("patch_size")
+    info = section(config, "model_args").get("patch_size")
     named = re.search(r"patch(\d+)", str(config.get("architecture", "")))
     return int(info) if info else int(named.group(1)) if named else None
 

@@ -28,6 +28,7 @@ from selfvitmil.pseudonyms import Names
 from selfvitmil.report.encoders import evenly_spaced
 from selfvitmil.report.render import Shown, picture, picture_file
 from selfvitmil.slides import SlideCache, SlideRef
+from selfvitmil.store.files import section
 from selfvitmil.store.layout import StudyLayout, feature_name
 
 NUM_QUERIES, NUM_NEIGHBORS = 6, 5
@@ -102,7 +103,7 @@ def _describe(pool: Pool, num_queries: int) -> str:
 def _show(pool: Pool, found: Neighbors, names: Names, cache: SlideCache, reader: str) -> Iterator[NeighborTile]:
     """Yield the query, then its neighbours."""
     for place, tile in enumerate((found.query, *found.rows)):
-        slide = names.slide(pool.slides[pool.slide_N[tile]].row.slide)
+        slide = names.slide(pool.slides[int(pool.slide_N[tile])].row.slide)
         similarity = float(found.similarity[place - 1]) if place else None
         alt = (
             f"query tile of {slide}"
@@ -224,7 +225,7 @@ def read_pool(folder: Path, cohort: Cohort) -> Pool:
     files = find_bags(folder)
     rows = [row for row in cohort.rows if row.slide in files and row.path.exists()]
     numbers = evenly_spaced(np.arange(len(rows)), MOST_SLIDES)
-    slides = list(_embedded([rows[number] for number in numbers], files))
+    slides = list(_embedded([rows[int(number)] for number in numbers], files))
     parts = [_unit_rows(slide.bag, MOST_VALUES // slide.bag.dim // len(slides)) for slide in slides]
     found = [(slide, part) for slide, part in zip(slides, parts, strict=True) if len(part.rows)]
     patients = list(dict.fromkeys(slide.row.patient for slide, _ in found))
@@ -280,7 +281,7 @@ def find_neighbors(pool: Pool) -> list[Neighbors]:
 
 def read_tile(pool: Pool, tile: int, cache: SlideCache, reader: str) -> NDArray[np.uint8]:
     """Read a tile of the pool, no finer than it is shown. Raises SlideError where the slide has changed."""
-    row, bag = pool.slides[pool.slide_N[tile]]
+    row, bag = pool.slides[int(pool.slide_N[tile])]
     assert bag.coords is not None
     assert bag.tile_extent is not None
     info = bag.attributes
@@ -359,7 +360,7 @@ def _queries(labels: Mapping[str, str | None], names: Names) -> list[str]:
 
 def _words(agreement: Mapping[str, Any] | None) -> str:
     try:
-        k, share, chance = ((agreement or {})[key] for key in ("k", "share", "chance"))
+        k, share, chance = (section(agreement)[key] for key in ("k", "share", "chance"))
         return (
             f"Of the {k} nearest slides of other patients, a share of {share['value']:.2f} ({share['low']:.2f} to "
             f"{share['high']:.2f}) has the label of the query; by chance it would be {chance:.2f}."

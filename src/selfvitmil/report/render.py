@@ -13,12 +13,12 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import unescape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -51,8 +51,9 @@ def render_template(name: str, data: Any, further_css: str = "") -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["limits_below"] = limits_below
-    environment.filters["definition"] = lambda cell: definition_of(str(cell))
+    filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
+    filters["limits_below"] = limits_below
+    filters["definition"] = definition_of
     return environment.get_template(name).render(
         data=data,
         css=Markup(css),
@@ -173,6 +174,12 @@ def svg_title(svg: str) -> str:
     return unescape(next(filter(None, found.groups()), "figure")) if found else "figure"
 
 
+def interval_in(info: Any) -> Mapping[str, Any]:
+    """Return an interval that a JSON file holds; empty where it is none, or its value is not known."""
+    found = cast("Mapping[str, Any]", info if isinstance(info, Mapping) else {})
+    return found if is_finite(found.get("value")) else {}
+
+
 def is_finite(value: Any) -> bool:
     """Return whether a value from JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -251,9 +258,9 @@ _ALIASES = {
 }
 
 
-def definition_of(text: str) -> tuple[str, str] | None:
+def definition_of(cell: object) -> tuple[str, str] | None:
     """Return id and definition of the metric that a cell names, with or without limits behind it; None for others."""
-    name = " ".join(re.sub(r"\[[^\]]*\]", "", text).split())
+    name = " ".join(re.sub(r"\[[^\]]*\]", "", str(cell)).split())
     name = _ALIASES.get(name, name)
     return (definition_id(name), DEFINITIONS[name]) if name in DEFINITIONS else None
 

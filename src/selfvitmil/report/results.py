@@ -31,9 +31,20 @@ from selfvitmil.localize.heatmap import MAIN_METHOD, Heatmap, SlidePrediction, r
 from selfvitmil.localize.lesion_results import lesion_cells, lesion_notes
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.analyses import DecisionsData, TuningData, decisions_data, tuning_data
-from selfvitmil.report.render import Picture, Shown, Table, chart, is_finite, layer_picture, picture, picture_file
+from selfvitmil.report.render import (
+    Picture,
+    Shown,
+    Table,
+    chart,
+    interval_in,
+    is_finite,
+    layer_picture,
+    picture,
+    picture_file,
+)
 from selfvitmil.settings import LocalizeSettings, StudySettings
 from selfvitmil.slides import Slide, SlideRef
+from selfvitmil.store.files import section
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import Reader
@@ -103,7 +114,7 @@ class ResultsFolder:
     @property
     def is_stale(self) -> bool:
         """Whether an earlier version ranked the scores of several splits, which have different models, together."""
-        several = any(len(method.get("slides") or {}) > 1 for method in self.methods)
+        several = any(len(section(method, "slides")) > 1 for method in self.methods)
         return several and self.metrics.get("format_version") != FORMAT_VERSION
 
     @property
@@ -137,7 +148,8 @@ def read_results(reader: Reader, folder: Path) -> ResultsFolder:
     predictions, class_names = reader.attempt(folder / "predictions.csv", read_predictions, ([], ()))
     metrics, table = reader.json(folder / "metrics.json"), folder / "table.csv"
     # The table joins the warnings of a method; metrics.json has them one by one.
-    warnings = {info.get("method"): tuple(info.get("warnings") or ()) for info in metrics.get("methods") or []}
+    methods: list[dict[str, Any]] = metrics.get("methods") or []
+    warnings: dict[Any, tuple[str, ...]] = {info.get("method"): tuple(info.get("warnings") or ()) for info in methods}
     rows = reader.attempt(table, lambda path: read_table(path.read_text(encoding="utf-8")), [])
     return ResultsFolder(
         name=folder.name,
@@ -258,9 +270,10 @@ def evaluation_data(results: ResultsFolder, names: Names) -> EvaluationData:
 
 
 def _calibration(info: Mapping[str, Any], charts: tuple[Shown, ...]) -> CalibrationData | None:
-    rows, words = [], ""
+    rows: list[tuple[str, ...]] = []
+    words = ""
     for level in ("slide", "patient"):
-        own = (info.get(level) or {}).get("ensemble") or {}
+        own = section(info, level, "ensemble")
         words = words or str(own.get("probabilities", ""))
         found = {key: _interval(own.get(key))[0] for key in ("brier", "ece")}
         if any(found.values()):
@@ -271,12 +284,12 @@ def _calibration(info: Mapping[str, Any], charts: tuple[Shown, ...]) -> Calibrat
 
 
 def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
-    recipe, evidence = info.get("recipe") or {}, info.get("evidence") or {}
+    recipe, evidence = section(info, "recipe"), section(info, "evidence")
     kinds = dict.fromkeys(str(own.get("reason", "")) for own in evidence.values())
     origin = f" ({info['positive_from']})" if info.get("positive_from") else ""
-    ensemble = (info.get("slide") or {}).get("ensemble") or {}
+    ensemble = section(info, "slide", "ensemble")
     threshold = f"{ensemble['threshold']:.3f}, " if is_finite(ensemble.get("threshold")) else ""
-    outcome = info.get("outcome") or {}
+    outcome = section(info, "outcome")
     return {
         "method": str(info.get("method", "")),
         "outcome": f"{outcome['kind']} ({', '.join(outcome['columns'])})" if outcome else "",
@@ -294,13 +307,13 @@ def _evaluation_facts(info: Mapping[str, Any]) -> dict[str, str]:
 def _test_slides(info: Mapping[str, Any]) -> str:
     """Return how many slides the metrics are of; those of splits whose test slides overlap are not summed."""
     if info.get("outcome"):
-        parts = list((info.get("slide") or {}).get("splits", {}).values()) or [info.get("slide") or {}]
-        return "; ".join(str((one.get("ensemble") or {}).get("described", "")) for one in parts)
-    counts = [((own.get("test") or {}).get("slides")) or {} for own in (info.get("slides") or {}).values()]
+        parts = list(section(info, "slide", "splits").values()) or [section(info, "slide")]
+        return "; ".join(str(section(one, "ensemble").get("described", "")) for one in parts)
+    counts = [section(own, "test", "slides") for own in section(info, "slides").values()]
     if len(counts) < 2:
         return "".join(map(counted, counts))
-    slide = info.get("slide") or {}
-    pooled = (slide.get("ensemble") or {}).get("counts")
+    slide = section(info, "slide")
+    pooled = section(slide, "ensemble").get("counts")
     if pooled and slide.get("estimator") != Estimator.WITHIN_OVERLAPPING_SPLITS:
         return f"{counted(pooled)}, each in one of {len(counts)} splits"
     listed = "; ".join(f"{text} in {number}" for text, number in Counter(map(counted, counts)).items())
@@ -314,10 +327,10 @@ def counted(counts: Mapping[str, int]) -> str:
 
 def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
     for level in ("slide", "patient"):
-        own = info.get(level) or {}
+        own = section(info, level)
         same_as = own.get("words", "the same as by slide") if "same_as" in own else ""
-        ensemble, seeds = own.get("ensemble") or {}, own.get("over_seeds") or {}
-        levels = [one["level"] for one in ensemble.values() if isinstance(one, Mapping) and one.get("level")]
+        ensemble, seeds = section(own, "ensemble"), section(own, "over_seeds")
+        levels: list[float] = [one["level"] for one in map(interval_in, ensemble.values()) if one.get("level")]
         names = metric_names(ensemble)
         found = [_metric_row(name, key, ensemble.get(key), seeds.get(key)) for key, name in names.items()]
         metrics = [row for row in found if row[1] or row[3]]
@@ -328,7 +341,7 @@ def _levels(info: Mapping[str, Any]) -> Iterator[LevelData]:
         header = ("", "ensemble", f"{percent(float(levels[0])) if levels else ''} interval", "seeds: mean ± sd")
         notes = [f"{_capitalized(own['words'])}."] if own.get("words") else []
         notes += [own[key] for key in ("estimator_words", "conditional_on") if own.get(key)]
-        undefined = (f"{METRICS.get(key, key)}: {why}" for key, why in (ensemble.get("reasons") or {}).items())
+        undefined = (f"{METRICS.get(key, key)}: {why}" for key, why in section(ensemble, "reasons").items())
         if same_as or metrics:
             yield LevelData(level, same_as, Table.of(header, metrics), tuple(notes), tuple(undefined))
 
@@ -340,18 +353,18 @@ def metric_names(found: Mapping[str, Any]) -> dict[str, str]:
 
 def _metric_row(name: str, key: str, own: Any, over_seeds: Any) -> tuple[str, str, str, str]:
     if key.endswith("_p"):  # the mean of p-values says nothing
-        return name, p_value(own["value"]) if isinstance(own, Mapping) else "", "", ""
+        return name, p_value(own["value"]) if own else "", "", ""
     return name, *_interval(own), _spread(over_seeds)
 
 
 def _interval(info: Any) -> tuple[str, str]:
     """Return value and limits; empty where there are none."""
-    known = isinstance(info, Mapping) and is_finite(info.get("value"))
-    return value_and_limits(info) if known else ("", "")
+    known = interval_in(info)
+    return value_and_limits(known) if known else ("", "")
 
 
 def _spread(info: Any) -> str:
-    if not isinstance(info, Mapping) or info.get("mean") is None:
+    if not info or info.get("mean") is None:
         return ""
     return f"{info['mean']:.3f}" + (f" ± {info['sd']:.3f}" if info.get("sd") is not None else "")
 
@@ -408,7 +421,7 @@ def localization_data(results: Iterable[ResultsFolder], names: Names) -> Localiz
         )
         for one in compared
     ]
-    found = [one.lesions.get("scores") or {} for one in single]
+    found = [section(one.lesions, "scores") for one in single]
     words = {key: own.get("words", key) for scores in found for key, own in scores.items() if own}
     rows = [(_capitalized(text), *(_with_limits(scores.get(key)) for scores in found)) for key, text in words.items()]
     return LocalizationData(
@@ -425,10 +438,12 @@ def _with_limits(info: Any) -> str:
 
 
 def _lesion_model(name: str, info: Mapping[str, Any], names: Names) -> LesionModel:
-    slides, threshold, froc = (info.get(key) or {} for key in ("slides", "threshold", "froc"))
-    left_out = sorted(f"{names.slide(one['slide'])}: {one['why']}" for one in slides.get("left_out") or [])
-    warnings = [f"Warning: {text}" for text in info.get("warnings") or [] if "takes no part" not in text]
-    value, at = threshold.get("value", ""), froc.get("sensitivity_at") or {}
+    slides, threshold, froc = (section(info, key) for key in ("slides", "threshold", "froc"))
+    missing: list[dict[str, str]] = slides.get("left_out") or []
+    left_out = sorted(f"{names.slide(one['slide'])}: {one['why']}" for one in missing)
+    texts: list[str] = info.get("warnings") or []
+    warnings = [f"Warning: {text}" for text in texts if "takes no part" not in text]
+    value, at = threshold.get("value", ""), section(froc, "sensitivity_at")
     facts = {
         "heatmap": f"{info.get('mapped', '')}, scale {info.get('scale', '')}{', gated' if info.get('gated') else ''}",
         "slides": f"{slides.get('positive', '?')} positive, {slides.get('negative', '?')} negative",
@@ -492,7 +507,7 @@ class HeatmapFolder:
         if heatmap.only_ranks:
             return ()
         try:
-            how = LocalizeSettings.model_validate(self.settings.get("localize") or {})
+            how = LocalizeSettings.model_validate(section(self.settings, "localize"))
         except ValueError:
             how = LocalizeSettings()
         return find_lesions(heatmap, how.lesion_threshold, how.min_lesion_mm2)
@@ -761,9 +776,10 @@ def _overlay(
     if shown is None and opened is not None:
         with suppress(SelfVitMilError):
             mpp = max(opened.mpp, max(opened.size_l0) * opened.mpp / OVERLAY_PX)
-            marks = {"annotations": annotations_of(row), "lesions": folder.lesions(heatmap)}
-            title = names.slide(heatmap.slide)
-            drawn = overlay.draw_overlay(heatmap, opened.thumbnail(mpp), mpp, title=title, **marks)
+            title, lesions = names.slide(heatmap.slide), folder.lesions(heatmap)
+            drawn = overlay.draw_overlay(
+                heatmap, opened.thumbnail(mpp), mpp, title=title, annotations=annotations_of(row), lesions=lesions
+            )
             shown = picture(drawn, alt, edge_px=OVERLAY_PX, quality=70)
     why = "the stored one shows the slide's name" if stored and names.hidden else "none is stored"
     return shown or f"No picture of this heatmap: {why}, and the slide's file cannot be used."
@@ -788,7 +804,8 @@ def _other_heatmaps(
     assert backdrop.width is not None
     assert backdrop.height is not None
     size_px = backdrop.width, backdrop.height
-    annotations, found = annotations_of(row), []
+    annotations = annotations_of(row)
+    found: list[HeatmapPicture] = []
     for folder in folders:
         heatmap = read_heatmap(folder.files[slide])
         drawn = overlay.draw_layer(heatmap, size_px, mpp, annotations=annotations, lesions=folder.lesions(heatmap))
@@ -814,7 +831,8 @@ def ends(heatmap: Heatmap, most: int) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _tiles(heatmap: Heatmap, rows: NDArray[np.int64], opened: Slide) -> tuple[TilePicture, ...]:
-    frame, found = heatmap.frame, []
+    frame = heatmap.frame
+    found: list[TilePicture] = []
     for row in rows:
         x, y = (int(corner) for corner in heatmap.coords_l0[row])
         score = float(heatmap.score[row])

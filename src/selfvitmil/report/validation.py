@@ -86,7 +86,9 @@ OF_CLASSES = (
 
 
 def _methods(found: ExternalValidation, outcome: Outcome) -> str:
-    methods = [own.get("method") for name in outcome.shown_metrics if (own := found.slide.metrics.get(name))]
+    methods: list[str | None] = [
+        own.get("method") for name in outcome.shown_metrics if (own := found.slide.metrics.get(name))
+    ]
     return f"Intervals: {'; '.join(dict.fromkeys(filter(None, methods)))}. Score: {outcome.score_words}."
 
 
@@ -108,7 +110,7 @@ def _metrics(found: ExternalValidation) -> Table:
 def _calibration(found: ExternalValidation) -> Table | None:
     if found.slide.calibration is None:
         return None
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for level in found.levels:
         own = level.calibration
         assert own is not None
@@ -130,7 +132,7 @@ def _calibration(found: ExternalValidation) -> Table | None:
 def _changes(changes: Sequence[Change]) -> Table | None:
     if not changes:
         return None
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for each in changes:
         limits = "" if each.low is None or each.high is None else f"{each.low:+.3f} to {each.high:+.3f}"
         name = NAMES.get(each.metric, each.metric)

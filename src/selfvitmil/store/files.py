@@ -200,6 +200,14 @@ class ForeignObject(UnsafeFile):
 # ---------------------------------------------------------------------------------------------------- JSON
 
 
+def section(info: Mapping[str, Any] | None, *keys: str) -> Mapping[str, Any]:
+    """Return a part of what a JSON file holds, by the keys on the way to it; empty where there is none."""
+    found: Any = info
+    for key in keys:
+        found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
+    return cast("Mapping[str, Any]", found if isinstance(found, Mapping) else {})
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file; raise UnsafeFile if it is too large, nested too deeply, or contains NaN or infinity."""
     check_size(path)
