@@ -206,7 +206,7 @@ def test_the_users_own_file_says_where_work_runs(
     assert selfvitmil("check", tmp_path / "study", "--workers", 0).returncode == 0  # a flag wins
     assert not sbatch.exists()
     own.write_text("[tile]\nmpp = 3.0\n")
-    assert "for the section [engine] alone" in selfvitmil("check", tmp_path / "study").stderr
+    assert selfvitmil("check", tmp_path / "study").code == "engine-file-sections"
 
 
 # ---------------------------------------------------------------------------------------------------- packages

@@ -195,7 +195,7 @@ def test_answers_that_cannot_be_read_are_not_overwritten(place: Path, out: Path,
     result = ask(place, "model", out, "c")
     assert result.returncode == 3
     assert file in result.stderr
-    assert "not overwritten" in result.stderr
+    assert result.code == "unreadable-predictions"
     assert {path: path.read_bytes() for path in out.glob("predictions.*")} == kept
     assert not list((out / "work").rglob("c.h5"))  # told before the work
 
@@ -228,7 +228,7 @@ def test_two_calls_at_once_lose_nothing(place: Path, out: Path):
     with study_lock(out, "predict"):
         result = ask(place, "model", out, "c")
     assert result.returncode == 3
-    assert "another process" in result.stderr
+    assert result.code == "study-locked"
     assert (out / "predictions.csv").read_bytes() == before
 
 

@@ -136,7 +136,7 @@ def test_init_does_not_overwrite(tmp_path: Path):
     (tmp_path / "study.toml").write_text("# mine\n")
     done = selfvitmil("init", tmp_path)
     assert done.returncode == 2
-    assert "not overwritten" in done.stderr
+    assert done.code == "study-exists"
     assert (tmp_path / "study.toml").read_text() == "# mine\n"
     assert commented_settings() != "# mine\n"
 
@@ -242,19 +242,19 @@ def test_training_that_was_stopped_goes_on(fresh: Path):
     (fresh / "encoders" / "dino" / "config.json").unlink()
     changed = run(fresh, "--until", "pretrain", "--pretrain.steps", 5)
     assert changed.returncode == 2
-    assert "was begun with other settings, other tiles" in changed.stderr
+    assert changed.code == "checkpoint-of-other-run"
 
 
 def test_an_error_in_a_stage_comes_after_what_was_done(fresh: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
-        raise ConfigError("of a test")
+        raise ConfigError("of a test", code="of-a-test")
 
     monkeypatch.setattr("selfvitmil.stages.compare.compare", refuse)
     done = run(fresh)
     assert done.returncode == 2
     assert re.search(r"(?m)^embed +done", done.stdout)
     assert re.search(r"(?m)^compare +could not be done", done.stdout)
-    assert "of a test" in done.stderr
+    assert done.code == "of-a-test"
 
 
 def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path):
@@ -272,7 +272,7 @@ def test_an_encoder_from_elsewhere_is_not_trained_and_is_remembered(fresh: Path)
     assert str(fresh.parent) not in (fresh / "run.json").read_text()
     refused = run(fresh, "--until", "pretrain")
     assert refused.returncode == 2
-    assert "this run has no such stage" in refused.stderr
+    assert refused.code == "unknown-stage"
 
 
 def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
@@ -302,34 +302,32 @@ def test_flags_of_the_first_run_hold_for_later_commands(place: Path):
 
 def test_an_empty_folder(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    for name, says in (("empty", "this folder is empty"), ("absent", "does not exist yet")):
+    for name in ("empty", "absent"):
         done = run(tmp_path / name)
-        assert done.returncode == 2
-        assert says in done.stderr
-        assert "--cohort" in done.stderr
+        assert (done.returncode, done.code) == (2, "no-cohort")
     assert not (tmp_path / "absent").exists()
     assert list((tmp_path / "empty").iterdir()) == []
     no_slides = run(tmp_path / "study", "--cohort", tmp_path / "empty")
     assert no_slides.returncode == 2
-    assert "no slides in this folder" in no_slides.stderr
+    assert no_slides.code == "no-slides"
     assert not (tmp_path / "study").exists()
 
 
 def test_a_folder_of_slides_is_no_study(place: Path):
     done = run(place / "made" / "slides")
-    assert done.returncode == 2
-    assert "A study is a folder of its own: name a new one, and give this one with --cohort slides" in done.stderr
+    assert (done.returncode, done.code) == (2, "no-cohort")
+    assert "--cohort slides" in done.stderr
 
 
 def test_no_labels_or_no_split_is_said_before_anything_is_done(place: Path, tmp_path: Path):
     slides = place / "made" / "slides"
     done = run(tmp_path / "study", "--cohort", slides)
     assert done.returncode == 2
-    assert "no labelled slide" in done.stderr
+    assert done.code == "no-labels"
     assert "--until embed" in done.stderr
     unsplit = run(tmp_path / "study", "--cohort", slides, "--until", "pretrain")
     assert unsplit.returncode == 2
-    assert "--pretrain.transductive" in unsplit.stderr
+    assert unsplit.code == "no-training-slides"
     assert not (tmp_path / "study").exists()
 
 
@@ -385,7 +383,8 @@ def test_a_device_that_is_none_is_refused_before_any_work(fresh: Path, section: 
     before = snapshot(fresh)
     done = run(fresh, f"--{section}.device", "gpu")
     assert done.returncode == 2
-    assert f"{section}.device 'gpu' cannot be used here" in done.stderr
+    assert done.code == "device-unavailable"
+    assert f"{section}.device" in done.stderr
     assert snapshot(fresh) == before
 
 
@@ -440,19 +439,25 @@ def test_a_newer_format_is_left_alone(study: Path, kind: str):
     before = snapshot(study)
     done = run(study)
     assert done.returncode == 3
-    assert "a newer selfvitmil wrote it" in done.stderr
+    assert done.code == "newer-format-version"
     assert snapshot(study) == before
 
 
 def test_a_changed_tile_setting_is_said_before_it_is_done(study: Path):
-    planned = selfvitmil("plan", study, "--tile.min-tissue", 0.9, "--until", "embed")
-    done = run(study, "--tile.min-tissue", 0.9, "--until", "embed")
+    flags = ("--tile.min-tissue", 0.9, "--until", "embed")
+    settings = resolve_settings(study / "study.toml", {"tile": {"min_tissue": 0.9}})
+    todo = plan_run(Study(study, settings), Request(until="embed"))
+    assert set(todo.pending("tile").todo.values()) == {"stale: tile.min_tissue 0.5 -> 0.9"}
+    assert len(todo.pending("tile").todo) == len(todo.pending("embed").todo) == 10
+    assert not todo.pending("pretrain").todo
+    assert "tiles have changed" in todo.pending("pretrain").line
+    before = snapshot(study)
+    done = run(study, *flags)
     assert done.returncode == 0, done.stderr
-    for text in (said(planned), said(done)):
-        assert re.search(r"10 stale: tile\.min_tissue 0\.5 -> (.* )?0\.9", text)  # a cell may have several lines
-        assert "encoders/dino is kept, though its tiles have changed" in text
-        assert "10 stale: its tiles are rebuilt" in text
     assert re.search(r"\d+ slides rebuilt: .*tiles changed", said(done))
+    changed = {name for name, content in snapshot(study).items() if before.get(name) != content}
+    assert "encoders/dino/model.safetensors" not in changed
+    assert sum(name.startswith("bags/") and name.endswith(".h5") for name in changed) == 10
 
 
 def test_another_resolution_leaves_the_tiles_that_are_there(study: Path):
@@ -471,8 +476,6 @@ def test_other_settings_of_the_encoder_throw_none_away(study: Path):
     done = run(study, "--pretrain.steps", 3, "--tile.min-tissue", 0.9)
     assert done.returncode == 2
     assert "pretrain.steps 2 -> 3" in done.stderr
-    assert "--name" in done.stderr
-    assert "--encoder dino" in done.stderr
     assert snapshot(study) == before
     named = run(study, "--pretrain.steps", 3, "--name", "other", "--until", "pretrain")
     assert named.returncode == 0, named.stderr
@@ -520,7 +523,8 @@ def test_a_slide_that_the_encoder_has_seen_is_not_tested_on_unnoticed(study: Pat
     write_rows(study, rows)
     done = run(study, "--until", "embed")
     assert done.returncode == 2
-    assert f"trained on slides of patients that are tested on now ({moved['slide']})" in done.stderr
+    assert done.code == "encoder-saw-test-patients"
+    assert moved["slide"] in done.stderr
     allowed = run(study, "--encoder", "dino", "--until", "embed")
     assert allowed.returncode == 0
     assert f"was trained on 1 test slides or other slides of their patients: {moved['slide']}" in said(allowed)
@@ -533,8 +537,7 @@ def test_the_gpu_is_gone(study: Path):
     write_record(study, RunRecord(**{**record.__dict__, "device": "NVIDIA H200"}))
     required = run(study, "--embed.device", "cuda", "--until", "embed")
     assert required.returncode == 2
-    assert "the last run had NVIDIA H200" in required.stderr
-    assert "--embed.device auto" in required.stderr
+    assert required.code == "device-unavailable"
     done = run(study, "--until", "embed")
     assert done.returncode == 0, done.stderr
     assert "the last run had a GPU (NVIDIA H200), and none can be used now: embed will run on the CPU" in said(done)
@@ -561,8 +564,7 @@ def test_a_read_only_folder(study: Path, monkeypatch: pytest.MonkeyPatch):
         asked = selfvitmil("status", study)
     assert done.returncode == 3
     assert "up to date (10 slides)" in said(done)  # what it found
-    assert "nothing can be written into this study" in done.stderr
-    assert "choose another folder" in done.stderr
+    assert done.code == "not-writable"
     assert planned.returncode == asked.returncode == 0
     assert snapshot(study) == before
 
@@ -571,7 +573,7 @@ def test_torchrun_is_for_pretraining(study: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = run(study)
     assert done.returncode == 2
-    assert "torchrun" in done.stderr
+    assert done.code == "run-under-torchrun"
 
 
 # ---------------------------------------------------------------------------------------------------- Camelyon16
@@ -597,8 +599,7 @@ def test_camelyon16_by_its_name(tmp_path: Path):
 def test_a_folder_that_is_not_camelyon16(place: Path, tmp_path: Path):
     done = run(tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}")
     assert done.returncode == 2
-    assert "made: not a Camelyon16 folder" in done.stderr
-    assert "training/normal/normal_001.tif" in done.stderr
+    assert done.code == "not-camelyon16"
     both = run(
         tmp_path / "study", "--cohort", f"camelyon16:{place / 'made'}", "--labels", place / "made" / "labels.csv"
     )
@@ -708,7 +709,7 @@ def test_status_tells_failures_and_unfinished_training(study: Path):
 
 def test_status_of_what_is_no_study(tmp_path: Path):
     (tmp_path / "file").touch()
-    assert "file: this is a file" in selfvitmil("status", tmp_path / "file").stderr
+    assert selfvitmil("status", tmp_path / "file").code == "no-study"
     assert selfvitmil("status", tmp_path / "nowhere").returncode == 2
     told = said(selfvitmil("status", tmp_path))
     assert "no cohort.csv yet" in told

@@ -302,7 +302,7 @@ def test_results_of_another_procedure_are_not_quoted(study: Path, tmp_path: Path
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "localize"])
 def test_a_final_fit_cannot_be_evaluated(study: Path, command: str):
-    assert "has no test set" in done(selfvitmil(command, study, *ALL), 2).stderr
+    assert done(selfvitmil(command, study, *ALL), 2).code == "final-fit-untested"
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

@@ -230,4 +230,4 @@ def test_other_folds_than_the_encoders_were_trained_for_stop_a_run_and_are_label
     assert told["transductive"]
     missing = selfvitmil("evaluate", study, "--train.split", "monte-carlo", "--name", "x", "--workers", 0)
     assert missing.returncode == 2
-    assert "no encoder for the splits repeat0" in missing.stderr
+    assert missing.code == "missing-split-encoders"

@@ -753,7 +753,7 @@ def call(arguments: Sequence[str]) -> int:
     try:
         given, how = output_flags(asked_for(split_lists(arguments)))
         with printing(**how):
-            status, error = _run(given)
+            status, error = run_command(given)
             if how["as_json"]:
                 print_results(next(iter(given), ""), status, error)
     except SelfVitMilError as error:
@@ -762,7 +762,7 @@ def call(arguments: Sequence[str]) -> int:
     return status
 
 
-def _run(arguments: Sequence[str]) -> tuple[int, dict[str, str] | None]:
+def run_command(arguments: Sequence[str]) -> tuple[int, dict[str, str] | None]:
     """Run a command; return the exit status, and the error that ended it."""
     # Messages name folders, and `.` is no name.
     given = [str(Path(each).resolve()) if each.rstrip("/") in (".", "..") else each for each in arguments]
