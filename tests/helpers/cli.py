@@ -35,9 +35,9 @@ def selfvitmil(*arguments: object) -> Done:
         return status, error
 
     run_command = parser.run_command
-    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(parser, "run_command", noted):
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
+    patched = mock.patch.object(parser, "run_command", noted)
+    with redirect_stdout(out), redirect_stderr(err), patched, pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
     return Done(int(end.value.code or 0), out.getvalue(), err.getvalue(), "".join(codes))
 
 

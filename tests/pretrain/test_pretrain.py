@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from helpers.error_codes import has_code
+from helpers.pretraining import TINY as TINY_RUN
 from helpers.waves import wave_tiles
 from selfvitmil import stain
 from selfvitmil.data.loader import TileLoader, TileOrder, channel_statistics, count_repeats, requests_of
@@ -45,25 +46,7 @@ from selfvitmil.tiling import tile_slide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY: dict[str, Any] = {
-    "method": "dino",
-    "architecture": "vit_tiny_patch16_224",
-    "width": 32,
-    "depth": 2,
-    "heads": 2,
-    "patch_px": 8,
-    "batch": 8,
-    "steps": 7,
-    "num_local": 2,
-    "local_px": 16,
-    "out_dim": 32,
-    "head_width": 32,
-    "bottleneck": 16,
-    "workers": 0,
-    "log_steps": 1,
-    "shuffle_tiles": 16,
-    "lr": 5e-3,
-}
+TINY = TINY_RUN | {"steps": 7}
 ORIGIN = Origin(trained_on="train split of made tiles")
 TIMES = ("tiles_per_s", "data_wait_share", "mfu", "phase_s")
 

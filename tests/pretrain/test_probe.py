@@ -26,6 +26,7 @@ from PIL import Image
 from scipy.optimize import minimize
 from torch import nn
 
+from helpers.pretraining import TINY as TINY_RUN
 from selfvitmil.data.loader import TileLoader, TileOrder
 from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import build_encoder, load_encoder
@@ -48,25 +49,7 @@ from selfvitmil.settings import PretrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY: dict[str, Any] = {
-    "method": "dino",
-    "architecture": "vit_tiny_patch16_224",
-    "width": 32,
-    "depth": 2,
-    "heads": 2,
-    "patch_px": 8,
-    "batch": 8,
-    "steps": 6,
-    "num_local": 2,
-    "local_px": 16,
-    "out_dim": 32,
-    "head_width": 32,
-    "bottleneck": 16,
-    "workers": 0,
-    "log_steps": 2,
-    "shuffle_tiles": 16,
-    "lr": 5e-3,
-}
+TINY = TINY_RUN | {"steps": 6, "log_steps": 2}
 ORIGIN = Origin(trained_on="train split of made tiles")
 
 

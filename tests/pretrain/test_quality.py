@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.pretraining import TINY as TINY_RUN
 from selfvitmil.data.loader import order_of
 from selfvitmil.data.sources import ImageTiles
 from selfvitmil.data.views import ViewRecipe, make_views
@@ -281,27 +282,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(**changes: Any) -> PretrainSettings:
-    own: dict[str, Any] = {
-        "method": "dino",
-        "architecture": "vit_tiny_patch16_224",
-        "width": 32,
-        "depth": 2,
-        "heads": 2,
-        "patch_px": 8,
-        "batch": 8,
-        "steps": 12,
-        "num_local": 1,
-        "local_px": 16,
-        "out_dim": 32,
-        "head_width": 32,
-        "bottleneck": 16,
-        "drop_path": 0.3,
-        "workers": 0,
-        "log_steps": 1,
-        "shuffle_tiles": 16,
-        "lr": 5e-3,
-        "checkpoint_minutes": 1e-9,
-    }
+    own = TINY_RUN | {"steps": 12, "num_local": 1, "drop_path": 0.3, "checkpoint_minutes": 1e-9}
     return PretrainSettings(**(own | changes))
 
 

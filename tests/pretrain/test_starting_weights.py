@@ -14,6 +14,7 @@ import timm
 import torch
 from torch import nn
 
+from helpers.pretraining import SHORT as SHORT_RUN
 from helpers.waves import wave_tiles
 from selfvitmil.data.sources import ImageTiles
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder, save_encoder
@@ -28,18 +29,7 @@ from selfvitmil.settings import METHOD_DEFAULTS, PretrainSettings, resolve_setti
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORT: dict[str, Any] = {
-    "method": "dino",
-    "batch": 4,
-    "steps": 4,
-    "num_local": 1,
-    "out_dim": 32,
-    "head_width": 32,
-    "bottleneck": 16,
-    "workers": 0,
-    "log_steps": 1,
-    "shuffle_tiles": 16,
-}
+SHORT = SHORT_RUN | {"batch": 4, "steps": 4, "num_local": 1}
 ORIGIN = Origin(trained_on="train split of synthetic tiles")
 SMALL_VIT = {"embed_dim": 32, "depth": 4, "num_heads": 2}
 MEAN, STD = (0.7, 0.58, 0.7), (0.21, 0.23, 0.18)

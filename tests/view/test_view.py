@@ -36,7 +36,6 @@ from helpers.viewer import (
     SIZE,
     STATIC,
     app_of,
-    make_slide_file,
     make_study,
     packaged_files,
     viewed,
@@ -55,18 +54,9 @@ from selfvitmil.view import study as viewed_study
 from selfvitmil.view.guard import names_for
 from selfvitmil.view.tiles import DeepZoom, OpenSlides
 
+pytestmark = pytest.mark.usefixtures("impatient")
+
 STATIC_FOLDER = Path(export.__file__).parent / "static"
-
-
-@pytest.fixture(scope="module")
-def slide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_slide_file(tmp_path_factory.mktemp("slide") / "made.svs")
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed files are noticed at once."""
-    monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from helpers.viewer import STATIC, app_of, make_slide_file, make_study, packaged_files, viewed
+from helpers.viewer import STATIC, app_of, make_study, packaged_files, viewed
 from selfvitmil.cohort import read_cohort
 from selfvitmil.errors import ConfigError
 from selfvitmil.pseudonyms import names_of
@@ -30,6 +30,8 @@ from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.store.failures import Failure, record_failures
 from selfvitmil.view import export, guard, server, tiles
 from selfvitmil.view import study as viewed_study
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 SECRET = b"nobody may read this"
 
@@ -99,17 +101,6 @@ def touched_files() -> Iterator[list[str]]:
         yield seen
     finally:
         _touched = None
-
-
-@pytest.fixture(scope="module")
-def slide_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_slide_file(tmp_path_factory.mktemp("slide") / "made.svs")
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed files are noticed at once."""
-    monkeypatch.setattr(server, "LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture
