@@ -27,7 +27,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Any, Generic, TypeVar, cast
 
@@ -210,7 +210,7 @@ def _open_workers(settings: EngineSettings) -> AbstractContextManager[Workers]:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def _sigterm_interrupts() -> Generator[None]:
     """Treat SIGTERM (sent by batch systems) like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from html import escape
 from typing import Any, TextIO
@@ -135,7 +135,7 @@ class NotebookBar(Progress):
     """The same as a progress bar below a notebook's cell; needs IPython, which a notebook has, and no widgets."""
 
     def __enter__(self) -> Progress:
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
+        from IPython.display import display  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
         self._handle: Any = display(self._bar(), display_id=True)
         return self
@@ -172,7 +172,7 @@ def show_progress(stage: str, unit: str, total: int, items_are: str = "slides", 
 
 
 @contextmanager
-def placed(place: str) -> Iterator[None]:
+def placed(place: str) -> Generator[None]:
     """Show the place of a stage in a run, such as `3/9`, before its name."""
     global _place
     before, _place = _place, place
@@ -183,7 +183,7 @@ def placed(place: str) -> Iterator[None]:
 
 
 @contextmanager
-def output_to(log: TextIO | None, *, quiet: bool = False) -> Iterator[None]:
+def output_to(log: TextIO | None, *, quiet: bool = False) -> Generator[None]:
     """Write what is announced to `log` too, each line with its time; with `quiet` to nowhere else."""
     global _quiet, _log_file
     before = _quiet, _log_file

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, Generator, ItemsView, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection, resource_tracker
@@ -155,9 +155,10 @@ class Job:
     @classmethod
     def of(cls, name: str, function: Callable[[Item], Any], item: Item, stage: str, retries: int) -> Job:
         """Return a job; raise whatever pickling the item raises."""
-        import cloudpickle
+        import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
-        return cls(name, cloudpickle.dumps((function, item)), stage, retries)
+        pickler: Any = cloudpickle
+        return cls(name, pickler.dumps((function, item)), stage, retries)
 
     def run(self) -> bytes:
         """Process the slide in this process; return its Outcome, pickled."""
@@ -338,7 +339,7 @@ class LocalWorkers(Workers):
 
 
 @contextmanager
-def script_not_imported() -> Iterator[None]:
+def script_not_imported() -> Generator[None]:
     """Start processes of `multiprocessing` that do not import the user's script, whose functions cloudpickle sends.
 
     They would run it a second time, and a script without `if __name__ == "__main__":` would start itself in each.
@@ -352,7 +353,7 @@ def script_not_imported() -> Iterator[None]:
 
 
 @contextmanager
-def _settings_for_children() -> Iterator[None]:
+def _settings_for_children() -> Generator[None]:
     """Start processes with one thread, and without Ctrl-C: a terminal sends it to all, and we stop them ourselves."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     resource_tracker.ensure_running()  # otherwise multiprocessing starts it later and unblocks SIGINT

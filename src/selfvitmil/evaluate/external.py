@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import expit
-from scipy.stats import t as student
+from scipy.special import expit  # pyright: ignore[reportMissingTypeStubs]
+from scipy.stats import t as student  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
@@ -134,19 +134,20 @@ def _logistic(columns: Floats, label: Labels, offset: Floats) -> tuple[Floats, F
         fitted = columns @ parameters + offset
         return float((np.logaddexp(0.0, fitted) - label * fitted).sum())
 
-    parameters, inverse = np.zeros(columns.shape[1]), np.eye(columns.shape[1])
+    invert: Any = np.linalg.inv
+    parameters, inverse = np.zeros(len(columns.T)), np.eye(len(columns.T))
     for _ in range(200):
         fitted = expit(columns @ parameters + offset)
         gradient = columns.T @ (fitted - label)
         curvature = (columns.T * (fitted * (1 - fitted))) @ columns
-        inverse = np.linalg.inv(curvature + 1e-12 * np.eye(len(parameters)))
-        step = inverse @ gradient
+        inverse: Floats = invert(curvature + 1e-12 * np.eye(len(parameters)))
+        step: Any = inverse @ gradient
         if float(gradient @ step) < 1e-18 * len(label):
             break
         length, before = 1.0, loss(parameters)
         while length > 1e-10 and loss(parameters - length * step) > before:
             length /= 2
-        parameters = parameters - length * step
+        parameters: Floats = parameters - length * step
     return parameters, inverse
 
 
@@ -344,7 +345,8 @@ def difference_of_means(now: Moments, before: Moments, level: float) -> tuple[fl
     if a + b == 0:
         return None
     freedom = (a + b) ** 2 / (a**2 / (now.num - 1) + b**2 / (before.num - 1))
-    reach = float(student.ppf(0.5 + level / 2, freedom)) * math.sqrt(a + b)
+    students: Any = student
+    reach = float(students.ppf(0.5 + level / 2, freedom)) * math.sqrt(a + b)
     value = now.mean - before.mean
     return value - reach, value + reach
 

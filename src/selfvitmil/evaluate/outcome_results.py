@@ -144,7 +144,7 @@ def measure(outcome: Outcome, scored: Scored) -> Json:
 
 
 def _metric_names(info: Json) -> list[str]:
-    return [name for name, value in info.items() if name not in ("num", "described", "reasons")]
+    return [name for name in info if name not in ("num", "described", "reasons")]
 
 
 def _mean(parts: Sequence[Json]) -> Json:
@@ -269,7 +269,7 @@ _FIELDS = ("method", "display_name", "features", "recipe", "recipe_words", "kind
 
 def outcome_csv(rows: Sequence[OutcomeRow]) -> str:
     """Return the table as CSV with six significant digits."""
-    records = []
+    records: list[dict[str, str]] = []
     for row in rows:
         record = {"outcome": row.kind, **{name: getattr(row, name) for name in _FIELDS}}
         for head, each in row.metrics.items():

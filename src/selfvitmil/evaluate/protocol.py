@@ -401,7 +401,7 @@ class Fitted:
     """(split, seed) -> threshold and calibration; the seed is None for the ensemble."""
     recipe: RecipeNote | None = None
     """How it was trained compared with the published recipe; None for what is no aggregator."""
-    tuned: Mapping[str, Tuning] = field(default_factory=dict)
+    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Any])
     """Split -> choice of its settings, with `train.tune`."""
 
 
@@ -640,7 +640,7 @@ class MethodResult:
     encoder: str
     tiling: str
     warnings: tuple[str, ...]
-    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transductive: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Split -> its test slides that the encoder has seen, or of whose patient it saw another slide."""
     recipe: RecipeNote | None = None
     """How it was trained compared with the published recipe; None for what is no aggregator."""
@@ -650,7 +650,7 @@ class MethodResult:
     """What is predicted; None for classes."""
     known: tuple[Any, ...] = ()
     """Targets of all training and validation slides of an outcome other than classes."""
-    tuned: Mapping[str, Tuning] = field(default_factory=dict)
+    tuned: Mapping[str, Tuning] = field(default_factory=dict[str, Any])
     """Split -> choice of its settings, with `train.tune`."""
 
     @property

@@ -21,11 +21,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
-from scipy.optimize import minimize_scalar
-from scipy.stats import chi2
+from scipy.optimize import minimize_scalar  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from scipy.stats import chi2  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil import formatting
 from selfvitmil.errors import CohortError, MetricError
@@ -44,8 +44,9 @@ MAX_GROUPS = 50
 """Most values of a column whose subgroups are scored: more are names, dates or measurements."""
 SIGNIFICANT = 0.05
 """Corrected p-value below which a warning is given."""
-METRICS = {"auc": "AUC", "sensitivity": "sensitivity", "specificity": "specificity", "accuracy": "accuracy"}
-METRICS |= METRIC_NAMES
+METRICS = {
+    "auc": "AUC", "sensitivity": "sensitivity", "specificity": "specificity", "accuracy": "accuracy", **METRIC_NAMES,
+}  # fmt: skip
 """Metrics with confidence limits that a subgroup may have, and their names."""
 
 Level = Literal["slide", "patient"]
@@ -190,12 +191,12 @@ def heterogeneity(intervals: Sequence[Interval]) -> tuple[float, float, float]:
     if value.min() == value.max():
         return float(value[0]), 0.0, 1.0
     # Each term is convex, and so is the sum.
-    found = minimize_scalar(
-        q, bounds=(float(value.min()), float(value.max())), method="bounded", options={"xatol": 1e-9}
-    )
-    common = float(found.x)  # pyright: ignore[reportAttributeAccessIssue]
+    minimize = cast("Any", minimize_scalar)
+    found = minimize(q, bounds=(float(value.min()), float(value.max())), method="bounded", options={"xatol": 1e-9})
+    common = float(found.x)
     statistic = q(common)
-    return common, statistic, float(chi2.sf(statistic, len(intervals) - 1))
+    distribution: Any = chi2
+    return common, statistic, float(distribution.sf(statistic, len(intervals) - 1))
 
 
 # ---------------------------------------------------------------------------------------------------- tables
@@ -352,7 +353,7 @@ def write_subgroups(path: Path, tables: Sequence[SubgroupTable]) -> None:
     classes = list(dict.fromkeys(name for table in tables for group in table.groups for name in group.counts))
     limits = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
     header = ["column", "value", "level", "slides", "patients", *(f"num_{name}" for name in classes), *limits]
-    rows = []
+    rows: list[list[Any]] = []
     for table in tables:
         for group in table.groups:
             cells: list[Any] = []

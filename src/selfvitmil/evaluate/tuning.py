@@ -270,9 +270,9 @@ def stored_tuning(
     if file is None or not file.exists():
         return None
     try:
-        info = read_json(file)
-        tried = tuple(Tried(each["settings"], tuple(each["scores"]), each["mean"]) for each in info["tried"])
-        tuning = Tuning(**{**info, "tried": tried})
+        info: dict[str, Any] = read_json(file)
+        info["tried"] = tuple(Tried(each["settings"], tuple(each["scores"]), each["mean"]) for each in info["tried"])
+        tuning = Tuning(**info)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return tuning if tuning.made_from == tuning_digest(name, trial, train, split) else None
@@ -400,7 +400,7 @@ def inner_folds(cases: Iterable[Case], trial: Trial, train: TrainSettings, what:
     """
     cases = list(cases)
     if trial.outcome is None:
-        names = {case.slide: trial.class_names[case.label] for case in cases}
+        names = {case.slide: trial.class_names[int(case.label)] for case in cases}
     else:
         targets = {case.slide: case.label for case in cases}
         names = _without_rare(trial.outcome.strata(targets, {case.slide: case.patient for case in cases}), cases)
