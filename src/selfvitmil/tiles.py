@@ -31,12 +31,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from selfvitmil import stain
 from selfvitmil.cohort.table import check_slide_name
 from selfvitmil.errors import ArtefactError, SlideError, TissueError
 from selfvitmil.geometry import extent_l0, grid_origins, nominal_magnification
 from selfvitmil.settings import QUALITY_KINDS, QualityKind, StudySettings, tiling_name
 from selfvitmil.slides import SlideRef, fingerprint
+from selfvitmil.stain import StainFit
 from selfvitmil.store.files import file_fingerprint, hash_of, open_hdf5, write_bytes
 from selfvitmil.store.provenance import (
     FRESH,
@@ -103,7 +103,7 @@ class TileTable:
     """Microns per level-0 pixel."""
     size_l0: tuple[int, int]
     """(width, height) of the slide in level-0 pixels."""
-    stain: stain.StainFit | None = None
+    stain: StainFit | None = None
     """The slide's stain fit; None when stains are normalized per tile or not at all."""
     annotated: NDArray[np.float32] | None = None
     """(N,) fraction of each tile inside annotated tumour; None without an annotation."""
@@ -400,7 +400,7 @@ def _table_from(file: Any) -> TileTable:
         overlap_px=int(coords.attrs["overlap"]),
         slide_mpp=float(coords.attrs["level0_mpp"]),
         size_l0=(int(coords.attrs["level0_width"]), int(coords.attrs["level0_height"])),
-        stain=stain.StainFit.from_attributes(json.loads(file["stain"].attrs["fit"])) if "stain" in file else None,
+        stain=StainFit.from_attributes(json.loads(file["stain"].attrs["fit"])) if "stain" in file else None,
         annotated=file["annotated"][:] if "annotated" in file else None,
         quality=_read_quality(quality) if quality is not None else None,
         excluded=(quality["excluded/coords"][:], _read_quality(quality["excluded"])) if quality is not None else None,
