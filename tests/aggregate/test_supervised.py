@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import optimize
 
+from helpers.error_codes import has_code
 from selfvitmil import stain
 from selfvitmil.aggregate.supervised.base import (
     AnnotatedSlide,
@@ -25,6 +26,7 @@ from selfvitmil.aggregate.supervised.base import (
     coverage_of_table,
     label_by_coverage,
     label_slides,
+    read_history,
     read_model,
 )
 from selfvitmil.aggregate.supervised.probe import TileProbe, save_probe, train_probe
@@ -355,6 +357,11 @@ def test_a_probe_in_files(tmp_path: Path):
     probe, bag = TileProbe(8), planted.bags["slide09"]
     probe.load_state_dict(tensors)
     assert np.array_equal(tiles_by(probe, bag), tiles_by(trained.module, bag))
+    history = tmp_path / "b" / "metrics.jsonl"
+    assert read_history(tmp_path / "b") == tuple(trained.history)
+    history.write_bytes(history.read_bytes()[:-9])
+    with pytest.raises(ArtefactError, match="metrics", check=has_code("unreadable-model")):
+        read_history(tmp_path / "b")
     weights = tmp_path / "a" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ArtefactError, match="damaged"):

@@ -119,7 +119,7 @@ def _untimed(path: Path) -> bytes | None:
     if path.name == "metrics.jsonl":
         try:
             lines = [json.loads(line) for line in content.decode().splitlines()]
-        except ValueError:  # a damaged line: a difference, which the campaign reports with its fault
+        except ValueError:  # a damaged line, which is a difference
             return content
         return json.dumps([{k: v for k, v in line.items() if not _is_time(k)} for line in lines]).encode()
     if path.name in ("table.csv", "table.md", "auc.svg") and path.parent.name == "compare":

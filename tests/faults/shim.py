@@ -46,8 +46,8 @@ class Shim:
     fired: list[str] = field(default_factory=list)
     crash: bool = False
     """Instead of failing call number `at`, the machine loses power there: what was not synced is gone or torn."""
-    dirty: set[str] = field(default_factory=set)
-    """Files written to since they were last synced."""
+    dirty: dict[str, int] = field(default_factory=dict)
+    """Files written to since they were last synced, with their length then: what is behind it may be lost."""
     renamed: list[tuple[str, bytes | None]] = field(default_factory=list)
     """Names that were replaced in folders not synced since, with what they held before."""
     report: Path | None = None
@@ -88,14 +88,15 @@ class Shim:
             name = os.fspath(path) if isinstance(path, str | bytes | os.PathLike) else None  # as the system does
             raise OSError(kind, os.strerror(kind), name)
 
-    def written(self, path: Any) -> None:
-        """Note that a file has content which is not on the disk yet."""
-        self.dirty.add(os.path.abspath(os.fsdecode(path)))
+    def writing(self, path: Any) -> None:
+        """Note that a file is about to get content which is not on the disk yet."""
+        name = os.path.abspath(os.fsdecode(path))
+        self.dirty.setdefault(name, os.path.getsize(name) if os.path.exists(name) else 0)
 
     def synced(self, descriptor: int) -> None:
         """Note that a file, or the names of a folder, are on the disk."""
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        self.dirty.discard(path)
+        self.dirty.pop(path, None)
         self.renamed = [(name, old) for name, old in self.renamed if os.path.dirname(name) != path]
 
     def replacing(self, source: Any, target: Any) -> None:
@@ -107,15 +108,17 @@ class Shim:
                 before = file.read()
         self.renamed.append((new, before))
         if old in self.dirty:
-            self.dirty.discard(old)
-            self.dirty.add(new)
+            self.dirty[new] = self.dirty.pop(old)
 
     def lose_power(self, operation: str, path: Any) -> None:
         """Undo what was not synced, and end the process."""
         self.fired.append(f"{operation} {path}")
         for number, name in enumerate(sorted(self.dirty)):
             if os.path.isfile(name):
-                os.truncate(name, (0, os.path.getsize(name) // 2)[number % 2])
+                kept, length = self.dirty[name], os.path.getsize(name)
+                os.truncate(name, (kept, (kept + length) // 2, kept)[(number + self.at) % 3])
+                if (number + self.at) % 3 == 2:  # the length was written, the content was not
+                    os.truncate(name, length)
         for name, before in reversed(self.renamed):
             if before is None:
                 _os_unlink(name)
@@ -144,7 +147,7 @@ def install(shim: Shim) -> None:
     class File(io.FileIO):
         def write(self, content: Any, /) -> int:
             kind = shim.fails("write", self.name)
-            shim.written(self.name)
+            shim.writing(self.name)
             if kind == SHORT:
                 view = memoryview(content).cast("B")
                 return super().write(view[: max(1, len(view) // 2)])
@@ -223,13 +226,12 @@ def install(shim: Shim) -> None:
                 super().__init__(_Whole(open_file(name, "rb", 0)), mode, *rest, **options)
             else:  # by the library's own driver, since the layout of the file depends on the driver
                 shim.check("create", name)
+                shim.writing(name)
                 super().__init__(name, mode, *rest, **options)
                 self._torn = os.fspath(name)
 
         def close(self) -> None:
             path, self._torn = self._torn, ""
-            if path:
-                shim.written(path)
             super().close()
             kind = shim.fails("write", path) if path else None
             if kind is not None:  # HDF5 loops over short writes: what fails in the end is the disk

@@ -1087,6 +1087,43 @@ def test_metrics_are_json_lines(images: Path, tmp_path: Path):
     assert wanted | {"feature_rank", "feature_std"} <= set(lines[0])
 
 
+def test_metrics_are_on_the_disk_before_the_checkpoint(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else a power failure takes lines that no resumed run writes again."""
+    log, synced, sync, write = tmp_path / "run" / "metrics.jsonl", [""], os.fsync, train.write_checkpoint
+
+    def noting(descriptor: int) -> None:
+        sync(descriptor)
+        if log.exists() and os.path.samestat(os.fstat(descriptor), log.stat()):
+            synced.append(log.read_text())
+
+    def checked(folder: Path, state: Any) -> None:
+        assert synced[-1] == log.read_text()
+        assert len(synced[-1].splitlines()) == state["step"]
+        write(folder, state)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(train, "write_checkpoint", checked)
+    pretrain(ImageTiles(images), tmp_path / "run", tiny(steps=3), ORIGIN, device="cpu")
+    assert len(synced[-1].splitlines()) == 3
+
+
+def test_damaged_metrics_are_repaired_or_told(images: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    path = run / "metrics.jsonl"
+    pretrain(ImageTiles(images), run, tiny(), ORIGIN, device="cpu", report=stop_at_once)
+    sound = path.read_text()
+    path.write_text("\0" * 30 + "\n" + sound)
+    resumed = pretrain(ImageTiles(images), run, tiny(), ORIGIN, device="cpu")
+    assert [warning for warning in resumed.warnings if "1 line of metrics.jsonl cannot be read" in warning]
+    assert path.read_text().startswith(sound)
+    weights = (run / "model.safetensors").read_bytes()
+    path.write_text(path.read_text() + '{"step"')
+    again = pretrain(ImageTiles(images), run, tiny(), ORIGIN, device="cpu")
+    assert again.note == "up to date"
+    assert [warning for warning in again.warnings if "1 line of metrics.jsonl cannot be read" in warning]
+    assert (run / "model.safetensors").read_bytes() == weights
+
+
 @pytest.mark.parametrize(
     ("tile_px", "view_px", "scale", "made_for"),
     [

@@ -303,13 +303,15 @@ def test_collapsed_embeddings_have_one_query():
 def test_neighbours_of_the_trained_encoder_and_of_one_from_elsewhere_are_shown(tmp_path: Path):
     for folder in ("encoders/dino", "encoders/untrained_dino", "encoders/mean_color"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "encoders/dino/metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    (tmp_path / "encoders/dino/metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
     (tmp_path / "tiles" / "0.5mpp").mkdir(parents=True)
     (tmp_path / "tiles" / "0.5mpp" / "a.jpg").write_bytes(b"")
     for features in ("0.5mpp/uni", "0.5mpp/untrained_dino", "0.5mpp/mean_color", "0.5mpp/dino__cls4", "0.25mpp/dino"):
         tiling, name = features.split("/")
         (tmp_path / "bags" / tiling / f"features_{name}").mkdir(parents=True)
-    assert StudyFiles.read(tmp_path).shown_features() == ["0.5mpp/dino__cls4", "0.5mpp/uni"]
+    files = StudyFiles.read(tmp_path)
+    assert files.shown_features() == ["0.5mpp/dino__cls4", "0.5mpp/uni"]
+    assert files.problems == ("encoders/dino/metrics.jsonl: 1 of its lines cannot be read",)
 
 
 # ---------------------------------------------------------------------------------------------------- the page

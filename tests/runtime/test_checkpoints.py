@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError
-from selfvitmil.runtime.training import CHECKPOINT_FILE, read_checkpoint, write_checkpoint
+from selfvitmil.runtime.training import CHECKPOINT_FILE, MetricsLog, read_checkpoint, write_checkpoint
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
@@ -43,3 +44,18 @@ def test_a_disk_that_fails_while_a_checkpoint_is_written_is_named(
     state = read_checkpoint(tmp_path)
     assert state is not None
     assert state["step"] == 1
+
+
+DAMAGE = {"torn": b'{"step": 2, "lo\n', "zeros": b"\0" * 40 + b"\n", "a number": b"7\n", "no step": b'{"loss": 1.0}\n'}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_resumed_log_keeps_every_whole_line_before_its_checkpoint(damage: bytes, tmp_path: Path):
+    before, after = ([json.dumps({"step": step}) + "\n" for step in steps] for steps in (range(2), range(3, 6)))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("".join(before).encode() + damage + "".join(after).encode() + b'{"step": 6, "l')
+    with MetricsLog(tmp_path, 5) as log:
+        assert log.damaged == 2
+        log.add({"step": 5, "again": True})
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [0, 1, 3, 4, 5]

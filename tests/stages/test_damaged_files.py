@@ -49,8 +49,8 @@ def test_a_damaged_table_of_lesions_is_named(content: bytes, tmp_path: Path):
         write_tables(tmp_path, {}, ())
 
 
-def test_damaged_metrics_end_at_the_damage(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1}\n{"st\xff\xfe": 2}x\n')
+def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"st\xff\xfe": 2}x\n{"step": 1}\n\0\0\0\n[3]\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 0}, {"step": 1}]
     assert last_metrics(tmp_path) == {"step": 1}
 

@@ -57,7 +57,7 @@ from selfvitmil.runtime.device import AsyncValues, Worker, arithmetic, distribut
 from selfvitmil.runtime.training import (
     MetricsLog,
     read_checkpoint,
-    read_metrics,
+    read_metrics_and_damage,
     tensorboard_writer,
     write_checkpoint,
 )
@@ -149,7 +149,9 @@ def pretrain(
         stop = stack.enter_context(stop_on_signal())
         run = PretrainRun(source, out, settings, origin, worker, stop)
         if run.is_finished():
-            lines = read_metrics(out)
+            lines, damaged = read_metrics_and_damage(out)
+            if damaged:
+                run.warnings.append(f"{_damaged_lines(damaged)} left out of the report's curves; the encoder is whole")
             return run.result("up to date", True, lines[-1] if lines else {})
         note = run.prepare()
         finished = run.train(report or (lambda line: None), snapshots or {})
@@ -175,6 +177,11 @@ def run_freshness(
 
 
 # ---------------------------------------------------------------------------------------------------- the run
+
+
+def _damaged_lines(number: int) -> str:
+    lines, are = ("line", "is") if number == 1 else ("lines", "are")
+    return f"{number} {lines} of metrics.jsonl cannot be read, as after a power failure, and {are}"
 
 
 class _Checked(NamedTuple):
@@ -428,6 +435,10 @@ class PretrainRun:
         worker, total = self.worker, self.hyperparameters.total_steps
         if worker.is_first:
             self.metrics = MetricsLog(self.out, self.step, tensorboard=self.settings.tensorboard)
+            if self.metrics.damaged:
+                self.warnings.append(
+                    f"{_damaged_lines(self.metrics.damaged)} removed; lines from step {self.step} on are written again"
+                )
         if self.quality.ends:  # killed after the checkpoint of its early end
             return True
         loader = TileLoader(
@@ -589,6 +600,8 @@ class PretrainRun:
     def _save(self) -> None:
         """Write the checkpoint."""
         if self.worker.is_first:
+            assert self.metrics is not None
+            self.metrics.sync()  # first: a resumed run writes no line from before its checkpoint again
             own = self.provenance
             state = {
                 "made_from": self.made_from,

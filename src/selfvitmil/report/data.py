@@ -55,7 +55,7 @@ from selfvitmil.report.results import (
     read_results,
     slide_data,
 )
-from selfvitmil.runtime.training import read_metrics
+from selfvitmil.runtime.training import read_metrics_and_damage
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.failures import Failure, fold_failures, read_failures
 from selfvitmil.store.files import section, write_text
@@ -284,6 +284,15 @@ class Reader:
             self.problems.append(f"{where} cannot be read ({type(error).__name__})")
         return otherwise
 
+    def metrics(self, encoder: Path) -> list[dict[str, Any]]:
+        """Return the lines of an encoder's `metrics.jsonl`."""
+        lines, damaged = self.attempt(
+            encoder / "metrics.jsonl", lambda path: read_metrics_and_damage(path.parent), ([], 0)
+        )
+        if damaged:
+            self.problems.append(f"encoders/{encoder.name}/metrics.jsonl: {damaged} of its lines cannot be read")
+        return lines
+
     def text(self, path: Path) -> str:
         return self.attempt(path, lambda path: path.read_text(encoding="utf-8"), "")
 
@@ -431,7 +440,7 @@ def _read_encoder(reader: Reader, folder: Path) -> EncoderFolder:
     return EncoderFolder(
         folder.name,
         reader.json(folder / "config.json"),
-        reader.attempt(folder / "metrics.jsonl", lambda path: read_metrics(path.parent), []),
+        reader.metrics(folder),
         reader.toml(folder / SETTINGS_FILE),
         reader.text(folder / SLIDES_FILE).splitlines(),
     )

@@ -1,9 +1,10 @@
 """What training loops share: parameter groups, the cosine schedule, and the files of a run.
 
 `state.pt` is the checkpoint. It is replaced atomically, so there is always a valid one, and read without running
-anything it holds. `metrics.jsonl` grows by a line every few steps; a resumed run first removes the lines of steps that
-it repeats. The same values go to `tensorboard/` on request: one event file per start of the run, each of which tells
-TensorBoard from which step on earlier events are void.
+anything it holds. `metrics.jsonl` grows by a line every few steps and is synced before each checkpoint, so that a
+crash loses only lines of steps that are repeated; a resumed run first removes those, and damaged ones. The same values
+go to `tensorboard/` on request: one event file per start of the run, each of which tells TensorBoard from which step on
+earlier events are void.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.store.files import atomic_path, load_torch, write_text
+from selfvitmil.store.files import atomic_path, load_torch, read_json_lines, sync, write_error, write_text
 
 FORMAT_VERSION = 1
 CHECKPOINT_FILE = "state.pt"
@@ -125,7 +126,9 @@ class MetricsLog:
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False):
         self.path = folder / METRICS_FILE
-        self.lines = [line for line in read_metrics(folder) if line["step"] < first_step]
+        lines, self.damaged = read_metrics_and_damage(folder)
+        """The second: how many lines could not be read and were removed."""
+        self.lines = [line for line in lines if line["step"] < first_step]
         """All lines so far."""
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
         self._board: Any = None
@@ -148,6 +151,13 @@ class MetricsLog:
             for name, value in scalars_of(line).items():
                 self._board.add_scalar(name, value, line["step"])
             self._board.flush()
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        try:
+            sync(self.path)
+        except OSError as error:
+            raise write_error(self.path, error) from error
 
 
 def tensorboard_writer() -> Any:
@@ -176,14 +186,12 @@ def scalars_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl`; a last one that was cut short by a crash does not count."""
-    path = folder / METRICS_FILE
-    if not path.exists():
-        return []
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """Return the lines of `metrics.jsonl`, without damaged ones."""
+    return read_metrics_and_damage(folder)[0]
+
+
+def read_metrics_and_damage(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of `metrics.jsonl` that can be read, and the number of others."""
+    objects, damaged = read_json_lines(folder / METRICS_FILE)
+    lines = [line for line in objects if isinstance(line.get("step"), int)]
+    return lines, damaged + len(objects) - len(lines)

@@ -37,7 +37,7 @@ from selfvitmil.stages.base import (
     passed,
     unknown,
 )
-from selfvitmil.store.files import read_json, write_text
+from selfvitmil.store.files import read_json, read_json_lines, write_text
 from selfvitmil.store.layout import SLIDES_FILE, StudyLayout
 from selfvitmil.store.provenance import Freshness
 from selfvitmil.study import Study, encoder_name, slides_of, split_encoders
@@ -597,11 +597,5 @@ def _estimate_encoder(plan: RunPlan, measures: Measures, run: EncoderRun) -> Est
 
 def last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of an encoder's metrics.jsonl; empty where there is none. Loads no torch."""
-    last: dict[str, Any] = {}
-    metrics = folder / "metrics.jsonl"
-    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else ():
-        try:
-            last = json.loads(text)
-        except json.JSONDecodeError:  # the line that is being written
-            break
-    return last
+    lines, _ = read_json_lines(folder / "metrics.jsonl")
+    return lines[-1] if lines else {}

@@ -48,9 +48,9 @@ def atomic_path(path: Path) -> Generator[Path, None, None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
@@ -103,7 +103,8 @@ def remove_leftovers(folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -226,6 +227,25 @@ def check_size(path: Path, most_bytes: int = MAX_JSON_BYTES) -> None:
 
 def _no_constant(word: str) -> float:
     raise UnsafeFile(f"it contains {word}, which is not a JSON number")
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a log with one per line, and how many lines are none; nothing where there is no file.
+
+    A crash leaves a last line that is torn or full of zeros.
+    """
+    objects: list[dict[str, Any]] = []
+    damaged = 0
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            value = json.loads(text)
+        except (json.JSONDecodeError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            objects.append(cast("dict[str, Any]", value))
+        else:
+            damaged += 1
+    return objects, damaged
 
 
 # ---------------------------------------------------------------------------------------------------- folders

@@ -31,7 +31,7 @@ from selfvitmil.cohort.table import listing
 from selfvitmil.errors import ArtefactError, BagError, CohortError, ConfigError
 from selfvitmil.formatting import percent
 from selfvitmil.settings import SupervisedSettings
-from selfvitmil.store.files import write_bytes, write_text
+from selfvitmil.store.files import read_json_lines, write_bytes, write_text
 from selfvitmil.tiles import TileTable, boxes_l0, read_tiles
 
 TUMOUR, NORMAL, LEFT_OUT = 1, 0, -1
@@ -285,8 +285,11 @@ def read_model(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def read_history(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Return the lines of `metrics.jsonl`."""
-    return tuple(json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines())
+    """Return the lines of `metrics.jsonl`; raise ArtefactError where one cannot be read, since it was written whole."""
+    lines, damaged = read_json_lines(folder / METRICS)
+    if damaged or not lines:
+        raise _unreadable(folder, f"{METRICS} is damaged or missing")
+    return tuple(lines)
 
 
 def _unreadable(folder: Path, why: str) -> ArtefactError:
