@@ -12,14 +12,18 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from faults import damage, shim
 from faults.children import Done, run_command, scratch
 from faults.miniature import NAMES, STAGES, Miniature, differences
 from faults.recovery import Tally, after_rerun, tail
+
+T = TypeVar("T")
+
 
 # ---------------------------------------------------------------------------------------------------- I/O faults
 
@@ -98,25 +102,33 @@ def count_calls(mini: Miniature, k: int) -> int:
 
 
 def io_faults(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int]) -> None:
-    """Fail calls of all stages in turns, in an order drawn by the seed; with enough time every call is tried.
+    """Fail calls of all stages, in an order drawn by the seed; with enough time every call is tried.
 
     Which error, and whether for good, goes round with the number of the call and the seed.
     """
-    turns: list[list[IoFault]] = []
+    faults: dict[int, list[IoFault]] = {}
     for k in stages:
         calls = list(range(1, count_calls(mini, k) + 1))
         random.Random(f"{seed} {k}").shuffle(calls)
         print(f"io: {NAMES[k]} makes {len(calls)} calls", flush=True)
-        turns.append([_fault_of(k, at, seed) for at in calls])
-    for turn in zip_longest(*turns):
-        for fault in turn:
-            if time.monotonic() > until:
-                return
-            if fault is None:  # all calls of this stage were tried
-                continue
-            fired, problems = try_io_fault(mini, fault)
-            if fired or problems:
-                tally.add(f"io {NAMES[fault.stage]}", f"--part io --only {fault}", problems)
+        faults[k] = [_fault_of(k, at, seed) for at in calls]
+    for fault in in_turns(faults, until):
+        fired, problems = try_io_fault(mini, fault)
+        if fired or problems:
+            tally.add(f"io {NAMES[fault.stage]}", f"--part io --only {fault}", problems)
+
+
+def in_turns(by_stage: Mapping[int, Sequence[T]], until: float) -> Iterator[T]:
+    """Yield what to try in each stage, next always in the stage that took the least time so far."""
+    left, spent = {k: iter(each) for k, each in by_stage.items()}, dict.fromkeys(by_stage, 0.0)
+    while left and time.monotonic() < until:
+        k = min(left, key=lambda k: spent[k])
+        begin = time.monotonic()
+        try:
+            yield next(left[k])
+        except StopIteration:  # all of this stage was tried
+            del left[k]
+        spent[k] += time.monotonic() - begin
 
 
 def _fault_of(stage: int, at: int, seed: int) -> IoFault:
@@ -128,22 +140,17 @@ def _fault_of(stage: int, at: int, seed: int) -> IoFault:
 
 def crashes(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[int], per_stage: int = 30) -> None:
     """Lose power at calls spread over each stage: what was not synced is dropped or torn."""
-    turns: list[list[IoFault]] = []
+    faults: dict[int, list[IoFault]] = {}
     for k in stages:
         calls = count_calls(mini, k)
         step = max(1, calls // per_stage)
         places = list(range(1 + seed % step, calls + 1, step))
         random.Random(f"{seed} {k}").shuffle(places)
-        turns.append([IoFault(k, at, 0, lasting=False, crash=True) for at in places])
-    for turn in zip_longest(*turns):
-        for fault in turn:
-            if time.monotonic() > until:
-                return
-            if fault is None:
-                continue
-            fired, problems = try_io_fault(mini, fault, "crash")
-            repeat = f"--only {fault}"
-            tally.add(f"power {NAMES[fault.stage]}", repeat, problems if fired else [*problems, "it did not fire"])
+        faults[k] = [IoFault(k, at, 0, lasting=False, crash=True) for at in places]
+    for fault in in_turns(faults, until):
+        fired, problems = try_io_fault(mini, fault, "crash")
+        repeat = f"--only {fault}"
+        tally.add(f"power {NAMES[fault.stage]}", repeat, problems if fired else [*problems, "it did not fire"])
 
 
 # ---------------------------------------------------------------------------------------------------- kills
@@ -156,15 +163,11 @@ def kills(mini: Miniature, tally: Tally, seed: int, until: float, stages: list[i
         begin = time.monotonic()
         run_command(STAGES[k].command(mini.copy(k, "kill")))
         durations[k] = time.monotonic() - begin
-    for turn in range(per_stage):
-        for k in stages:
-            if time.monotonic() > until:
-                return
-            moment = random.Random(f"{seed} {k} {turn}").uniform(0, durations[k])
-            work = mini.copy(k, "kill")
-            done = run_command(STAGES[k].command(work), kill_after=moment)
-            if done.status >= 0:
-                continue  # it was quicker
+    for k, turn in in_turns({k: [(k, turn) for turn in range(per_stage)] for k in stages}, until):
+        moment = random.Random(f"{seed} {k} {turn}").uniform(0, durations[k])
+        work = mini.copy(k, "kill")
+        done = run_command(STAGES[k].command(work), kill_after=moment)
+        if done.status < 0:  # else it was quicker
             tally.add(f"kill {NAMES[k]}", f"--part kill --seed {seed}", after_rerun(mini, k, work))
 
 
