@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfvitmil import aggregate, metrics
-from selfvitmil.aggregate import bag_tensors, graphs, recipes, selection, train
+from selfvitmil.aggregate import bag_tensors, base, graphs, recipes, selection, train
 from selfvitmil.aggregate.dsmil import DSMILOutput
 from selfvitmil.aggregate.recipes import recipe_of
 from selfvitmil.aggregate.train import BagScore, BagStore, LabelledBag, Trained, load_model, save_model, score
@@ -561,6 +561,21 @@ def test_scores_of_methods_without_streams_or_attention():
     (alone,) = score(quick("abmil").module, [one])
     assert (alone.attention_entropy, alone.critical) == (None, 0)
     assert score(trained.module, []) == []
+
+
+@pytest.mark.parametrize("name", ["dsmil", "abmil", "mean"])
+def test_nothing_of_single_tiles_is_kept_until_all_bags_are_scored(name: str, monkeypatch: pytest.MonkeyPatch):
+    kept: list[torch.Tensor] = []
+    whole = base._fetch
+
+    def fetch(summaries: Sequence[Any]) -> Any:
+        kept.extend(each for summary in summaries for each in summary if each is not None)
+        return whole(summaries)
+
+    monkeypatch.setattr(base, "_fetch", fetch)
+    score(quick(name).module, [each.bag for each in cohort(90, 94, size=1000)])
+    assert len(kept) >= 4 * 3
+    assert max(each.untyped_storage().nbytes() for each in kept) < 100
 
 
 def test_chowders_evidence_has_the_right_sign():

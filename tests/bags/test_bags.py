@@ -47,6 +47,15 @@ def test_round_trip_as_a_memory_map(written: tuple[Path, np.ndarray, TileTable])
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_coordinates_of_a_large_slide_are_a_memory_map(tmp_path: Path):
+    tiles = table((150_000, 60_000))
+    write_bag(tmp_path / "bags" / "t" / "features_vit" / "s.h5", np.zeros((len(tiles), 1)), tiles, "vit", {})
+    bag = read_bag(tmp_path / "bags" / "t" / "features_vit" / "s.h5")
+    assert isinstance(bag.coords, np.memmap)
+    assert np.array_equal(bag.coords, tiles.coords_l0)
+    assert bag.coords.dtype == tiles.coords_l0.dtype
+
+
 def test_layout_that_trident_readers_expect(written: tuple[Path, np.ndarray, TileTable]):
     path, features, tiles = written
     with h5py.File(path.parents[1] / "patches" / "s_patches.h5") as file:

@@ -443,7 +443,7 @@ def score(module: Aggregator, bags: Sequence[Bag], *, store: BagStore | None = N
     Raises BagError where a bag has another dimension than the module, no instance, or values that are not finite.
     """
     store = store or BagStore(next(module.parameters()).device)
-    summaries = [each.summary for each in _passes(module, bags, store)]
+    summaries = [_Numbers.of(each.summary) for each in _passes(module, bags, store)]
     return [_to_score(bag.slide, *values) for bag, values in zip(bags, _fetch(summaries), strict=True)]
 
 
@@ -473,7 +473,7 @@ def score_tiles(
         check_effect(bag)
     for each in _passes(module, bags, store):
         effect_NC = _effects(each, store) if effect else None
-        bag_score = _to_score(each.bag.slide, *_fetch([each.summary])[0])
+        bag_score = _to_score(each.bag.slide, *_fetch([_Numbers.of(each.summary)])[0])
         attention_NC = each.module.attention_evidence(each.output)
         yield TileScores(bag_score, _floats(attention_NC), _floats(each.instance_NC), effect_NC)
 
@@ -596,25 +596,30 @@ def _floats(values_NC: Tensor | None) -> Floats | None:
     return None if values_NC is None else np.ascontiguousarray(values_NC.float().cpu().numpy())
 
 
-def _fetch(summaries: Sequence[OutputSummary]) -> list[tuple[list[float], list[list[float]] | None, float, int]]:
+class _Numbers(NamedTuple):
+    """What is kept of a summary until all bags are scored: nothing per tile, which a large cohort has millions of."""
+
+    all_X: Tensor
+    """Entropy, critical instance, probabilities and, where there are any, those of the streams."""
+    num_classes: int
+
+    @classmethod
+    def of(cls, summary: OutputSummary) -> _Numbers:
+        parts = [summary.entropy.reshape(1), summary.evidence_N.argmax().reshape(1), summary.probabilities_C]
+        if summary.streams_2C is not None:
+            parts.append(summary.streams_2C.flatten())
+        return cls(torch.cat([each.double() for each in parts]), len(summary.probabilities_C))
+
+
+def _fetch(summaries: Sequence[_Numbers]) -> list[tuple[list[float], list[list[float]] | None, float, int]]:
     """Copy all summaries to the host, in one copy for all bags together."""
-    if not summaries:
-        return []
-    rows = torch.stack([_in_one(each) for each in summaries]).tolist()
-    num_classes = len(summaries[0].probabilities_C)
+    rows = torch.stack([each.all_X for each in summaries]).tolist() if summaries else []
     found: list[tuple[list[float], list[list[float]] | None, float, int]] = []
     for (entropy, critical, *values), each in zip(rows, summaries, strict=True):
-        probabilities, streams = values[:num_classes], values[num_classes:]
-        listed = None if each.streams_2C is None else [streams[:num_classes], streams[num_classes:]]
+        probabilities, streams = values[: each.num_classes], values[each.num_classes :]
+        listed = [streams[: each.num_classes], streams[each.num_classes :]] if streams else None
         found.append((probabilities, listed, entropy, int(critical)))
     return found
-
-
-def _in_one(summary: OutputSummary) -> Tensor:
-    """Return all numbers of a summary in one vector: entropy, critical instance, probabilities, streams."""
-    parts = [summary.entropy.reshape(1), summary.evidence_N.argmax().reshape(1), summary.probabilities_C]
-    streams_2C = summary.streams_2C
-    return torch.cat([each.double() for each in (*parts, *([] if streams_2C is None else [streams_2C.flatten()]))])
 
 
 def _to_score(

@@ -151,7 +151,7 @@ def read_bag(path: Path) -> Bag:
             if name is None:
                 raise KeyError(f"it has no dataset named features or feats, only {sorted(file)}")
             dataset: Any = file[name]
-            bag = _with_places(Bag(path.stem, _mapped(path, dataset), None), file)
+            bag = _with_places(Bag(path.stem, _mapped(path, dataset), None), path, file)
             if dataset.ndim == 1:  # of a whole slide; TRIDENT keeps the coordinates of its tiles beside it
                 bag = replace(bag, coords=None)
     except (OSError, KeyError, ValueError) as error:
@@ -186,14 +186,25 @@ def _mapped(path: Path, dataset: Any) -> Features:
     return np.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=shape)
 
 
-def _with_places(bag: Bag, file: Any) -> Bag:
+MAPPED_BYTES = 1 << 16
+"""Coordinates from this size on are memory-mapped; processes may have a few ten thousand maps."""
+
+
+def _coords(path: Path, dataset: Any) -> Features:
+    """Return the coordinates (N, 2); those of large slides do not stay in memory."""
+    if dataset.nbytes >= MAPPED_BYTES and dataset.dtype.kind in "fiu":
+        return _mapped(path, dataset)
+    return dataset[:].reshape(-1, 2) if dataset.ndim == 3 else dataset[:]
+
+
+def _with_places(bag: Bag, path: Path, file: Any) -> Bag:
     """Add coordinates and tile metadata."""
     attributes = {key: _plain(value) for key, value in file.attrs.items()}
     if "coords" not in file:
         return replace(
             bag, encoder=str(attributes.get("extractor", attributes.get("encoder", ""))), attributes=attributes
         )
-    coords = file["coords"][:].reshape(-1, 2) if file["coords"].ndim == 3 else file["coords"][:]
+    coords = _coords(path, file["coords"])
     if str(attributes.get("unit", "")) == "um":  # STAMP
         extent = attributes.get("tile_size_um", attributes.get("tile_size"))
         mpp = extent / attributes["tile_size_px"] if extent and attributes.get("tile_size_px") else None
@@ -215,7 +226,7 @@ def _with_places(bag: Bag, file: Any) -> Bag:
     name = "features" if "features" in file else "feats"
     return replace(
         bag,
-        coords=coords.astype(np.int64),
+        coords=coords.astype(np.int64, copy=False),
         tile_extent=float(extent) if extent is not None else None,
         mpp=of_coords.get("mpp"),
         encoder=str(file[name].attrs.get("encoder", "")),
