@@ -92,9 +92,12 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def tree_mb(pid: int) -> float:
-    """Anonymous memory of a process and all its children; 0 for one that has ended."""
+    """Anonymous memory of a process and all its children; 0 for one that has ended.
+
+    Proportional: a child that has just been forked shares all of its parent's memory, which counts once.
+    """
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        status = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
         children = [
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
@@ -102,7 +105,7 @@ def tree_mb(pid: int) -> float:
         ]
     except OSError:
         return 0.0
-    own = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
+    own = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Pss_Anon")), 0)
     return own / 1024 + sum(map(tree_mb, children))
 
 
