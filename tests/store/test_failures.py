@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from helpers.error_codes import has_code
 from selfvitmil.errors import ArtefactError, MissingMppError, SlideError
 from selfvitmil.store import files
-from selfvitmil.store.failures import Failure, read_failures, record_failures, without_folders
+from selfvitmil.store.failures import FAILURE_COLUMNS, Failure, read_failures, record_failures, without_folders
 
 
 def test_failures_are_replaced_only_for_what_was_tried(tmp_path: Path):
@@ -31,7 +31,33 @@ def test_failures_are_replaced_only_for_what_was_tried(tmp_path: Path):
         Failure("a", "check", "broken", "fix"),
         Failure("a", "tile", "broken, really", "fix"),
     ]
-    assert (tmp_path / "failures.csv").read_text().splitlines()[0] == "slide,stage,reason,what to do"
+    assert (tmp_path / "failures.csv").read_text().splitlines()[0] == ",".join(FAILURE_COLUMNS)
+
+
+def test_a_broken_slide_has_one_row_however_many_stages_lack_it(tmp_path: Path):
+    record_failures(tmp_path, "check", ["a", "b"], [Failure("a", "check", "a.svs: cut short", "Copy it")])
+    record_failures(tmp_path, "tile", ["a", "b"], [Failure("a", "tile", "a.svs: cut short", "Copy it")])
+    missing = Failure("a", "embed vit 0.5mpp", "a: no tile table in tiles/0.5mpp", "Run tile")
+    record_failures(tmp_path, missing.stage, ["a"], [missing])
+    record_failures(tmp_path, "train", ["a", "b"], [Failure("a", "train", "a: no feature file", "Run embed")])
+    _, *rows = (tmp_path / "failures.csv").read_text().splitlines()
+    assert rows == ["a,check,a.svs: cut short,Copy it,embed vit 0.5mpp; tile; train"]
+    assert [(each.slide, each.stage) for each in read_failures(tmp_path)] == [
+        ("a", stage) for stage in ("check", "embed vit 0.5mpp", "tile", "train")
+    ]
+    # Its file was copied again: check succeeds, and then tile.
+    record_failures(tmp_path, "check", ["a"], [])
+    record_failures(tmp_path, "tile", ["a"], [])
+    left = {each.stage: each.reason for each in read_failures(tmp_path)}
+    assert left == dict.fromkeys(["embed vit 0.5mpp", "train"], "a: not done, because of its failure in check")
+    record_failures(tmp_path, "embed vit 0.5mpp", ["a"], [])
+    record_failures(tmp_path, "train", ["a"], [])
+    assert read_failures(tmp_path) == []
+
+
+def test_failures_of_the_version_before_are_read(tmp_path: Path):
+    (tmp_path / "failures.csv").write_text("slide,stage,reason,what to do\na,tile,x,y\n")
+    assert read_failures(tmp_path) == [Failure("a", "tile", "x", "y")]
 
 
 def test_emptied_failures_are_none(tmp_path: Path):

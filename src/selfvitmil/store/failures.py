@@ -87,18 +87,22 @@ def _place(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do")
+FAILURE_COLUMNS = ("slide", "stage", "reason", "what to do", "so also missing in")
+"""The last one names stages that lack the slide because of this failure; files of earlier versions do not have it."""
 
 
 def read_failures(study: Path) -> list[Failure]:
-    """Return the rows of `failures.csv`, none without such a file; raise ArtefactError where it is another table."""
+    """Return the failures in `failures.csv`, of each slide in every stage; none without such a file.
+
+    Raises ArtefactError where it is another table.
+    """
     path = StudyLayout(study).failures
     if not path.exists():
         return []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header, *rows = [tuple(row) for row in csv.reader(file) if row] or [FAILURE_COLUMNS]
-        if header != FAILURE_COLUMNS:
+        if header not in (FAILURE_COLUMNS, FAILURE_COLUMNS[:4]):
             raise ValueError(f"its columns are {', '.join(filter(None, header))}")
         for row in rows:
             if len(row) != len(header):
@@ -111,11 +115,23 @@ def read_failures(study: Path) -> list[Failure]:
             "Move it away: the next command writes it anew",
             code="invalid-failures-table",
         ) from None
-    return [Failure(*row) for row in rows]
+    return [failure for row in rows for failure in _unfolded(*row)]
 
 
-MISSING_INPUT = ("no tile table", "no feature file")
+def _unfolded(slide: str, stage: str, reason: str, remedy: str, later: str = "") -> Iterator[Failure]:
+    yield Failure(slide, stage, reason, remedy)
+    because = reason if is_consequence(reason) else f"{slide}: {BECAUSE}{stage}"
+    for other in later.split("; ") if later else ():
+        yield Failure(slide, other, because, remedy)
+
+
+BECAUSE = "not done, because of its failure in "
+MISSING_INPUT = ("no tile table", "no feature file", BECAUSE)
 """What a failure says whose cause is that an earlier stage did not do the slide."""
+
+
+def is_consequence(reason: str) -> bool:
+    return any(words in reason for words in MISSING_INPUT)
 
 
 def fold_failures(failures: Iterable[Failure]) -> list[tuple[Failure, tuple[str, ...]]]:
@@ -128,7 +144,7 @@ def fold_failures(failures: Iterable[Failure]) -> list[tuple[Failure, tuple[str,
         by_slide.setdefault(failure.slide, []).append(failure)
     folded: list[tuple[Failure, tuple[str, ...]]] = []
     for own in by_slide.values():
-        causes = [each for each in own if not any(words in each.reason for words in MISSING_INPUT)] or own[:1]
+        causes = [each for each in own if not is_consequence(each.reason)] or own[:1]
         distinct = list({each.reason: each for each in reversed(causes)}.values())[::-1]
         stages = [each.stage for each in own if each not in distinct]
         folded += [(each, tuple(stages) if number == 0 else ()) for number, each in enumerate(distinct)]
@@ -136,7 +152,7 @@ def fold_failures(failures: Iterable[Failure]) -> list[tuple[Failure, tuple[str,
 
 
 def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Iterable[Failure]) -> None:
-    """Update `failures.csv` for the slides that `stage` has just tried; other rows stay.
+    """Update `failures.csv` for the slides that `stage` has just tried; other rows stay. Each cause has one row.
 
     An unreadable file, edited by somebody, is renamed and a line on stderr says so: neither it nor the new failures
     are lost.
@@ -149,10 +165,10 @@ def record_failures(study: Path, stage: str, tried: Iterable[str], failures: Ite
         before = []
         _put_aside(path, error)
     kept = [row for row in before if row.stage != stage or row.slide not in tried]
-    rows = sorted({*kept, *failures})
+    rows = fold_failures(sorted({*kept, *failures}))
     if not rows and not path.exists():
         return
-    write_csv(path, [FAILURE_COLUMNS, *(astuple(row)[:4] for row in rows)])
+    write_csv(path, [FAILURE_COLUMNS, *((*astuple(row)[:4], "; ".join(later)) for row, later in rows)])
 
 
 def _put_aside(path: Path, error: ArtefactError) -> None:

@@ -36,7 +36,7 @@ from selfvitmil.localize.heatmap import SCHEMA, SlidePrediction, main_first, pre
 from selfvitmil.pseudonyms import Names, names_of
 from selfvitmil.settings import LocalizeSettings, StudySettings, read_toml, resolve_settings, without_removed
 from selfvitmil.slides import SlideRef
-from selfvitmil.store.failures import Failure, read_failures
+from selfvitmil.store.failures import Failure, fold_failures, read_failures
 from selfvitmil.store.files import open_hdf5
 from selfvitmil.store.layout import StudyLayout
 from selfvitmil.view.tiles import OVERLAP_PX, TILE_PX, FileState, OpenedSlide, state_of
@@ -316,7 +316,7 @@ class ViewedStudy:
             "queue": self.queue,
             "models": [model_data(model) for model in models],
             "slides": [self._slide_row(slide, models, failed.get(slide.row.slide)) for slide in self.slides.values()],
-            "failures": self._failures_data((*failures, *found.failures)),
+            "failures": self._failures_data((*(cause for cause, _ in fold_failures(failures)), *found.failures)),
         }
 
     def _recorded_failures(self) -> list[Failure]:
