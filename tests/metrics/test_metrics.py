@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import expit, softmax
 from scipy.stats import norm
+from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import roc_curve as sklearn_roc
 
 from selfvitmil import metrics
 from selfvitmil.errors import MetricError
@@ -584,6 +586,12 @@ def test_to_logits_undoes_the_sigmoid_and_stays_finite():
         (lambda: metrics.auc([0, 1, 2], [0.1, 0.2, 0.3]), "label 2 at position 2"),
         (lambda: metrics.auc(["0", "1"], [0.1, 0.2]), "label '0' at position 0"),
         (lambda: metrics.auc([0, 1, np.nan], [0.1, 0.2, 0.3]), "label nan"),
+        (lambda: metrics.auc(["a", "b"], [0.1, 0.2], positive="c"), "positive='c'"),
+        (lambda: metrics.auc(["a", "b", "c"], [0.1, 0.2, 0.3], positive="c"), "labels of 3 classes ('a', 'b', 'c')"),
+        (lambda: metrics.auc(["a", "a"], [0.1, 0.2], positive="b"), "all 2 labels are a"),
+        (lambda: metrics.auc(["a", None, "b"], [0.1, 0.2, 0.3], positive="b"), "label None at position 1"),
+        (lambda: metrics.auc(["a", "b", np.nan], [0.1, 0.2, 0.3], positive="b"), "label 'nan' at position 2"),
+        (lambda: metrics.auc(["a", "b", ""], [0.1, 0.2, 0.3], positive="b"), "label '' at position 2"),
         (lambda: metrics.auc([0, 1], [0.1, np.nan]), "1 of 2 scores are NaN"),
         (lambda: metrics.auc([0, 1], [0.1, 0.2, 0.3]), "scores of shape"),
         (lambda: metrics.auc_interval([0, 1], [0.1, 0.2], level=95), "confidence level 95"),
@@ -607,6 +615,39 @@ def test_what_cannot_be_computed_is_said(call, text):
     assert text in str(caught.value)
     assert caught.value.why
     assert caught.value.how
+
+
+def test_names_of_classes_with_a_positive_one_give_the_metrics_of_scikit_learn():
+    numbers, scores = normal_scores(20, 30, 1.0, seed=3)
+    words = np.where(numbers == 1, "tumour", "normal")
+    for each in (words, words.tolist(), words.astype(object), np.where(numbers == 1, 7, 3)):
+        labels = np.asarray(each)
+        positive = labels[int(np.argmax(numbers))]
+        named = {"positive": positive}
+        assert metrics.auc(labels, scores, **named) == pytest.approx(
+            roc_auc_score(words == "tumour", scores), abs=1e-12
+        )
+        assert metrics.average_precision(labels, scores, **named) == pytest.approx(
+            average_precision_score(words, scores, pos_label="tumour"), abs=1e-12
+        )
+        theirs = sklearn_roc(words, scores, pos_label="tumour", drop_intermediate=False)
+        np.testing.assert_allclose(metrics.roc_curve(labels, scores, **named).false_positive_rate, theirs[0])
+        np.testing.assert_allclose(metrics.roc_curve(labels, scores, **named).sensitivity, theirs[1])
+        assert metrics.auc_interval(labels, scores, **named) == metrics.auc_interval(numbers, scores)
+        assert metrics.paired_auc_test(labels, scores, -scores, **named).auc_a == metrics.auc(numbers, scores)
+        threshold = metrics.youden_threshold(labels, scores, **named)
+        assert threshold == metrics.youden_threshold(numbers, scores)
+        assert metrics.decide(labels, scores, threshold, **named) == metrics.decide(numbers, scores, threshold)
+    flipped = metrics.auc(words, scores, positive="normal")
+    assert flipped == pytest.approx(1 - metrics.auc(numbers, scores), abs=1e-12)
+
+
+@pytest.mark.parametrize("labels", [["tumor", "normal"], [1, 2]])
+def test_without_a_positive_class_the_error_names_the_choices(labels: list[str] | list[int]):
+    with pytest.raises(MetricError, match=r"labels must be integers from 0 to 1") as caught:
+        metrics.auc(labels, [0.1, 0.2])
+    assert all(f"positive={name!r}" in caught.value.how for name in labels)
+    metrics.auc(labels, [0.1, 0.2], positive=labels[0])  # and that works
 
 
 def test_results_are_plain_numbers_and_reproducible():

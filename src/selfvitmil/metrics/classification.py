@@ -45,8 +45,11 @@ class Interval:
     level: float = 0.95
 
 
-def check_labels(labels: ArrayLike, num_classes: int = 2) -> Labels:
-    """Return labels as integers 0 .. num_classes - 1, or raise MetricError that shows the first invalid one."""
+def check_labels(labels: ArrayLike, num_classes: int = 2, positive: str | float | None = None) -> Labels:
+    """Return labels as integers 0 .. num_classes - 1, or raise MetricError that shows the first invalid one.
+
+    With `positive`, labels may be any two names or numbers; that one becomes 1, the other 0.
+    """
     given = np.asarray(labels)
     if given.ndim != 1 or not len(given):
         raise MetricError(
@@ -55,17 +58,60 @@ def check_labels(labels: ArrayLike, num_classes: int = 2) -> Labels:
             "Pass a list of labels",
             code="invalid-labels",
         )
+    if positive is not None:
+        return _one_for_positive(given, positive)
     numeric = given.dtype.kind in "biuf"
     known = np.isin(given, np.arange(num_classes)) if numeric else np.zeros(len(given), dtype=bool)
     if not known.all():
         wrong = int(np.argmin(known))
         raise MetricError(
-            f"label {given[wrong].item()!r} at position {wrong}",
+            f"label {given[wrong : wrong + 1].tolist()[0]!r} at position {wrong}",
             f"labels must be integers from 0 to {num_classes - 1}",
-            "Convert class names to numbers, and leave out samples without a label",
+            _as_numbers(given, num_classes),
             code="invalid-labels",
         )
     return given.astype(np.int64)
+
+
+def _as_numbers(given: NDArray[np.generic], num_classes: int) -> str:
+    """Return what to do with labels that are no class numbers, with the words of the labels themselves."""
+    names = sorted(set(given.tolist()), key=str)
+    if num_classes == 2 and len(names) == 2 and all(each == each and each not in (None, "", "nan") for each in names):
+        examples = " or ".join(f"positive={name!r}" for name in names)
+        return f"Pass {examples} where a function takes `positive`; elsewhere 1 for the positive class, 0 for the other"
+    return "Convert class names to numbers, and leave out samples without a label"
+
+
+def _one_for_positive(given: NDArray[np.generic], positive: str | float) -> Labels:
+    """Return 1 where the label is `positive` and 0 where it is the only other one."""
+    values = given.tolist()
+    missing = [k for k, each in enumerate(values) if each is None or each != each or each in ("", "nan")]
+    if missing:
+        raise MetricError(
+            f"label {values[missing[0]]!r} at position {missing[0]}",
+            "it is no class",
+            "Leave out samples without a label",
+            code="invalid-labels",
+        )
+    names = sorted(set(values), key=str)
+    if len(names) == 1:
+        raise _one_class(len(values), names[0])
+    shown = ", ".join(repr(each) for each in names[:6]) + (" ..." if len(names) > 6 else "")
+    if len(names) > 2:
+        raise MetricError(
+            f"labels of {len(names)} classes ({shown})",
+            "a positive class and one other are needed",
+            "Leave the other classes out, merge them, or use multiclass_auc",
+            code="invalid-labels",
+        )
+    if positive not in names:
+        raise MetricError(
+            f"positive={positive!r}",
+            f"the labels are {shown}",
+            "Pass one of them",
+            code="invalid-labels",
+        )
+    return (given == positive).astype(np.int64)
 
 
 def check_scores(scores: ArrayLike, count: int, columns: int | None = None, infinite: bool = False) -> Floats:
@@ -104,17 +150,21 @@ def check_probabilities(probabilities: ArrayLike, count: int, columns: int | Non
 
 def check_both_classes(labels: Labels) -> None:
     if labels.min() == labels.max():
-        raise MetricError(
-            f"all {len(labels)} labels are {labels[0]}",
-            "samples of at least two classes are needed",
-            "Use a split with positives and negatives",
-            code="one-class",
-        )
+        raise _one_class(len(labels), int(labels[0]))
 
 
-def check_binary(labels: ArrayLike, scores: ArrayLike) -> tuple[Labels, Floats]:
-    """Return validated labels 0 and 1, both present, with scores that can be ranked."""
-    label = check_labels(labels)
+def _one_class(count: int, label: object) -> MetricError:
+    return MetricError(
+        f"all {count} labels are {label}",
+        "samples of at least two classes are needed",
+        "Use a split with positives and negatives",
+        code="one-class",
+    )
+
+
+def check_binary(labels: ArrayLike, scores: ArrayLike, positive: str | float | None = None) -> tuple[Labels, Floats]:
+    """Return validated labels 0 and 1, both present, with scores that can be ranked; `positive` as `check_labels`."""
+    label = check_labels(labels, positive=positive)
     score = check_scores(scores, len(label), infinite=True)
     check_both_classes(label)
     return label, score
@@ -284,9 +334,19 @@ class MulticlassDecisions:
     per_class: tuple[Decisions, ...]
 
 
-def decide(labels: ArrayLike, scores: ArrayLike, threshold: float, level: float = 0.95) -> Decisions:
-    """Return all metrics of the rule score >= threshold. Compares in float64, as `youden_threshold` does."""
-    label = check_labels(labels)
+def decide(
+    labels: ArrayLike,
+    scores: ArrayLike,
+    threshold: float,
+    level: float = 0.95,
+    *,
+    positive: str | float | None = None,
+) -> Decisions:
+    """Return all metrics of the rule score >= threshold. Compares in float64, as `youden_threshold` does.
+
+    `positive` names the positive class where labels are not 0 and 1.
+    """
+    label = check_labels(labels, positive=positive)
     called = (check_scores(scores, len(label), infinite=True) >= threshold).astype(np.int64)
     if np.isnan(threshold):
         raise MetricError(
@@ -329,13 +389,14 @@ def confusion_matrix(labels: ArrayLike, called: ArrayLike, num_classes: int) -> 
     return np.bincount(label * num_classes + call, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
-def youden_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
+def youden_threshold(labels: ArrayLike, scores: ArrayLike, *, positive: str | float | None = None) -> float:
     """Return the threshold that maximizes sensitivity + specificity (Youden 1950), midway between two scores.
 
     Ties are resolved to the highest threshold (fewest false positives), as argmax along a ROC curve does. If no
-    threshold is better than predicting everything negative, the next number above all scores is returned.
+    threshold is better than predicting everything negative, the next number above all scores is returned. `positive`
+    names the positive class where labels are not 0 and 1.
     """
-    label = check_labels(labels)
+    label = check_labels(labels, positive=positive)
     score = check_scores(scores, len(label))
     check_both_classes(label)
     order = np.argsort(-score, kind="stable")

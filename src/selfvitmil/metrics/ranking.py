@@ -86,12 +86,15 @@ class MulticlassAuc:
     per_class: tuple[AucInterval, ...]
 
 
-def auc(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
+def auc(
+    labels: ArrayLike, scores: ArrayLike, *, positive: str | float | None = None, folds: ArrayLike | None = None
+) -> float:
     """Return the area under the ROC curve for labels 0 and 1; infinite scores are allowed, NaN is not.
 
+    Labels may also be two names (or other numbers) of which `positive` is one: `auc(labels, scores, positive="tumor")`.
     With `folds` (which model scored each sample) only pairs within a fold are compared.
     """
-    label, score = check_binary(labels, scores)
+    label, score = check_binary(labels, scores, positive)
     return _auc(label, score, check_folds(folds, label))
 
 
@@ -99,17 +102,19 @@ def auc_interval(
     labels: ArrayLike,
     scores: ArrayLike,
     *,
+    positive: str | float | None = None,
     level: float = 0.95,
     groups: ArrayLike | None = None,
     folds: ArrayLike | None = None,
     resamples: int = 2000,
     seed: int = 0,
 ) -> AucInterval:
-    """Return the AUC with DeLong and bootstrap intervals; `groups` (patients) are kept together, `folds` as in `auc`.
+    """Return the AUC with DeLong and bootstrap intervals; `groups` (patients) are kept together, `positive` and
+    `folds` as in `auc`.
 
     With folds the limits are conditional on the models: samples are random, the models that scored them are not.
     """
-    label, score = check_binary(labels, scores)
+    label, score = check_binary(labels, scores, positive)
     fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
     value = _auc(label, score, fold)
@@ -131,6 +136,7 @@ def paired_auc_test(
     scores_a: ArrayLike,
     scores_b: ArrayLike,
     *,
+    positive: str | float | None = None,
     level: float = 0.95,
     groups: ArrayLike | None = None,
     folds: ArrayLike | None = None,
@@ -138,8 +144,8 @@ def paired_auc_test(
     seed: int = 0,
 ) -> PairedAuc:
     """Test whether two scores of the same samples have equal AUC. Two-sided; `groups` (patients) are kept together,
-    `folds` as in `auc`."""
-    label, a = check_binary(labels, scores_a)
+    `positive` and `folds` as in `auc`."""
+    label, a = check_binary(labels, scores_a, positive)
     b = check_scores(scores_b, len(label), infinite=True)
     fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
@@ -408,8 +414,10 @@ class CurveBands:
     precision_high: Floats
 
 
-def roc_curve(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> RocCurve:
-    label, score = check_binary(labels, scores)
+def roc_curve(
+    labels: ArrayLike, scores: ArrayLike, *, positive: str | float | None = None, folds: ArrayLike | None = None
+) -> RocCurve:
+    label, score = check_binary(labels, scores, positive)
     fold = check_folds(folds, label)
     if fold.max() > 0:
         return _mean_roc(label, score, fold)
@@ -440,8 +448,10 @@ def _ends(curve: RocCurve, rates: Floats) -> Floats:
     return np.stack([np.where(hit, y[first], between), np.where(hit, y[last], between)], axis=1)
 
 
-def pr_curve(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> PrCurve:
-    label, score = check_binary(labels, scores)
+def pr_curve(
+    labels: ArrayLike, scores: ArrayLike, *, positive: str | float | None = None, folds: ArrayLike | None = None
+) -> PrCurve:
+    label, score = check_binary(labels, scores, positive)
     fold = check_folds(folds, label)
     if fold.max() > 0:
         return _mean_pr(label, score, fold)
@@ -459,9 +469,11 @@ def _mean_pr(label: Labels, score: Floats, fold: Labels) -> PrCurve:
     return PrCurve(recall, np.average(precisions, axis=0, weights=positives), np.full(len(recall), np.nan))
 
 
-def average_precision(labels: ArrayLike, scores: ArrayLike, *, folds: ArrayLike | None = None) -> float:
+def average_precision(
+    labels: ArrayLike, scores: ArrayLike, *, positive: str | float | None = None, folds: ArrayLike | None = None
+) -> float:
     """Return the area under the precision-recall steps: each gain in recall times the precision reached there."""
-    curve = pr_curve(labels, scores, folds=folds)
+    curve = pr_curve(labels, scores, positive=positive, folds=folds)
     return float((np.diff(curve.recall, prepend=0.0) * curve.precision).sum())
 
 
@@ -469,6 +481,7 @@ def curve_bands(
     labels: ArrayLike,
     scores: ArrayLike,
     *,
+    positive: str | float | None = None,
     points: int = 101,
     level: float = 0.95,
     groups: ArrayLike | None = None,
@@ -480,7 +493,7 @@ def curve_bands(
 
     The bands are pointwise: a whole curve leaves them somewhere more often than `1 - level`.
     """
-    label, score = check_binary(labels, scores)
+    label, score = check_binary(labels, scores, positive)
     fold = check_folds(folds, label)
     group = check_groups(groups, len(label))
     grid = np.linspace(0.0, 1.0, points)

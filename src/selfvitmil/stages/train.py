@@ -405,7 +405,7 @@ def check_supervised(class_names: Sequence[str], cohort: Cohort, outcome: Outcom
         )
     if not any(row.annotation is not None for row in cohort.rows if row.label == class_names[1]):
         raise ConfigError(
-            f"compare.supervised, and no slide of {class_names[1]} has an annotation",
+            f"compare.supervised without an annotated slide of {class_names[1]}",
             "it learns from annotated lesions",
             "Name files (ASAP XML or QuPath GeoJSON) in the column annotation of cohort.csv, or leave it out",
             code="no-annotations",
