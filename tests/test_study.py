@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_labels_fill_the_studys_own_cohort_and_it_is_said(study: Path, named: bo
     before = (study / "cohort.csv").read_bytes()
     opened = opened_with(study, source)
     assert [row.label for row in opened.cohort.rows] == ["normal", "tumor", "normal"]
-    assert "cohort.csv: fields filled: b, c" in opened.cohort_notes
+    assert "cohort.csv: label filled: b, c" in opened.cohort_notes
     assert (study / "cohort.csv").read_bytes() == before  # looked at, and not stored
     opened.store_cohort()
     assert {row["slide"]: row["label"] for row in rows_of(study / "cohort.csv")} == {
@@ -71,6 +72,30 @@ def test_labels_that_do_not_fit_are_refused_and_nothing_is_stored(study: Path, t
     assert (study / "cohort.csv").read_bytes() == before
 
 
+def test_a_table_that_only_adds_a_column_says_so_and_that_labels_stay(study: Path):
+    (study / "cohort.csv").write_text("slide,path,label\na,a.svs,normal\nb,b.svs,tumor\n")
+    source = CohortSource(labels=table(study, "slide,site name\na,x\nb,y\n"))
+    opened = opened_with(study, source)
+    assert opened.cohort_notes[0] == "cohort.csv: site name filled: a, b"
+    assert "labels are as they were" in opened.cohort_notes[1]
+    assert "--train.target 'site name'" in opened.cohort_notes[1]
+    assert [row.label for row in opened.cohort.rows] == ["normal", "tumor"]
+    opened.store_cohort()
+    assert opened_with(study, source).cohort_notes == ()
+    replaced = replace(source, label_column="site name", replace_labels=True)
+    opened = opened_with(study, replaced)
+    assert [row.label for row in opened.cohort.rows] == ["x", "y"]
+    assert opened.cohort_notes[0] == "cohort.csv: label filled or replaced: a, b"
+    assert not [note for note in opened.cohort_notes if "as they were" in note]
+
+
+def test_a_long_list_of_slides_is_cut(study: Path):
+    rows = "".join(f"s{k},s{k}.svs,\n" for k in range(30))
+    (study / "cohort.csv").write_text(f"slide,path,label\n{rows}")
+    labels = table(study, "slide,label\n" + "".join(f"s{k},x\n" for k in range(30)))
+    assert opened_with(study, CohortSource(labels=labels)).cohort_notes[0].endswith("s8, s9 and 20 more")
+
+
 def test_the_column_of_the_label_can_be_named(study: Path):
     labels = table(study, "slide,isMSIH,grade\nb,1,2\n")
     opened_with(study, CohortSource(labels=labels, label_column="grade")).store_cohort()
@@ -88,5 +113,5 @@ def test_the_command_takes_labels_for_a_study_that_has_its_slides(study: Path):
     labels = table(study, "slide,label\nb,tumor\nc,tumor\n")
     done = selfvitmil("check", study, "--labels", labels, "--workers", 0)
     assert done.returncode == 3  # there are no such files
-    assert "cohort.csv: fields filled: b, c" in done.stdout
+    assert "cohort.csv: label filled: b, c" in done.stdout
     assert [row["label"] for row in rows_of(study / "cohort.csv")] == ["normal", "tumor", "tumor"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from selfvitmil.cohort import (
+    COLUMNS,
     Cohort,
     Split,
     merge_cohorts,
@@ -25,6 +27,7 @@ from selfvitmil.cohort import (
     with_slides,
     write_cohort,
 )
+from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError
 from selfvitmil.settings import (
@@ -339,17 +342,31 @@ def _find_cohort(
     notes: list[str] = []
     if stored is not None:
         cohort, report = merge_cohorts(stored, cohort, replace_labels=source.replace_labels)
+        changed = ", ".join(report.columns) + (" filled or replaced" if source.replace_labels else " filled")
         notes = [
-            f"cohort.csv: {text}: {', '.join(slides)}"
+            f"cohort.csv: {text}: {listing(slides)}"
             for text, slides in (
                 ("new slides", report.added),
-                ("fields filled or replaced" if source.replace_labels else "fields filled", report.filled),
+                (changed, report.filled),
                 ("files found in a new place", report.moved),
                 ("not in the given table, but kept", report.only_old),
             )
             if slides
         ]
+        notes += _labels_kept(source, report.columns)
     return cohort, [*notes, *(f"note: {warning}" for warning in cohort.warnings)]
+
+
+def _labels_kept(source: CohortSource, filled: Sequence[str]) -> list[str]:
+    """Return a note where a table of labels has brought further columns and no label."""
+    added = [name for name in filled if name not in COLUMNS]
+    if source.labels is None or not added or "label" in filled:
+        return []
+    name = shlex.quote(added[0])
+    return [
+        f"note: labels are as they were. --train.target {name} predicts the new column; --label-column {name} "
+        "--replace-labels makes it the label"
+    ]
 
 
 def _refuse_idle_flags(source: CohortSource) -> None:

@@ -441,6 +441,7 @@ def test_merge_adds_fills_and_keeps(tmp_path: Path):
         new["c"],
     )
     assert (report.added, report.filled, report.moved, report.only_old) == (("c",), ("b",), ("d",), ("z",))
+    assert report.columns == ("label", "patient", "split", "mpp", "annotation")
     assert merged.warnings == ()
     assert merge_cohorts(merged, new)[0].rows == merged.rows
     with pytest.raises(
@@ -586,7 +587,7 @@ def test_merging_keeps_further_columns_and_refuses_contradictions(tmp_path: Path
     assert merged.extra_columns == ("site", "age", "time")
     assert [row.value("site") for row in merged.rows] == ["x", "y", "z"]
     assert [row.value("time") for row in merged.rows] == ["3", None, "5"]
-    assert (report.added, report.filled) == (("c",), ("a", "b"))
+    assert (report.added, report.filled, report.columns) == (("c",), ("a", "b"), ("time", "site"))
     again, report = merge_cohorts(merged, new)
     assert (again.rows, report.filled) == (merged.rows, ())
     other = read_cohort(table(tmp_path / "new.csv", "slide,path,site\na,a.svs,q\n"))

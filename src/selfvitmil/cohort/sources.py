@@ -435,6 +435,8 @@ class MergeReport:
     """Slides that the old cohort did not have."""
     filled: tuple[str, ...]
     """Old slides with fields filled from the new cohort."""
+    columns: tuple[str, ...]
+    """Columns in which that happened; with replaced labels `label` among them."""
     moved: tuple[str, ...]
     """Old slides whose file has moved."""
     only_old: tuple[str, ...]
@@ -453,6 +455,7 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
     filled: list[str] = []
     moved: list[str] = []
     conflicts: list[str] = []
+    columns: dict[str, None] = {}
     for row in old.rows:
         addition = newer.get(row.slide)
         if addition is None:
@@ -471,6 +474,7 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
         rows.append(combined)
         if combined != before:
             filled.append(row.slide)
+            columns |= _changed_columns(before, combined)
     if conflicts:
         raise CohortError(
             f"cohort.csv and the new table contradict each other: {listing(conflicts)}",
@@ -481,7 +485,13 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
     added = tuple(row for row in new.rows if row.slide not in old)
     merged = make_cohort([*rows, *added], "the merged cohort", warnings=specific_warnings(new))
     only_old = tuple(row.slide for row in old.rows if row.slide not in newer)
-    return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(moved), only_old)
+    return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(columns), tuple(moved), only_old)
+
+
+def _changed_columns(before: SlideRow, after: SlideRow) -> dict[str, None]:
+    """Return the columns in which two rows differ, as the keys of a dict to keep their order."""
+    old, new = ({**stated_fields(row), **dict(row.extra)} for row in (before, after))
+    return {name: None for name in new if new[name] != old.get(name)}
 
 
 def with_slides(cohort: Cohort, folder: Path) -> tuple[Cohort, list[str]]:
