@@ -5,27 +5,21 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import cyclopts
 import pytest
 
+from helpers.pages import DOCS, PAGES, ROOT, command_of, fences, inline_code, prose
 from selfvitmil.cli.flags import SHORT, split_lists
 from selfvitmil.cli.parser import app, output_flags
 from selfvitmil.settings import StudySettings
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 COMMANDS = [name for name in app if not name.startswith("-")]
 
-WORDS = {"TOOL": "clam", "COMMAND": "check", "[STUDY]": "STUDY"}
-"""Words that stand for something in command lines, where a parser would not take them as they are."""
 OTHERS = (
     "--nproc-per-node",
     "--gres",
@@ -39,36 +33,6 @@ OTHERS = (
 """Flags of other programs that the pages name alone."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-
-
-# ---------------------------------------------------------------------------------------------------- reading pages
-
-
-def fences(text: str) -> Iterator[tuple[str, str]]:
-    """(language, content) of every code block, also of those inside lists."""
-    for indent, language, body in re.findall(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
-        yield language, re.sub(rf"^{indent}", "", body, flags=re.MULTILINE)
-
-
-def prose(text: str) -> str:
-    return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def inline_code(text: str) -> list[str]:
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
-
-
-def command_of(line: str) -> list[str] | None:
-    """The arguments that a shell line gives to selfvitmil; None when it calls something else."""
-    if not re.search(r"(^|[ /])selfvitmil ", line):
-        return None
-    words = shlex.split(line, comments=True)
-    for k, word in enumerate(words):
-        if Path(word).name == "selfvitmil" and (k == 0 or words[k - 1] == "-m"):
-            after = words[k + 1 :]
-            end = next((i for i, each in enumerate(after) if each in ("|", "&&", ";", ">")), len(after))
-            return [WORDS.get(each, each) for each in after[:end]]
-    return None
 
 
 def parse(arguments: list[str]) -> None:
@@ -122,7 +86,7 @@ def test_the_site_builds_and_asks_nobody_else(tmp_path: Path):
 def test_command_lines_parse(page: Path):
     text = page.read_text(encoding="utf-8")
     for language, body in fences(text):
-        if language in ("python", "toml"):
+        if language in ("python", "toml", "text"):
             continue
         for line in body.replace("\\\n", " ").splitlines():
             arguments = command_of(line)
@@ -171,6 +135,20 @@ def test_the_reference_leaves_nothing_out():
     settings = (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")
     for section in StudySettings.model_fields:
         assert section == "preset" or f"\n## {section}\n" in settings, section
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.stem)
+def test_a_how_to_begins_with_a_command_and_its_output(page: Path):
+    """At most two sentences before the command, and a line between it and its output (a block of the language text)."""
+    parts = re.split(r"^(```\w*\n.*?^```)\n", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    title, command, between, output = parts[:4]
+    heading, _, before = title.strip().partition("\n")
+    assert heading.startswith("# ")
+    assert len(re.findall(r"[.?!](\s|$)", before)) <= 2
+    assert command_of(command.splitlines()[1]) or "podman" in command or "pip install" in command
+    assert len(between.split()) < 30
+    assert output.startswith("```text\n")
+    assert len(output.splitlines()) > 2
 
 
 # ---------------------------------------------------------------------------------------------------- code

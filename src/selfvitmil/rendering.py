@@ -329,7 +329,7 @@ def _localize(result: LocalizeResult) -> Rendered:
         *_few([f"{listing(slides, 3)}: {text}" for text, slides in warned.items()], "the heatmaps"),
         *shown,
         f"{len(result.outcomes)} heatmaps{up_to_date}, {files} pictures and exports made, in {where}",
-        *[f"{negative} slides are not called positive: there {RANKS_ONLY}"] * (negative > 0),
+        *[f"{_are(negative, 'slide')} not called positive: there {RANKS_ONLY}"] * (negative > 0),
         f"lesions.csv and points.csv in {where}; sizes are measurements of the heatmap, no diagnosis",
     ]
     header = ("slide", "probability", "decision", "shows", "lesions", "largest lesion", "top tile")
@@ -370,7 +370,7 @@ def _predict(result: PredictResult) -> Rendered:
         rows.append((slide.slide, slide.decision, shown, str(len(slide.heatmap)), lesions, unusual))
     lines = [f"{slide.slide}: {note}" for slide in result.slides for note in slide.notes]
     if negative := sum(slide.heatmap.only_ranks for slide in result.slides):
-        lines.append(f"{negative} slides are not called positive: there {RANKS_ONLY}")
+        lines.append(f"{_are(negative, 'slide')} not called positive: there {RANKS_ONLY}")
     if choice.threshold is not None:
         chosen = sum(package.about["chosen_on"]["slides"].values())
         where = f"{choice.threshold_from}, {chosen} slides"
@@ -785,6 +785,10 @@ def _number(row: Row, name: str) -> str:
 def _last_parts(folder: Path | str, number: int) -> str:
     """Return a folder of the study as users read it: relative to the study, which is `number` folders up."""
     return "/".join(Path(folder).parts[-number:])
+
+
+def _are(count: int, noun: str) -> str:
+    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
 
 
 def _few(lines: list[str], where: str, most: int = 40) -> list[str]:

@@ -122,7 +122,7 @@ def test_files_that_are_no_tables(tmp_path: Path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CohortError, match=reason):
             read_cohort(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"absent\.csv: no such file", check=has_code("file-not-found")):
+    with pytest.raises(ConfigError, match=r"/absent\.csv: no such file", check=has_code("file-not-found")):
         read_cohort(tmp_path / "absent.csv")
 
 
@@ -578,6 +578,17 @@ def test_a_table_without_label_is_ambiguous_unless_it_has_a_target(tmp_path: Pat
     labelled = table(tmp_path / "cohort.csv", "slide,path,label\na,a.svs,1\n")
     (row,) = read_cohort(labelled, table(tmp_path / "l.csv", "slide,age\na,60\n")).rows
     assert (row.label, row.value("age")) == ("1", "60")
+
+
+def test_features_of_a_slide_are_no_other_place_of_its_file(tmp_path: Path):
+    files(tmp_path, "a.svs", "uni/a.h5", "virchow/a.h5", "elsewhere/a.svs")
+    slides = make_cohort([SlideRow("a", tmp_path / "a.svs", "1")])
+    uni, virchow = (make_cohort([SlideRow("a", tmp_path / name / "a.h5", "1")]) for name in ("uni", "virchow"))
+    for old, new in ((slides, uni), (uni, virchow)):
+        merged, report = merge_cohorts(old, new)
+        assert (merged.rows, report.filled, report.moved) == (old.rows, (), ())
+    with pytest.raises(CohortError, match="path: another file"):
+        merge_cohorts(uni, make_cohort([SlideRow("a", tmp_path / "elsewhere" / "a.svs", "1")]))
 
 
 def test_merging_keeps_further_columns_and_refuses_contradictions(tmp_path: Path):

@@ -591,7 +591,8 @@ def test_slides_that_are_called_negative_have_no_lesions(work: StudyAt):
     lesions = {row[0]: row[table[0].index("lesions")] for row in table[1:]}
     assert {slide for slide, number in lesions.items() if number == "-"} == {s for s, yes in called.items() if not yes}
     negative = sum(not positive for positive in called.values())
-    assert f"{negative} slides are not called positive: there {RANKS_ONLY}" in render(summary).lines
+    are = "1 slide is" if negative == 1 else f"{negative} slides are"
+    assert f"{are} not called positive: there {RANKS_ONLY}" in render(summary).lines
     for slide, positive in called.items():
         told = json.loads((work.study / "maps" / "features_vit_dsmil" / f"{slide}.geojson").read_text())
         outlines = [one["properties"] for one in told["features"] if one["properties"]["objectType"] == "annotation"]

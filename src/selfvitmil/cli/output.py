@@ -97,7 +97,8 @@ def show(result: StageResult) -> None:
     if table:
         left_out = console.table(table)
         if left_out:
-            console.line(f"({left_out} more columns do not fit: see the files named below, or use --json)")
+            fit = "1 more column does" if left_out == 1 else f"{left_out} more columns do"
+            console.line(f"({fit} not fit: widen the terminal, or use --json)")
         if len(words.table) - 1 > MAX_ROWS:
             console.line(f"... and {len(words.table) - 1 - MAX_ROWS} more")
     for line in words.lines:

@@ -131,7 +131,7 @@ def _official(folder: Path, labels: Path | None, slides_folder: Path | None) -> 
 def _existing(path: Path) -> Path:
     path = Path(path)
     if not os.path.exists(path):
-        raise ConfigError(f"{path.name or path}: no such file or folder", how="Check the path", code="file-not-found")
+        raise ConfigError(f"{path}: no such file or folder", how="Check the path", code="file-not-found")
     return path
 
 
@@ -461,7 +461,7 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
         if addition is None:
             rows.append(row)
             continue
-        if _same_file(row.path, addition.path):
+        if _same_file(row.path, addition.path) or _only_features(row.path, addition.path):
             addition = replace(addition, path=row.path)
         elif not os.path.exists(row.path) and os.path.exists(addition.path):
             row = replace(row, path=addition.path)
@@ -486,6 +486,11 @@ def merge_cohorts(old: Cohort, new: Cohort, *, replace_labels: bool = False) -> 
     merged = make_cohort([*rows, *added], "the merged cohort", warnings=specific_warnings(new))
     only_old = tuple(row.slide for row in old.rows if row.slide not in newer)
     return merged, MergeReport(tuple(row.slide for row in added), tuple(filled), tuple(columns), tuple(moved), only_old)
+
+
+def _only_features(known: Path, added: Path) -> bool:
+    """Return whether `added` has features of a slide whose file is known: it is no other place of that file."""
+    return added.suffix.lower() in _FEATURE_SUFFIXES and os.path.exists(known)
 
 
 def _changed_columns(before: SlideRow, after: SlideRow) -> dict[str, None]:

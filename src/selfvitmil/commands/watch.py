@@ -119,7 +119,7 @@ def watch(
         ready = watcher.ready(waiting, time.time())
         if len(waiting) != before:
             before = len(waiting)
-            announce(f"watch: {len(waiting)} slides wait, {len(ready)} of them are whole; looking every {every_s:g} s")
+            announce(f"watch: {len(ready)} of {len(waiting)} slides that wait are whole; looking every {every_s:g} s")
             list_slides(out, [row for row, _ in waiting.values()])
         if not ready:
             pause(every_s)
