@@ -453,6 +453,7 @@ def serve(
         base_path=address.base_path,
         cookie=f"selfvitmil-{address.port}",  # browsers keep one jar for all ports of a machine
     )
+    address.listener.listen()  # a browser may ask as soon as the address is printed
     say(f"Open {address.url} in a browser; Ctrl-C ends the viewer.")
     for place in address.proxied:
         say(f"Behind your proxy: https:{place}")
