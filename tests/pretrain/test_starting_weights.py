@@ -374,3 +374,8 @@ def test_lora_needs_weights_and_a_vit(tiles: Path, tmp_path: Path):
     init = published(tmp_path / "weights", *KINDS["DINOv2"])
     with pytest.raises(ConfigError, match=r"pretrain\.lora 32 is not below the width of the network \(32\)"):
         run_of(tiles, tmp_path / "run", init=str(init), lora=32)
+
+
+def test_the_shape_of_a_vit_is_no_setting_of_a_resnet():
+    with pytest.raises(ConfigError, match=r"resnet18_instancenorm with pretrain\.width 16.*shape of a ViT"):
+        learning.start_encoder(PretrainSettings(method="simclr", width=16), tile_px=64, seed=0)

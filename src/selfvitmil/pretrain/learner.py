@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from selfvitmil.data.views import ViewRecipe
 from selfvitmil.encoder import Encoder, build_backbone, build_encoder, load_encoder
 from selfvitmil.encoder.network import has_class_token
-from selfvitmil.errors import EncoderError
+from selfvitmil.errors import ConfigError, EncoderError
 from selfvitmil.pretrain.objectives import (
     NUM_GLOBAL,
     JointBatch,
@@ -65,7 +65,14 @@ def start_encoder(settings: PretrainSettings, tile_px: int, seed: int) -> Encode
     if settings.init == "scratch":
         with seeded(seed):
             layout: dict[str, Any] = {"layout": "cls+patchmean"} if args.get("depth", 4) < 4 else {}
-            return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
+            try:
+                return build_encoder(architecture, img_size=settings.global_px or tile_px, model_args=args, **layout)
+            except EncoderError as error:
+                if error.code != "invalid-model-args":
+                    raise
+                given = ", ".join(f"pretrain.{name} {getattr(settings, name)}" for name in names if names[name] in args)
+                how = "These settings are the shape of a ViT: leave them out for another network, or correct them"
+                raise ConfigError(f"{architecture} with {given}", error.why, how, code="network-shape") from None
     encoder = _for_any_size(load_encoder(settings.init))
     found, wanted = encoder.config.architecture, settings.architecture
     shape = _shape_of(encoder.backbone)
