@@ -535,6 +535,12 @@ class TrainSettings(Settings):
     """Columns of the cohort to predict; none means `label`, or `time` and `event`. Several labels are `multilabel`."""
     levels: tuple[str, ...] = ()
     """Levels of an `ordinal` outcome from the lowest to the highest; none needed for numbers."""
+    joint: tuple[str, ...] = ()
+    """Targets to train jointly, in one network with outputs for each: a column, with its kind where the cells do not
+    tell (`grade:ordinal`), or time and event of survival (`time+event`), or labels (`kras+braf:multilabel`). Each is
+    evaluated by itself; `target` then names one of them, for a command on that one alone."""
+    joint_weights: tuple[PositiveFloat, ...] = ()
+    """Weights of the losses of these targets; none means 1 for each."""
     split: Literal["auto", "given", "k-fold", "monte-carlo", "leave-site-out", "site-k-fold", "files", "all"] = "auto"
     """`given`: the cohort's column; `files`: those of `split_folder`; `auto`: given where there is one, else k-fold.
     `leave-site-out`: every site is tested on models that never saw it; `site-k-fold`: folds of whole sites. `all`: a

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from selfvitmil.cohort import (
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError
+from selfvitmil.outcomes import choose_joint, joint_place, joint_targets
 from selfvitmil.settings import (
     StudySettings,
     TileSettings,
@@ -165,6 +166,20 @@ class Study:
         with suppress(OSError):  # other stages are in it, or there were no shards
             self.layout.shards.rmdir()
 
+    def targets(self, name: str | None = None) -> Iterator[tuple[Study, str | None]]:
+        """Yield the study once for each of the targets that are trained jointly, for what is done target by target.
+
+        Beside it stands the `name` of its folder of results, if one was given. It is the study itself without such
+        targets, or where the settings name one of them.
+        """
+        train = self.settings.train
+        if not train.joint or joint_place(train) is not None:
+            yield self, name
+            return
+        for columns in joint_targets(train):
+            own = self.settings.model_copy(update={"train": train.model_copy(update={"target": columns})})
+            yield self.with_settings(own), None if name is None else encoder_name(f"{name}_{'-'.join(columns)}")
+
     def lock(self, command: str):
         """Hold the study's lock in a `with` statement."""
         return lock_study(self.root, command)
@@ -177,7 +192,9 @@ class Study:
         if "cohort" not in self._read:
             own = self.layout.cohort
             stored = read_cohort(own) if own.exists() else None
-            cohort, notes = _find_cohort(self.root, self.source, stored, self.settings.train.target)
+            train = self.settings.train
+            named = (*train.target, *(column for columns in joint_targets(train) for column in columns))
+            cohort, notes = _find_cohort(self.root, self.source, stored, named)
             cohort, guess = with_guessed_patients(cohort)
             notes += [f"note: {guess}"] if guess is not None else []
             self._read |= {"stored": stored, "notes": tuple(notes), "cohort": cohort}
@@ -417,6 +434,13 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
 
 def target_name(train: TrainSettings) -> str:
     """Name of what is predicted, for files; empty where the settings leave that to the cohort."""
+    if train.joint:
+        targets, place = joint_targets(train), joint_place(train)
+        own, others = ("-".join(column for each in part for column in each) for part in (
+            () if place is None else targets[place : place + 1],
+            [each for number, each in enumerate(targets) if number != place],
+        ))  # fmt: skip
+        return encoder_name(f"{own}_with_{others}" if own else f"joint_{others}")
     columns = "-".join(train.target) or (train.outcome if train.outcome.startswith("survival") else "")
     return encoder_name(columns) if columns else ""
 
@@ -427,6 +451,8 @@ def models_folder(study: Path, tiling: str, features: str, train: TrainSettings)
 
 
 def _of_target(folder: Path, train: TrainSettings) -> Path:
+    if train.joint:
+        return folder / encoder_name(f"joint_{'-'.join(train.joint)}")
     return folder / f"target_{name}" if (name := target_name(train)) else folder
 
 
@@ -564,10 +590,15 @@ def coarse_mpp(tile: TileSettings) -> float:
 
 
 def labelled_cases(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:
-    """Return the slides with the outcome that the settings name, and with sound feature files."""
+    """Return the slides with the outcome that the settings name, and with sound feature files.
+
+    Of several targets that are trained jointly it is the one of `train.target`, or where that is not set all of them.
+    """
     from selfvitmil.evaluate import find_cases
     from selfvitmil.outcomes import Classes, choose_outcome
 
+    if train.joint:
+        return _joint_cases(cohort, features, stage, train)
     if features.by_split:
         return _cases_by_split(cohort, features, stage, train)
     outcome, line = choose_outcome(cohort, train)
@@ -578,6 +609,26 @@ def labelled_cases(cohort: Cohort, features: Features, stage: str, train: TrainS
     )  # fmt: skip
     notes = (*found.notes, line) if line else found.notes
     return replace(found, encoder_slides=features.encoder_slides, notes=notes)
+
+
+def _joint_cases(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:
+    from selfvitmil.evaluate import find_cases
+    from selfvitmil.evaluate.joint import target_cases
+
+    if features.by_split:
+        raise ConfigError(
+            f"train.joint with {features.encoder}, which is an encoder for every split",
+            "each was trained for a split of the slides of one target",
+            "Name one encoder (--encoder), or train the targets one by one (train.target)",
+            code="not-with-joint",
+        )
+    (outcome, lines), place = choose_joint(cohort, train), joint_place(train)
+    found = find_cases(
+        cohort, features.files, coarse=features.coarse, stage=stage, encoder=features.encoder, tiling=features.tiling,
+        outcome=outcome,
+    )  # fmt: skip
+    found = replace(found, encoder_slides=features.encoder_slides, notes=(*found.notes, *lines))
+    return found if place is None else target_cases(found, place, cohort)
 
 
 def _cases_by_split(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:

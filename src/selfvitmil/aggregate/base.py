@@ -138,8 +138,8 @@ class Aggregator(nn.Module):
                 "Choose another method (train.aggregator, compare.methods)",
                 code="method-needs-classes",
             )
-        self.outcome = outcome
-        self.config = {**self.config, "outcome": outcome.to_json()}
+        self.outcome = outcome.with_sigmoids() if self.one_sigmoid_per_class else outcome
+        self.config = {**self.config, "outcome": self.outcome.to_json()}
 
     @abstractmethod
     def aggregate(self, bag: ChunkedBag, coords_N2: Tensor | None) -> AggregatorOutput:

@@ -715,12 +715,11 @@ class Steps:
             buffers.losses[index].copy_(loss.detach())
 
     def validation_loss(self, results: ValidationResults) -> float:
-        """Return the loss of all validation bags: their mean, or that of their scores if bags have one loss."""
-        outcome = self.module.outcome
-        if outcome is None or not outcome.needs_batch:
-            return float(results.losses.mean())
+        """Return the loss of all validation bags."""
+        assert self.module.outcome is not None
         scores_VK = torch.from_numpy(results.probabilities)
-        return float(outcome.loss(scores_VK, self.validation.all_targets.cpu().double()))
+        targets_VT = self.validation.all_targets.cpu().double()
+        return self.module.outcome.validation_loss(results.losses, scores_VK, targets_VT)
 
     def _loss(self, output: AggregatorOutput, target: Tensor) -> Tensor:
         if self.module.outcome is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -315,9 +316,10 @@ def evaluate(
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
-        steps: list[Callable[[], StageResult]] = [lambda: evaluate_models(opened, choice, workers, name)]
-        if lesions:
-            steps.append(lambda: evaluate_lesions(opened, choice, name))
+        steps: list[Callable[[], StageResult]] = []
+        for own, folder in opened.targets(name):
+            steps.append(partial(evaluate_models, own, choice, workers, folder))
+            steps += [partial(evaluate_lesions, own, choice, folder)] if lesions else []
         return end(step() for step in steps)
 
 
@@ -352,9 +354,10 @@ def compare(
     }  # fmt: skip
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened, with_encoder=True) as workers:
-        steps: list[Callable[[], StageResult]] = [lambda: compare_methods(opened, choice, workers, name)]
-        if lesions:
-            steps.append(lambda: compare_lesions(opened, choice, name))
+        steps: list[Callable[[], StageResult]] = []
+        for own, folder in opened.targets(name):
+            steps.append(partial(compare_methods, own, choice, workers, folder))
+            steps += [partial(compare_lesions, own, choice, folder)] if lesions else []
         return end(_keeping(opened, steps, {"preset": preset, **flags}))
 
 
@@ -383,7 +386,8 @@ def localize(
     flags = {"train": train, "evaluate": evaluate, "localize": localize, "tile": tile, "slide": slide, "engine": engine}
     opened = _open(study, source, preset=preset, **flags)
     with _workers(opened) as workers:
-        return end([draw_heatmaps(opened, choice, workers, name, slides or ())])
+        targets = opened.targets(name)
+        return end(draw_heatmaps(own, choice, workers, folder, slides or ()) for own, folder in targets)
 
 
 @command

@@ -46,6 +46,8 @@ class Split:
     train: tuple[str, ...]
     val: tuple[str, ...]
     test: tuple[str, ...]
+    whole: Split | None = None
+    """The split of all slides that a joint training learns from, of which this has those with one target's value."""
 
 
 # ---------------------------------------------------------------------------------------------------- creating

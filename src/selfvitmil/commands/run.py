@@ -171,7 +171,7 @@ class _Course:
         begin, names = time.perf_counter(), [each.name for each in self.plan.stages]
         try:
             with placed(f"{names.index(stage.name) + 1}/{len(names)}"):
-                result = stage.run(self.plan, engines)
+                done = list(self._results(stage, engines))
         except SelfVitMilError:
             self._end(stage, begin, StageReport(StageState.STOPPED, pending), "stopped")
             yield self.closing()
@@ -179,12 +179,23 @@ class _Course:
         except BaseException as error:
             self._note(replace(self.record, ended="interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"))
             raise
-        self.results[stage.name] = result
-        self.over = result.interrupted
+        self.results[stage.name] = done[-1]
+        self.over = done[-1].interrupted
         state = StageState.INTERRUPTED if self.over else StageState.DONE
-        report = StageReport(state, pending, len(result.failures))
-        self._end(stage, begin, report, "interrupted" if self.over else None)
-        yield result
+        failed = {failure.slide for result in done for failure in result.failures}
+        self._end(stage, begin, StageReport(state, pending, len(failed)), "interrupted" if self.over else None)
+        yield from done
+
+    def _results(self, stage: Stage, engines: Engines) -> Iterator[StageResult]:
+        """Yield what the stage did: once, or for each of the targets that are trained jointly."""
+        if not stage.by_target:
+            yield stage.run(self.plan, engines)
+            return
+        for study, _ in self.plan.study.targets():
+            result = stage.run(replace(self.plan, study=study), engines)
+            yield result
+            if result.interrupted:
+                return
 
     def _end(self, stage: Stage, begin: float, report: StageReport, ended: str | None) -> None:
         seconds = round(time.perf_counter() - begin, 1)

@@ -94,6 +94,20 @@ class Cases:
     """Where every split has its own encoder: the same slides with the features of that encoder."""
     outcome: Outcome | None = None
     """What is predicted; None for classes. `cohort` then has strata as labels, for splits."""
+    whole: Cases | None = None
+    """With a target that is trained jointly with others: the slides of all of them, whose outcome is `Joint`."""
+    target_place: int | None = None
+    """Which of those targets this is."""
+
+    @property
+    def trained_on(self) -> Outcome | None:
+        """What models are trained to predict: all targets of a joint training, of which `outcome` is one."""
+        return self.outcome if self.whole is None else self.whole.outcome
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the network: those of all targets of a joint training, else `num_classes`."""
+        return self.num_classes if self.whole is None else self.whole.num_classes
 
     def of_split(self, name: str) -> Cases:
         """Return the slides with the features of this split's encoder."""
@@ -142,13 +156,22 @@ class Cases:
         """Return lines to print before training: classes with counts, the positive class, excluded slides."""
         if self.outcome is not None:
             described = self.outcome.describe([case.label for case in self.cases])
-            return [f"outcome: {self.outcome.words}: {described}", *(f"note: {note}" for note in self.notes)]
+            notes = (f"note: {note}" for note in self.notes)
+            return [f"outcome: {self.outcome.words}: {described}", *self._joint_line, *notes]
         counts = Counter(case.label for case in self.cases)
         classes = ", ".join(f"{k} = {name} ({counts[k]} slides)" for k, name in enumerate(self.class_names))
         lines = [f"classes: {classes}"]
         if self.num_classes == 1:
             lines.append(self.positive_line)
-        return [*lines, *(f"note: {note}" for note in self.notes)]
+        return [*lines, *self._joint_line, *(f"note: {note}" for note in self.notes)]
+
+    @property
+    def _joint_line(self) -> list[str]:
+        if self.whole is None or self.whole.outcome is None:
+            return []
+        more = len(self.whole.cases) - len(self.cases)
+        lack = f"; {more} slides without a value of this target train the others" if more else ""
+        return [f"trained as {self.whole.outcome.words}{lack}"]
 
 
 @dataclass(frozen=True)
@@ -482,6 +505,9 @@ def make_splits(
     Slides without label or valid features are removed from splits that name them. Under `optimistic` there is no
     validation set: selection uses the test set. Raises CohortError or ConfigError where a split is impossible.
     """
+    if cases.whole is not None:
+        drawn = make_splits(cases.whole, train, evaluate)
+        return tuple(replace(_only(split, cases.usable), whole=split) for split in drawn)
     val = 0.0 if evaluate.protocol == "optimistic" else train.validation
     if cases.by_split:
         # Encoders were trained for the splits of the whole cohort: slides that failed later must not change them.
@@ -529,7 +555,8 @@ def draw_splits(cohort: Cohort, train: TrainSettings, val: float, usable: Cohort
 
 def _only(split: Split, usable: Cohort) -> Split:
     sides = (split.train, split.val, split.test)
-    return Split(split.name, *(tuple(slide for slide in side if slide in usable) for side in sides))
+    train, val, test = (tuple(slide for slide in side if slide in usable) for side in sides)
+    return Split(split.name, train, val, test)
 
 
 def site_words(cases: Cases, splits: Sequence[Split], train: TrainSettings) -> str:
@@ -580,6 +607,8 @@ class TrialSplit:
     train: tuple[Case, ...]
     val: tuple[Case, ...]
     test: tuple[BagFile, ...]
+    whole: TrialSplit | None = None
+    """The slides of all targets of a joint training, without those of the test set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -601,6 +630,12 @@ class Trial:
     """How the positive class of two was found, in words."""
     outcome: Outcome | None = None
     """What is predicted; None for classes."""
+    trained_on: Outcome | None = None
+    """What models are trained to predict: all targets of a joint training, of which `outcome` is one."""
+    num_outputs: int = 1
+    """Outputs of the network, of all targets."""
+    target_place: int | None = None
+    """Which of the targets of a joint training this is."""
     _bags: dict[Path, Bag] = field(default_factory=dict[Path, Bag])
 
     @property
@@ -646,6 +681,13 @@ def hold_out_test_labels(
             code="calibration-needs-classes",
         )
     optimistic = evaluate.protocol == "optimistic"
+    if optimistic and cases.trained_on is not None and cases.trained_on.kind == "joint":
+        raise ConfigError(
+            "evaluate.protocol 'optimistic' with train.joint",
+            "the epoch is chosen on all targets together",
+            "Leave it out, or train the targets one by one (train.target)",
+            code="not-with-joint",
+        )
     warnings = [cases.usable.patient_warning] if cases.usable.patient_warning else []
     for split in splits:
         check_split(split, cases.usable, split.name)
@@ -675,12 +717,18 @@ def hold_out_test_labels(
         transductive,
         cases.positive_from,
         cases.outcome,
+        cases.trained_on,
+        cases.num_outputs,
+        cases.target_place,
     )
 
 
 def _parted(split: Split, cases: Cases) -> TrialSplit:
     train, val, test = (tuple(cases.by_slide[slide] for slide in side) for side in (split.train, split.val, split.test))
-    return TrialSplit(split.name, train, val, tuple(case.without_label() for case in test))
+    whole = None
+    if cases.whole is not None and split.whole is not None:
+        whole = _parted(replace(split.whole, test=()), cases.whole)
+    return TrialSplit(split.name, train, val, tuple(case.without_label() for case in test), whole)
 
 
 def _check_split(split: Split, cases: Cases) -> None:

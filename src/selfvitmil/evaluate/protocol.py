@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from selfvitmil.aggregate import Aggregator
 from selfvitmil.aggregate.dsmil import AUTO
 from selfvitmil.aggregate.graphs import Queued
+from selfvitmil.aggregate.joint import part_of
 from selfvitmil.aggregate.recipes import RecipeNote, note_of, recipe_of
 from selfvitmil.aggregate.selection import EvidenceChoice
 from selfvitmil.aggregate.train import (
@@ -118,6 +119,8 @@ class Training:
     """What is predicted; None for classes."""
     evidence: EvidenceChoice | None = None
     """The kind of evidence, where another training has chosen it (`choice_key`)."""
+    target_place: int | None = None
+    """The target whose scores are wanted, where several are trained jointly."""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.split}, seed {self.seed}"
@@ -136,6 +139,7 @@ class Training:
             return stale(Change(ChangeKind.DAMAGED_FILE, "stored model"))
         if not freshness.is_up_to_date:
             return freshness
+        module = part_of(module, self.target_place)
         return Model(module, int(config["epoch"]), UP_TO_DATE, seconds, tuple(config["warnings"]), evidence)
 
     def _freshness(self, config: Mapping[str, Any]) -> Freshness:
@@ -168,7 +172,8 @@ class Training:
         self.save(trained)
         seconds = _seconds(trained.history)
         outcome = outcome_of(freshness)
-        return Model(trained.module, trained.epoch, outcome, seconds, trained.warnings, trained.evidence)
+        module = part_of(trained.module, self.target_place)
+        return Model(module, trained.epoch, outcome, seconds, trained.warnings, trained.evidence)
 
     def save(self, trained: Trained) -> None:
         """Store the model if it has a folder."""
@@ -298,25 +303,29 @@ def _training(
     seed: int,
     tuning: Tuning | None,
 ) -> Training:
-    chosen_on = trial.chosen_on(split)
-    made_from = _made_from(name, train, seed, trial, (split.train, chosen_on))
+    # Of a joint training slides without a value of this target too: models are the same for all its targets.
+    learned, chosen_on = (
+        (split.train, trial.chosen_on(split)) if split.whole is None else (split.whole.train, split.whole.val)
+    )
+    made_from = _made_from(name, train, seed, trial, (learned, chosen_on))
     about = {
         **({} if tuning is None else {"tuning": tuning.to_json()}),
         "made_from": made_from if tuning is None else hash_of(made_from, tuning.made_from),
         "split": split.name,
         "seed": seed,
-        "classes": list(trial.class_names),
+        "classes": list(trial.class_names) if trial.target_place is None else [],
         "protocol": trial.evaluate.protocol,
         "epoch_from": trial.where,
         "encoder": trial.encoder,
         "tiling": trial.tiling,
-        "trained_on": [case.slide for case in split.train],
+        "trained_on": [case.slide for case in learned],
         "chosen_on": [case.slide for case in chosen_on],
     }
     place = None if folder is None else model_folder(folder, model_name(split.name, trial.optimistic), seed)
     return Training(
-        name, split.name, seed, trial.num_classes, train, split.train, chosen_on, place, about, trial.outcome
-    )
+        name, split.name, seed, trial.num_outputs, train, learned, chosen_on, place, about, trial.trained_on,
+        target_place=trial.target_place,
+    )  # fmt: skip
 
 
 def _made_from(name: str, train: TrainSettings, seed: int, trial: Trial, parts: Sequence[Sequence[Case]]) -> str:
@@ -326,8 +335,8 @@ def _made_from(name: str, train: TrainSettings, seed: int, trial: Trial, parts: 
     without = {"source", "departs"} if resolved.keep_min_lr else {"source", "departs", "keep_min_lr"}
     recipe = {key: value for key, value in resolved.to_json().items() if key not in without}
     slides = [[(case.slide, case.patient, case.label, case.identity) for case in part] for part in parts]
-    predicted = trial.class_names if trial.outcome is None else trial.outcome.to_json()
-    accumulates = resolved.accumulate > 1 or (trial.outcome is not None and trial.outcome.needs_batch)
+    predicted = trial.class_names if trial.trained_on is None else trial.trained_on.to_json()
+    accumulates = resolved.accumulate > 1 or (trial.trained_on is not None and trial.trained_on.needs_batch)
     version = ACCUMULATED_TRANSMIL if name == "transmil" and accumulates else VERSION
     return hash_of(version, name, recipe, seed, predicted, slides)
 
@@ -478,7 +487,7 @@ class _Fitter:
 
     def scored_run(self, training: Training, model: Model, score_test: bool) -> Run:
         (split,) = (each for each in self.trial.splits if each.name == training.split)
-        scored = self._scored(model, training.chosen_on)
+        scored = self._scored(model, self.trial.chosen_on(split))
         test = self._scored(model, split.test) if score_test else {}
         return Run(
             split.name, training.seed, model.epoch, model.outcome, model.seconds, model.warnings, scored, test,

@@ -18,7 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,8 @@ class Outcome:
     higher_is_better: ClassVar[bool] = True
     shown_metrics: ClassVar[Mapping[str, str]]
     """Metrics of a table with their heads, the primary one first."""
-    needs_batch: ClassVar[bool] = False
-    """Whether the loss compares the slides of an optimizer step with each other."""
+    chance: ClassVar[float] = 0.5
+    """The primary metric of predictions that tell nothing."""
     is_absolute: ClassVar[bool] = True
     """Whether scores mean the same by models of other training slides, so that those of several splits compare."""
     rank_words: ClassVar[str]
@@ -105,6 +105,11 @@ class Outcome:
     @abstractmethod
     def num_outputs(self) -> int:
         """Outputs of the network."""
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the loss compares the slides of an optimizer step with each other."""
+        return False
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -146,6 +151,15 @@ class Outcome:
     def loss(self, raw_NC: Tensor, target_NT: Tensor) -> Tensor:
         """Return the mean loss of raw outputs and encoded targets."""
 
+    def validation_loss(self, losses_V: Floats, scores_VK: Tensor, target_VT: Tensor) -> float:
+        """Return the loss of all validation slides: the mean of their own, or that of their scores if slides have one
+        loss together."""
+        return float(self.loss(scores_VK, target_VT)) if self.needs_batch else float(losses_V.mean())
+
+    def with_sigmoids(self) -> Self:
+        """Return the outcome for a method that has one sigmoid per class instead of a softmax over the classes."""
+        return self
+
     @abstractmethod
     def score(self, raw_C: Tensor) -> Tensor:
         """Return the stored score (..., K) of raw outputs (..., C)."""
@@ -168,6 +182,10 @@ class Outcome:
             return self.primary_metric(scored).value
         except MetricError:
             return None
+
+    def skill(self, metric: float) -> float:
+        """Return the primary metric on the scale that all kinds share: 0 tells nothing, 1 is perfect."""
+        return (metric - self.chance) / (1 - self.chance)
 
     @abstractmethod
     def primary_metric(self, scored: Scored) -> Interval:
@@ -214,6 +232,12 @@ class Outcome:
 
     def to_json(self) -> Json:
         return {"kind": self.kind, **asdict(self)}
+
+    @classmethod
+    def of_json(cls, info: Mapping[str, Any]) -> Self:
+        """Return the outcome that `to_json` describes, without its kind."""
+        lists = {key: tuple(cast("list[Any]", value)) for key, value in info.items() if isinstance(value, list)}
+        return cls(**{**info, **lists})
 
     # ------------------------------------------------------------------------------------------ shared
 

@@ -122,6 +122,10 @@ class Continuous(Outcome):
     def validation_metric(self, targets: Sequence[Target], scores_NK: Floats) -> float | None:
         return float(np.abs(as_array(targets)[:, 0] - scores_NK[:, 0]).mean())
 
+    def skill(self, metric: float) -> float:
+        """Return 1 - MAE / standard deviation of the training slides' values."""
+        return 1 - metric / self.scale
+
     def paired(self, scored: Scored, baseline: Floats) -> tuple[Interval, str, float]:
         """Return the difference in MAE and a paired t-test of the patients' mean absolute errors."""
         value, level = scored.targets[:, 0], scored.evaluate.confidence

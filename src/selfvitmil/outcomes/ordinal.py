@@ -48,6 +48,7 @@ class Ordinal(Outcome):
     poles: ClassVar[tuple[str, str]] = ("a low level", "a high level")
     primary: ClassVar[str] = "kappa"
     primary_words: ClassVar[str] = "quadratic weighted kappa"
+    chance: ClassVar[float] = 0.0
     shown_metrics: ClassVar[Mapping[str, str]] = {
         "kappa": "kappa",
         "accuracy": "accuracy",

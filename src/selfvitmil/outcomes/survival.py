@@ -101,7 +101,6 @@ class Survival(Outcome):
         "auc_t": "AUC(t)",
         "hazard_ratio": "HR",
     }
-    needs_batch: ClassVar[bool] = True
     # Cox's loss ignores a constant that is added to all risks; intervals of time come from a split's training slides.
     is_absolute: ClassVar[bool] = False
 
@@ -116,6 +115,10 @@ class Survival(Outcome):
     @property
     def num_outputs(self) -> int:
         return 1
+
+    @property
+    def needs_batch(self) -> bool:
+        return True
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -260,7 +263,6 @@ class DiscreteSurvival(Survival):
 
     kind: ClassVar[str] = "survival-discrete"
     score_words: ClassVar[str] = "hazard in each interval of time; risk is minus the expected number survived"
-    needs_batch: ClassVar[bool] = False
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -269,6 +271,10 @@ class DiscreteSurvival(Survival):
     @property
     def num_outputs(self) -> int:
         return self.intervals
+
+    @property
+    def needs_batch(self) -> bool:
+        return False
 
     def fitted(self, targets: Sequence[Target]) -> Self:
         time, event = as_array(targets).T

@@ -258,6 +258,8 @@ class Stage(ABC):
     """Whether `run` goes through it; `train` is part of `compare` and `evaluate` there."""
     is_learning: bool = False
     """Whether it needs slide labels."""
+    by_target: bool = False
+    """Whether it is gone through once for each of the targets that are trained jointly."""
     runs_encoder: bool = False
     """Whether it is many times quicker with a GPU."""
     is_shared: bool = False

@@ -48,7 +48,7 @@ from selfvitmil.study import Study, map_slides
 
 if TYPE_CHECKING:
     from selfvitmil.commands.run import RunPlan
-    from selfvitmil.evaluate import Trial
+    from selfvitmil.evaluate import Cases, Trial
     from selfvitmil.stages.measure import Measures
 
 NUM_REGIONS = 16
@@ -361,10 +361,11 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
     from selfvitmil.cohort.table import order_classes
     from selfvitmil.evaluate import Cases, hold_out_test_labels, make_splits
     from selfvitmil.evaluate.dataset import Case, check_two_classes
-    from selfvitmil.outcomes import Classes, choose_outcome
+    from selfvitmil.outcomes import Classes, choose_joint, choose_outcome
 
     try:
-        outcome, _ = choose_outcome(cohort, settings.train)
+        train, given = settings.train, cohort
+        outcome, _ = choose_joint(cohort, train) if train.joint else choose_outcome(cohort, train)
         if isinstance(outcome, Classes):
             cohort = outcome.labels(cohort)
         else:
@@ -373,6 +374,8 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
             rows = cohort.select(labelled=True).rows
             found = [Case(row.slide, row.patient, row.path, "", targets[row.slide]) for row in rows]
             cases = Cases(tuple(found), (), cohort, 0, "", "", outcome=outcome)
+            if train.joint:
+                return _check_targets(cases, given, settings)
             return hold_out_test_labels(cases, make_splits(cases, settings.train, settings.evaluate), settings.evaluate)
         labelled = cohort.select(labelled=True)
         if not labelled.rows:
@@ -389,6 +392,22 @@ def check_labels(cohort: Cohort, settings: StudySettings) -> Trial:
         how = f"{error.how}. To go as far as that needs no labels, add --until embed".removeprefix(". ")
         raise_problems([say_nothing_done(error, how), *cohort.missing_problems], "the cohort")
         raise
+
+
+def _check_targets(whole: Cases, cohort: Cohort, settings: StudySettings) -> Trial:
+    """Try out the splits of each of the targets that are trained jointly; return those of the one in the settings, else
+    of all together."""
+    from selfvitmil.evaluate import hold_out_test_labels, make_splits
+    from selfvitmil.evaluate.joint import target_cases
+    from selfvitmil.outcomes import joint_place, joint_targets
+
+    place = joint_place(settings.train)
+    trials: list[Trial] = []
+    of_targets = [target_cases(whole, number, cohort) for number in range(len(joint_targets(settings.train)))]
+    for cases in (*of_targets, whole):
+        splits = make_splits(cases, settings.train, settings.evaluate)
+        trials.append(hold_out_test_labels(cases, splits, settings.evaluate))
+    return trials[-1 if place is None else place]
 
 
 def check_files(study: Study) -> None:

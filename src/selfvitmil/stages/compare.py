@@ -249,10 +249,11 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
 
     settings, compare = study.settings, study.settings.compare
     cases, splits, features = learning.cases, learning.splits, learning.features
-    two_scales = choice.folder is None and bool(settings.tile.parent_mpp)
-    asked = compared_methods(settings, two_scales=two_scales, outcome=cases.outcome)
+    two_scales = choice.folder is None and bool(settings.tile.parent_mpp) and not settings.train.joint
+    _check_joint(settings)
+    asked = compared_methods(settings, two_scales=two_scales, outcome=cases.trained_on)
     if compare.supervised != "none":
-        check_supervised(cases.class_names, cases.cohort, cases.outcome)
+        check_supervised(cases.class_names, cases.cohort, cases.trained_on)
 
     def row(title: str, own: Features, its_cases: Cases, train: TrainSettings) -> Row:
         trial, method = hold_out_test_labels(its_cases, splits, settings.evaluate), train.aggregator
@@ -300,6 +301,18 @@ def _rows(study: Study, choice: FeatureChoice, learning: LearningSet, store: Bag
 
         rows.append(Row(compare.supervised, trial, fit_supervised))
     return rows
+
+
+def _check_joint(settings: StudySettings) -> None:
+    """ConfigError for rows on features of their own where several targets are trained jointly."""
+    compare = settings.compare
+    if settings.train.joint and (compare.random_encoder or compare.mean_color or TWO_SCALES in compare.methods):
+        raise ConfigError(
+            "compare.random_encoder, compare.mean_color or features of two scales with train.joint",
+            "all rows of a joint training learn from the same features",
+            "Leave them out, or compare by one target (train.target without train.joint)",
+            code="not-with-joint",
+        )
 
 
 def _fit_supervised(study: Study, cases: Cases, trial: Trial, features: Features, store: BagStore) -> Fitted:
@@ -467,6 +480,7 @@ class Compare(Stage):
 
     name = "compare"
     is_learning = True
+    by_target = True
 
     def preflight(self, plan: RunPlan) -> None:
         if not plan.request.trains_encoder:
@@ -478,17 +492,19 @@ class Compare(Stage):
         """Raise what a row would refuse once all stages before it are done."""
         settings, labels = plan.settings, plan.labels
         assert labels is not None
-        outcome = labels.outcome
+        _check_joint(settings)
+        outcome = labels.trained_on
         annotated = plan.has("lesions") and bool(annotated_slides(plan.cohort)) and outcome is None
         with_heatmaps: list[str] = []
-        for row in compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome):
+        two_scales = bool(settings.tile.parent_mpp) and not settings.train.joint
+        for row in compared_methods(settings, two_scales=two_scales, outcome=outcome):
             if annotated and row.method != TWO_SCALES and row.is_main_recipe:
                 heatmap_settings(
                     row.method, row.train, labels.num_classes, settings.localize, settings.train.aggregator
                 )
                 with_heatmaps.append(row.method)
             else:
-                try_method(row.method, row.train, labels.num_classes, outcome=outcome)
+                try_method(row.method, row.train, labels.num_outputs, outcome=outcome)
         if annotated and lesion_baseline(settings) not in with_heatmaps:
             what = f"compare.baseline {settings.compare.baseline!r} has no heatmaps"
             why = "heatmaps are compared by the annotated lesions"

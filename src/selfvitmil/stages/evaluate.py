@@ -179,13 +179,14 @@ class Evaluate(Stage):
     name = "evaluate"
     is_essential = True
     is_learning = True
+    by_target = True
 
     def preflight(self, plan: RunPlan) -> None:
         assert plan.labels is not None
         train, localize = plan.settings.train, plan.settings.localize
         with nothing_done():
             shown = localize if plan.has("localize") else None
-            try_method(train.aggregator, train, plan.labels.num_classes, shown, plan.labels.outcome)
+            try_method(train.aggregator, train, plan.labels.num_outputs, shown, plan.labels.trained_on)
 
     def pending(self, plan: RunPlan) -> Pending:
         return pending_models(plan, plan.settings.train.aggregator, tunes=plan.request.one_method)

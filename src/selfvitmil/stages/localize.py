@@ -551,6 +551,7 @@ class Localize(Stage):
     name = "localize"
     is_essential = True
     is_learning = True
+    by_target = True
 
     def preflight(self, plan: RunPlan) -> None:
         assert plan.labels is not None
@@ -561,8 +562,10 @@ class Localize(Stage):
 
     def pending(self, plan: RunPlan) -> Pending:
         method = plan.settings.train.aggregator
-        folder = plan.layout.heatmaps(results_name(None, f"{plan.features}_{method}", plan.settings))
-        there = sum(1 for _ in folder.glob("*.h5"))
+        there = 0
+        for study, _ in plan.study.targets():
+            folder = plan.layout.heatmaps(results_name(None, f"{plan.features}_{method}", study.settings))
+            there += sum(1 for _ in folder.glob("*.h5"))
         words = f"heatmaps of the slides of the split {', '.join(plan.settings.localize.parts)} by {method}"
         return Pending(words=words + (f"; {there} are there" if there else ""))
 

@@ -236,7 +236,8 @@ def _validation_auc(run: Run, trial: Trial) -> float | None:
     labels = [case.label for case in chosen_on]
     scores = [run.chosen_on[case.slide].probabilities for case in chosen_on]
     if trial.outcome is not None:
-        return trial.outcome.validation_metric(labels, np.array(scores))
+        outcome = trial.outcome.fitted([case.label for case in split.train])
+        return outcome.validation_metric(labels, np.array(scores))
     try:
         if trial.num_classes == 1:
             return metrics.auc(labels, [score[0] for score in scores])
@@ -340,6 +341,7 @@ def compared_methods(
 
 SHARED = {
     "split", "split_folder", "folds", "validation", "seeds", "seed", "positive", "outcome", "target", "levels", "site",
+    "joint", "joint_weights",
 }  # fmt: skip
 """Settings that a published row shares with the others."""
 
@@ -614,7 +616,7 @@ def trained_rows(plan: RunPlan) -> tuple[Compared, ...]:
     train = settings.train
     if plan.request.one_method:
         return (Compared(train.aggregator, train.aggregator, train),)
-    outcome = None if labels is None else labels.outcome
+    outcome = None if labels is None else labels.trained_on
     return compared_methods(settings, two_scales=bool(settings.tile.parent_mpp), outcome=outcome)
 
 
