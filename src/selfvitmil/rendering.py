@@ -217,7 +217,7 @@ def _slide_embeddings(result: SlideEmbeddingsResult) -> Rendered:
 
 
 def _train(result: TrainResult) -> Rendered:
-    header = ("split", "seed", "epoch", "validation AUC", "seconds", "")
+    header = ("split", "seed", "epoch", f"validation {result.metric}", "seconds", "")
     rows = [
         (
             model.split,

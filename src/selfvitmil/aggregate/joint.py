@@ -13,6 +13,7 @@ from torch import Tensor
 
 from selfvitmil.aggregate.bag_tensors import ChunkedBag
 from selfvitmil.aggregate.base import Aggregator, AggregatorOutput
+from selfvitmil.errors import ArtefactError
 from selfvitmil.outcomes.joint import ClassTarget, Joint
 
 
@@ -56,8 +57,21 @@ class PartOf(Aggregator):
 
 
 def part_of(module: Aggregator, place: int | None) -> Aggregator:
-    """Return the aggregator of one target of a jointly trained one; the module itself where `place` is None."""
-    return module if place is None else PartOf(module, place).train(module.training)
+    """Return the aggregator of one target of a jointly trained one; the module itself where `place` is None.
+
+    Raises ArtefactError for a module that has no such target.
+    """
+    if place is None:
+        return module
+    targets = len(module.outcome.parts) if isinstance(module.outcome, Joint) else 0
+    if not 0 <= place < targets:
+        raise ArtefactError(
+            "the model does not predict this target",
+            f"it was trained on {targets} targets jointly" if targets else "it was trained on one target",
+            "Train it again",
+            code="unreadable-model",
+        )
+    return PartOf(module, place).train(module.training)
 
 
 def _columns(output: AggregatorOutput, own: slice) -> AggregatorOutput:

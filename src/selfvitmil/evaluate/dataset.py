@@ -37,6 +37,7 @@ from selfvitmil.cohort.table import ClassOrder, listing, order_classes
 from selfvitmil.errors import BagError, CohortError, ConfigError, HeldOutLabelError, SelfVitMilError
 from selfvitmil.evaluate.predictions import Where, check_choices
 from selfvitmil.outcomes import Outcome
+from selfvitmil.outcomes.joint import Joint
 from selfvitmil.settings import EvaluateSettings, TrainSettings
 from selfvitmil.store.failures import Failure
 from selfvitmil.store.files import file_fingerprint, hash_of
@@ -166,12 +167,19 @@ class Cases:
         return [*lines, *self._joint_line, *(f"note: {note}" for note in self.notes)]
 
     @property
+    def trained_with(self) -> tuple[str, ...]:
+        """The other targets of a joint training."""
+        if self.whole is None or not isinstance(self.whole.outcome, Joint):
+            return ()
+        return tuple(name for place, name in enumerate(self.whole.outcome.names) if place != self.target_place)
+
+    @property
     def _joint_line(self) -> list[str]:
-        if self.whole is None or self.whole.outcome is None:
+        if self.whole is None or not isinstance(self.whole.outcome, Joint) or self.target_place is None:
             return []
-        more = len(self.whole.cases) - len(self.cases)
-        lack = f"; {more} slides without a value of this target train the others" if more else ""
-        return [f"trained as {self.whole.outcome.words}{lack}"]
+        own, more = self.whole.outcome.names[self.target_place], len(self.whole.cases) - len(self.cases)
+        lack = f"; {more} slides without a value of {own} train the others" if more else ""
+        return [f"target {own}, trained jointly with {listing(self.trained_with)}{lack}"]
 
 
 @dataclass(frozen=True)
@@ -681,7 +689,7 @@ def hold_out_test_labels(
             code="calibration-needs-classes",
         )
     optimistic = evaluate.protocol == "optimistic"
-    if optimistic and cases.trained_on is not None and cases.trained_on.kind == "joint":
+    if optimistic and isinstance(cases.trained_on, Joint):
         raise ConfigError(
             "evaluate.protocol 'optimistic' with train.joint",
             "the epoch is chosen on all targets together",

@@ -194,6 +194,11 @@ class Joint(_TrainedOnly):
         return _slices([len(part.score_names) for part in self.parts])
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What the parts are called."""
+        return tuple(" and ".join(part.columns) for part in self.parts)
+
+    @property
     def words(self) -> str:
         return f"joint ({'; '.join(', '.join(part.columns) for part in self.parts)})"
 
@@ -335,7 +340,10 @@ class Joint(_TrainedOnly):
     def of_json(cls, info: Mapping[str, Any]) -> Self:
         from selfvitmil.outcomes import outcome_from_json
 
-        return cls.of([outcome_from_json(part) for part in info["parts"]], info["weights"])
+        parts = [outcome_from_json(part) for part in info["parts"] if part.get("kind") != cls.kind]
+        if len(parts) != len(info["parts"]) or len(parts) != len(info["weights"]):
+            raise ValueError("a joint outcome has plain parts, each with a weight")
+        return cls.of(parts, info["weights"])
 
 
 def _slices(widths: Sequence[int]) -> tuple[slice, ...]:

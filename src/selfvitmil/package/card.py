@@ -120,6 +120,10 @@ def _data(about: Mapping[str, Any]) -> str:
         FINAL_FIT: f"{UNTESTED[FINAL_FIT]}\n\n",
     }
     role = roles.get(about.get("fit") or "", "")
+    joint: list[str] = about["joint"]["with"] if "joint" in about else []
+    others = ", ".join(joint)
+    shared = f"The network was trained jointly with {others}, also on slides that only have those.\n\n"
+    role += shared if joint else ""
     kept = "Neither the slides nor their names or those of patients are part of this folder."
     return f"{markdown_table(rows)}\n\n{role}{kept}"
 

@@ -140,6 +140,12 @@ class Package:
         info = self.about.get("outcome")
         return None if info is None else outcome_from_json(info)
 
+    @property
+    def target_place(self) -> int | None:
+        """Which of the targets of its models it predicts, where several were trained jointly."""
+        joint = self.about.get("joint")
+        return None if joint is None else int(joint["place"])
+
     @cached_property
     def validation_scores(self) -> NDArray[np.float64]:
         """(V, K) how it scored its validation slides, without their names, with another outcome than classes."""
@@ -359,7 +365,7 @@ def open_package(folder: Path) -> Package:
         predicted = len(package.classes) > 1 or (package.outcome is not None and len(package.validation_scores))
         if missing or not package.seeds or not package.encoders or not predicted:
             raise KeyError(missing[0] if missing else "models")
-        _ = package.choice, package.references, package.set_threshold  # that they can be read
+        _ = package.choice, package.references, package.set_threshold, package.target_place  # that they can be read
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError, safetensors.SafetensorError) as error:
         why = str(error).strip("'\"").splitlines()[0]
         raise ArtefactError(
@@ -401,6 +407,12 @@ def _check_about(folder: Path, about: Mapping[str, Any]) -> None:
             _refuse_name(folder, word, "it is no printable text of a name's length")
     if (outcome := about.get("outcome")) is not None:
         for word in (*outcome["columns"], *outcome.get("levels", ())):
+            if not isinstance(word, str) or not word.isprintable() or not 0 < len(word) <= MAX_NAME:
+                _refuse_name(folder, word, "it is no printable text of a name's length")
+    if (joint := about.get("joint")) is not None:
+        if type(joint["place"]) is not int or joint["place"] < 0:
+            _refuse_name(folder, joint["place"], "it should be the place of a target")
+        for word in joint["with"]:
             if not isinstance(word, str) or not word.isprintable() or not 0 < len(word) <= MAX_NAME:
                 _refuse_name(folder, word, "it is no printable text of a name's length")
     # These become names of files.

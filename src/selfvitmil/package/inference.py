@@ -105,11 +105,13 @@ class Predictor:
     """A packaged model in memory."""
 
     def __init__(self, package: Package, localize: LocalizeSettings, device: str = "auto"):
+        from selfvitmil.aggregate.joint import part_of
         from selfvitmil.aggregate.train import BagStore, load_model
 
         self.package = package
         self._localize = localize
-        self._models: list[Aggregator] = [load_model(folder)[0] for folder in package.model_folders]
+        loaded = (load_model(folder)[0] for folder in package.model_folders)
+        self._models: list[Aggregator] = [part_of(module, package.target_place) for module in loaded]
         self._store = BagStore(device, cache_gb=0)  # a bag is seen once
         if package.outcome is not None:  # refused here rather than with every slide
             check_shown(package.outcome, localize.of_class)

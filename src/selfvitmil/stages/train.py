@@ -85,6 +85,8 @@ class TrainResult(StageResult):
     folder: Path
     """Where the models are."""
     models: tuple[TrainedModel, ...]
+    metric: str = "AUC"
+    """What `TrainedModel.validation_auc` is, in words."""
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with a row for every split and seed."""
@@ -111,7 +113,8 @@ def train(study: Study, choice: FeatureChoice, engine: Engine) -> TrainResult:
     warnings = dict.fromkeys(warning for run in fitted.runs for warning in run.warnings)
     notes += evidence_lines(name, fitted)
     notes += [f"note: {warning}" for warning in (*trial.warnings, *warnings)]
-    return TrainResult(name, folder, models, failures=learning.cases.failures, notes=tuple(notes))
+    metric = "AUC" if trial.outcome is None else trial.outcome.primary_words
+    return TrainResult(name, folder, models, metric, failures=learning.cases.failures, notes=tuple(notes))
 
 
 def fit_models(
