@@ -219,3 +219,26 @@ def test_models_of_different_outcomes_are_not_compared(study: Path, models: dict
     flags = ("--labels", study / "cohort.csv", "--against", models["continuous"], "--workers", 0, "--out", tmp_path)
     said = done(selfvitmil("predict", models["survival"], *held_out(study), *flags), 2)
     assert said.code == "classes-differ"
+
+
+def test_a_package_of_a_joint_training_predicts_one_target(study: Path, tmp_path: Path):
+    joint = ("--train.joint", "mutated", "--train.joint", "value")
+    done(selfvitmil("evaluate", study, *joint))
+    refused = done(selfvitmil("package", study, *joint, "--out", tmp_path / "none"), 2)
+    assert "--train.target" in refused.stderr
+    for target, column, own in (
+        ("mutated", "score", "mutated_with_value"),
+        ("value", "predicted", "value_with_mutated"),
+    ):
+        model, out = tmp_path / target, tmp_path / f"predicted-{target}"
+        done(selfvitmil("package", study, *joint, "--train.target", target, "--out", model))
+        package = open_package(model)
+        assert package.about["joint"]["with"] == ["value" if target == "mutated" else "mutated"]
+        assert package.about["evaluation"] is not None
+        assert "trained jointly with" in (model / "MODEL_CARD.md").read_text()
+        done(selfvitmil("predict", model, *held_out(study), "--out", out, "--workers", 0, "--no-maps"))
+        found = {row["slide"]: row for row in rows_of(out / "predictions.csv")}
+        expected = evaluated(study, f"tiny_dsmil_{own}")
+        assert set(found) == set(expected)
+        name = "probability" if target == "mutated" else column
+        assert all(found[slide][name] == row[column] != "" for slide, row in expected.items())
