@@ -18,12 +18,13 @@ from selfvitmil.evaluate.decisions import (
     decisions_of,
     package_sets,
     packaged_threshold,
+    set_of_slide,
     set_threshold,
     useful_range,
 )
 from selfvitmil.evaluate.external import validate_predictions
 from selfvitmil.evaluate.predictions import Prediction
-from selfvitmil.metrics import DecisionCurve
+from selfvitmil.metrics import ConformalThreshold, DecisionCurve
 from selfvitmil.report.analyses import decisions_data
 from selfvitmil.settings import EvaluateSettings
 
@@ -213,3 +214,14 @@ def test_external_validation_uses_the_threshold_of_the_package_and_warns_where_c
     assert without.decisions_json is not None
     assert without.decisions_json["prediction_sets"] is None
     assert "earlier version" in without.decisions_json["reasons"]["prediction_sets"]
+
+
+@pytest.mark.parametrize(("score", "expected"), [(0.1, ("n",)), (0.45, ("n", "p")), (0.55, ("p", "n")), (0.9, ("p",))])
+def test_the_set_of_a_slide_has_the_classes_that_are_likely_enough(score: float, expected: tuple[str, ...]):
+    threshold = ConformalThreshold(0.6, 0.1, "lac", 20)
+    assert set_of_slide((score,), ("n", "p"), threshold) == expected
+    assert set_of_slide((1 - score, score), ("n", "p"), threshold) == expected
+
+
+def test_a_set_may_be_empty():
+    assert set_of_slide((0.5,), ("n", "p"), ConformalThreshold(0.3, 0.5, "lac", 20)) == ()

@@ -130,6 +130,7 @@ def test_predict_gives_the_numbers_of_evaluate_to_the_bit(study: Path, model: Pa
         names = {"score": "probability", "max": "max", "bag": "bag", "calibrated": "calibrated"}
         for theirs, ours in {**names, **{key: key for key in ("threshold", "threshold_from", "decision")}}.items():
             assert row[theirs] == own[ours] != "", (row["slide"], theirs)
+    assert "prediction_set" not in rows_of(tmp_path / "predictions.csv")[0]  # too few validation slides for 0.9
     answers = answers_of(tmp_path)
     for row in judged:
         if row["seed"] != "ensemble":
@@ -196,7 +197,8 @@ def test_three_classes_of_one_fold(study: Path, tmp_path: Path):
             writer.writerow({**row, "label": "abc"[number % 3], "patient": "", "split": ""})
     flags = ("--train.split", "k-fold", "--train.folds", 2, "--train.aggregator", "mean", "--train.epochs", 2)
     done(selfvitmil("evaluate", three, *flags))
-    done(selfvitmil("package", three, "--split", "fold1", "--out", tmp_path / "model", *flags))
+    half = ("--evaluate.coverage", 0.5)  # the validation slides are too few for more
+    done(selfvitmil("package", three, "--split", "fold1", "--out", tmp_path / "model", *flags, *half))
     judged = [row for row in rows_of(three / "results" / "tiny_mean" / "predictions.csv") if row["split"] == "fold1"]
     judged = [row for row in judged if (row["part"], row["seed"]) == ("test", "ensemble")][:2]
     paths = {row["slide"]: (three / row["path"]).resolve() for row in rows}
@@ -208,6 +210,13 @@ def test_three_classes_of_one_fold(study: Path, tmp_path: Path):
         assert [row[f"score_{name}"] for name in "abc"] == [own[f"probability_{name}"] for name in "abc"]
         assert row["decision"] == own["decision"]
         assert own["threshold"] == ""
+        scores = {name: float(own[f"probability_{name}"]) for name in "abc"}
+        sets = open_package(tmp_path / "model").about["prediction_sets"]
+        assert sets["level"] == "slide"
+        kept = [name for name in "abc" if 1 - scores[name] / sum(scores.values()) <= sets["quantile"]]
+        assert own["prediction_set"] == "; ".join(sorted(kept, key=lambda name: -scores[name]))
+        assert own["set_coverage"] == "0.5"
+        assert answers_of(tmp_path / "out")[row["slide"]]["prediction_set"] == own["prediction_set"].split("; ")
     assert answers_of(tmp_path / "out")[judged[0]["slide"]]["map"]["shows"] == judged[0]["decision"]
 
 

@@ -205,15 +205,25 @@ def sets_json(found: PredictionSets, class_names: Sequence[str], level: Level, e
     }
 
 
+def set_of_slide(scores: Sequence[float], class_names: Sequence[str], threshold: ConformalThreshold) -> tuple[str, ...]:
+    """Return the classes in the prediction set of one slide, the likeliest first, from its uncalibrated scores."""
+    scores_1C = normalized([scores]) if len(scores) > 1 else np.array([[1 - scores[0], scores[0]]])
+    return _in_order(metrics.prediction_sets(scores_1C, threshold)[0], scores_1C[0], class_names)
+
+
+def _in_order(set_C: NDArray[np.bool_], scores_C: NDArray[np.float64], class_names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(class_names[int(k)] for k in np.argsort(-scores_C, kind="stable") if set_C[k])
+
+
 def write_sets(path: Path, found: PredictionSets, class_names: Sequence[str], level: Level) -> None:
     """Write one row per slide, or patient: its label and the classes of its set, the likeliest first."""
     rows: list[list[Any]] = [[level, "split", "label", "set", "size", "covered"]]
     scores = _scores(found.samples)
     scores_NC = np.stack([1 - scores, scores], axis=1) if scores.ndim == 1 else scores
     for row, name in enumerate(found.samples.names):
-        own = [int(k) for k in np.argsort(-scores_NC[row], kind="stable") if found.sets_NC[row, k]]
+        own = _in_order(found.sets_NC[row], scores_NC[row], class_names)
         label = int(found.samples.labels[row])
-        cells = [class_names[label], "; ".join(class_names[k] for k in own), len(own), "yes" if label in own else "no"]
+        cells = [class_names[label], "; ".join(own), len(own), "yes" if found.sets_NC[row, label] else "no"]
         rows.append([name, found.samples.splits[row], *cells])
     write_csv(path, rows)
 

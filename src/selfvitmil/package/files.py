@@ -202,6 +202,16 @@ class Package:
 
         return packaged_threshold(self.about.get("prediction_sets"))
 
+    def set_of_slide(self, score: Sequence[float]) -> tuple[str, ...] | None:
+        """Return the classes in the prediction set of a slide; None where the threshold, if there is one, is that of
+        patients with several slides: sets of single slides would not have its coverage."""
+        from selfvitmil.evaluate.decisions import set_of_slide
+
+        threshold, _ = self.set_threshold
+        if threshold is None or self.about["prediction_sets"].get("level") != "slide":
+            return None
+        return set_of_slide(score, self.classes, threshold)
+
     @property
     def folds(self) -> int:
         """How many splits the ensemble has models of; every seed was trained on each."""

@@ -87,6 +87,8 @@ class PredictedSlide:
     """Of the slide's content, short: distinguishes slides of one name."""
     staging: str = "none"
     """Terms for the sizes of lesions: see LocalizeSettings.staging."""
+    prediction_set: tuple[str, ...] | None = None
+    """Classes that cannot be excluded, the likeliest first; None where the package has no threshold for that."""
     files: tuple[str, ...] = ()
     """Files of its heatmap, relative to the output folder."""
 
@@ -163,7 +165,7 @@ class Predictor:
         return PredictedSlide(
             slide, file, seeds, score, decision, calibrated, heatmap, regions, findings,
             ood.to_json(statistics), (*warnings, *heatmap.warnings), short_fingerprint(table.fingerprint or ""),
-            self._localize.staging,
+            self._localize.staging, None if package.outcome is not None else package.set_of_slide(score),
         )  # fmt: skip
 
     def _calibrated(self, probability: Values) -> Values | None:
@@ -358,6 +360,7 @@ def _to_json(slide: PredictedSlide, outcome: Outcome | None) -> dict[str, Any]:
             "calibrated": named(slide.calibrated),
             "max": named(prediction.max_probability),
             "bag": named(prediction.bag_probability),
+            **({} if slide.prediction_set is None else {"prediction_set": list(slide.prediction_set)}),
         }
     elif not outcome.evidence_per_column:
         scores["higher_than_validation"] = prediction.probability[0]
@@ -419,6 +422,10 @@ def predictions_table(package: Package, slides: Sequence[PredictedSlide]) -> tup
     columns = [f"{stream}{name}" for stream in streams for name in names]
     if outcome is not None:
         columns = [*outcome.score_names, "higher_than_validation"]
+    coverage = ""
+    if any(slide.prediction_set is not None for slide in slides) and package.set_threshold[0] is not None:
+        columns += ["prediction_set", "set_coverage"]  # an empty set has a coverage, no set has none
+        coverage = repr(round(1 - package.set_threshold[0].alpha, 6))
     tail = ("threshold", "threshold_from", "tiles", "lesions", "outside", "ood_score", "ood_threshold")
     tail = (*tail, "warnings", "classes", "fingerprint")
     header = ["slide", "model", "file", "decision", *columns, *tail]
@@ -429,6 +436,8 @@ def predictions_table(package: Package, slides: Sequence[PredictedSlide]) -> tup
         cells = [cell for each in values for cell in ([""] * len(names) if each is None else map(repr, each))]
         if outcome is not None:
             cells = [*map(repr, slide.score), "" if outcome.evidence_per_column else repr(prediction.probability[0])]
+        if slide.prediction_set is not None:
+            cells += ["; ".join(slide.prediction_set), coverage]
         about = " ".join(dict.fromkeys(each.about for each in slide.findings))
         cut = prediction.threshold if outcome is None else package.choice.threshold
         threshold = "" if cut is None else repr(cut)
