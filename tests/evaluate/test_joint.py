@@ -170,7 +170,7 @@ def test_strata_are_refined_only_where_each_keeps_ten_patients():
 )
 def test_every_aggregator_has_outputs_for_each_target_or_refuses(name: str):
     torch.manual_seed(0)
-    options = {"evidence": "free"} if name == "self-vit-mil" else {}
+    options: dict[str, Any] = {"evidence": "free"} if name == "self-vit-mil" else {}
     whole = Joint.of(PARTS)
     module = build(name, 6, whole.num_outputs, **options)
     if name.startswith("clam"):

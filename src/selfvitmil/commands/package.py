@@ -22,7 +22,7 @@ from selfvitmil.cohort import Split
 from selfvitmil.cohort.table import listing
 from selfvitmil.commands.package_results import quoted_results
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.settings import StudySettings, TrainSettings, parse, read_toml, tiling_name, to_toml, without_removed
+from selfvitmil.settings import StudySettings, parse, read_toml, tiling_name, to_toml, without_removed
 from selfvitmil.stages.base import StageResult
 from selfvitmil.stages.localize import Mapper, with_staging
 from selfvitmil.stages.train import prepare, results_name
@@ -81,7 +81,6 @@ def package(
 
     study, settings = of.root, of.settings
     _check_asked(remembered_choice(of, choice), settings)
-    _check_target(settings.train)
     check_target(out)
     with of.lock("package"):
         lines, learning = prepare(of, choice, "package")
@@ -167,17 +166,6 @@ def _check_asked(choice: FeatureChoice, settings: StudySettings) -> None:
             "epochs and thresholds chosen on test slides do not hold on new slides",
             "Train by the honest protocol and package that",
             code="package-optimistic",
-        )
-
-
-def _check_target(train: TrainSettings) -> None:
-    """ConfigError where several targets are trained jointly and none is named."""
-    if train.joint and not train.target:
-        raise ConfigError(
-            "package with train.joint",
-            "a package predicts one target",
-            f"Name it with --train.target ({listing(train.joint)}), and write a package for each",
-            code="target-needed",
         )
 
 

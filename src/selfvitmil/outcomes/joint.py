@@ -113,14 +113,15 @@ class ClassTarget(_TrainedOnly):
         return [int(label > 0) for (label,) in targets]
 
     def loss(self, raw_NC: Tensor, target_NT: Tensor) -> Tensor:
+        import torch
         from torch.nn import functional as F
 
         if self.num_outputs == 1:
             return F.binary_cross_entropy_with_logits(raw_NC, target_NT)
-        label_N = target_NT[:, 0].long()
         if self.sigmoids:
-            return F.binary_cross_entropy_with_logits(raw_NC, F.one_hot(label_N, self.num_outputs).to(raw_NC.dtype))
-        return F.cross_entropy(raw_NC, label_N)
+            class_C = torch.arange(self.num_outputs, device=raw_NC.device)
+            return F.binary_cross_entropy_with_logits(raw_NC, (class_C == target_NT).to(raw_NC.dtype))
+        return F.cross_entropy(raw_NC, target_NT[:, 0].long())
 
     def score(self, raw_C: Tensor) -> Tensor:
         return raw_C.sigmoid() if self.num_outputs == 1 or self.sigmoids else raw_C.softmax(-1)

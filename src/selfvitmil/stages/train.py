@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfvitmil.cohort import Cohort
+from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
+from selfvitmil.outcomes import joint_place
 from selfvitmil.settings import LocalizeSettings, StudySettings, TrainSettings, to_toml
 from selfvitmil.stages.base import (
     Basis,
@@ -172,6 +174,13 @@ def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str],
     from selfvitmil.evaluate.dataset import find_transductive, site_words, transductive_words
 
     settings = study.settings
+    if settings.train.joint and joint_place(settings.train) is None and stage != "train":
+        raise ConfigError(
+            f"{stage} with train.joint, and no train.target",
+            "models are for all targets, and results, heatmaps and packages for one of them",
+            f"Set train.target to one of {listing(settings.train.joint)}",
+            code="target-needed",
+        )
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
     cohort = study.store_cohort()
