@@ -98,8 +98,10 @@ def test_import_and_help_stay_light():
     assert not modules_after(help_code) & heavy
 
 
-def test_stain_and_tiles_do_not_load_torch():
-    assert "torch" not in modules_after("import selfvitmil.stages, selfvitmil.tiles, selfvitmil.slides.synthetic")
+def test_workers_do_not_load_torch_for_what_needs_none():
+    """A process that cuts tiles, exports heatmaps or reads sections of the report would start for seconds longer."""
+    modules = ("stages", "tiles", "slides.synthetic", "tiling", "localize.export", "report.slide_sections")
+    assert "torch" not in modules_after(f"import {', '.join(f'selfvitmil.{name}' for name in modules)}")
 
 
 def test_a_wrong_folder_is_said_before_torch_is_loaded():

@@ -30,7 +30,8 @@ from selfvitmil.report.answer import (
     zoomed_box,
 )
 from selfvitmil.report.render import DEFINITIONS, definition_id, definition_of
-from selfvitmil.report.results import METRICS, Decision, error_words
+from selfvitmil.report.results import METRICS
+from selfvitmil.report.slide_sections import Decision, error_words
 from selfvitmil.settings import StudySettings
 from selfvitmil.store.files import write_text
 

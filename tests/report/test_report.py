@@ -59,7 +59,7 @@ from selfvitmil.localize.lesion_results import (
 )
 from selfvitmil.pseudonyms import Names, give_pseudonyms
 from selfvitmil.report import data as report_data
-from selfvitmil.report import encoders, read_report_data, render, results, write_report
+from selfvitmil.report import encoders, read_report_data, render, slide_sections, write_report
 from selfvitmil.report.data import StudyFiles, decision_of
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import open_slide
@@ -407,7 +407,7 @@ def test_maps_of_further_models_are_small_and_show_no_name(study: Path, tmp_path
         shown = give_pseudonyms(copied, [], [])["slide"][NASTY] if pseudonyms else NASTY
         found = [content for _, content, alt in page.pictures if alt == f"heatmap of {shown} by vit_dsmil"]
         assert len(found) == 1
-        assert max(Image.open(io.BytesIO(found[0])).size) <= results.OTHER_PX
+        assert max(Image.open(io.BytesIO(found[0])).size) <= slide_sections.OTHER_PX
 
 
 def test_pseudonyms_are_kept_and_new_names_get_new_ones(tmp_path: Path):
@@ -529,14 +529,14 @@ def test_results_are_chosen_by_name(study: Path, tmp_path: Path):
 def test_sections_go_to_positives_and_errors_first(study: Path):
     decisions = StudyFiles.read(study).decisions()
     mapped = [WRONG, NASTY, GONE]
-    assert [results.choose_slides(mapped, decisions, Names(), most) for most in (9, 2, 1, 0)] == [
+    assert [slide_sections.choose_slides(mapped, decisions, Names(), most) for most in (9, 2, 1, 0)] == [
         [NASTY, WRONG, GONE],  # by probability: 0.9, 0.3, 0.2
         [NASTY, WRONG],
         [NASTY],
         [],
     ]
     late = {**decisions, NASTY: replace(decisions[NASTY], part="train")}
-    assert results.choose_slides(mapped, late, Names(), 9) == [WRONG, GONE, NASTY]
+    assert slide_sections.choose_slides(mapped, late, Names(), 9) == [WRONG, GONE, NASTY]
     data = read_report_data(study, StudySettings(), most_slides=1)
     assert ([one.name for one in data.slide_sections], data.num_mapped) == ([NASTY], 3)
 
@@ -550,14 +550,16 @@ def test_decisions_of_several_classes():
 
 def test_of_equal_scores_what_is_behind_decides():
     behind = {"attention": np.array([0.1, 0.4, 0.2, 0.3], np.float32)}
-    high, low = results.ends(replace(heatmaps.make_heatmap(4, 1), score=np.ones(4, np.float32), columns=behind), 2)
+    high, low = slide_sections.ends(
+        replace(heatmaps.make_heatmap(4, 1), score=np.ones(4, np.float32), columns=behind), 2
+    )
     assert (high.tolist(), low.tolist()) == ([1, 3], [0, 2])
 
 
 @given(scores=st.lists(st.integers(0, 5), max_size=30), most=st.integers(1, 10))
 def test_ends_of_a_map(scores: list[int], most: int):
     heatmap = replace(heatmaps.make_heatmap(1, 1), score=np.array(scores, dtype=np.float32), columns={})
-    high, low = (part.tolist() for part in results.ends(heatmap, most))
+    high, low = (part.tolist() for part in slide_sections.ends(heatmap, most))
     assert not set(high) & set(low)
     assert len(high) + len(low) == min(len(scores), 2 * most)
     assert 0 <= len(high) - len(low) <= 1

@@ -25,8 +25,8 @@ from selfvitmil.engine import Engine
 from selfvitmil.errors import BagError, EncoderError, SlideError
 from selfvitmil.settings import EngineSettings
 from selfvitmil.slides import open_slide, synthetic
-from selfvitmil.store import guard
-from selfvitmil.store.files import open_hdf5
+from selfvitmil.store import files, guard
+from selfvitmil.store.files import open_hdf5, write_hdf5
 from selfvitmil.tiles import read_tiles
 
 
@@ -52,6 +52,23 @@ def test_the_slide_does_abort_a_process(tmp_path: Path):
     code = "import openslide, sys; openslide.OpenSlide(sys.argv[1]).read_region((0, 0), 0, (1, 1))"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, check=False)
     assert done.returncode == -signal.SIGABRT
+
+
+def test_a_file_of_this_process_needs_no_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Until somebody changes it."""
+    asked: list[Path] = []
+    monkeypatch.setattr(guard, "helper", own := guard.Helper())
+    monkeypatch.setattr(files, "helper", own)
+    monkeypatch.setattr(own, "_ask", lambda kind, path: asked.append(path))
+    path = tmp_path / "own.h5"
+    with write_hdf5(path) as file:
+        file["values"] = np.arange(3)
+    with open_hdf5(path) as file:
+        assert "values" in file
+    assert not asked
+    os.utime(path, ns=(1, 1))
+    with open_hdf5(path):
+        assert asked == [path]
 
 
 def test_a_slide_that_aborts_openslide_is_an_error(tmp_path: Path):

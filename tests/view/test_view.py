@@ -45,7 +45,7 @@ from selfvitmil.bags.retrieval import SIMILAR, SimilarSlide, write_similar
 from selfvitmil.errors import SelfVitMilError
 from selfvitmil.localize.detection import find_lesions
 from selfvitmil.localize.heatmap import read_heatmap, write_heatmap
-from selfvitmil.report.results import ends
+from selfvitmil.report.slide_sections import ends
 from selfvitmil.slides import SlideRef
 from selfvitmil.slides.synthetic import make_problem_files
 from selfvitmil.store.layout import StudyLayout

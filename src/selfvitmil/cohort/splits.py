@@ -337,7 +337,8 @@ def _read_fold_columns(path: Path, cohort: Cohort) -> tuple[Split, ...]:
                 )
             if cell:
                 sides[cell.casefold()].append(slide)
-        splits.append(Split(name.replace("_", ""), *(tuple(sides[side]) for side in SIDES)))
+        train, val, test = (tuple(sides[side]) for side in SIDES)
+        splits.append(Split(name.replace("_", ""), train, val, test))
         check_split(splits[-1], cohort, f"{path.name}, {name}")
     return tuple(splits)
 
@@ -350,7 +351,8 @@ def _read_split(path: Path, k: int) -> Split:
         sides = [tuple(n for n, cell in zip(names, column, strict=True) if _true(cell, path)) for column in columns]
     else:
         sides = [tuple(filter(None, column)) for column in columns]
-    return Split(f"fold{k}", *sides)
+    train, val, test = sides
+    return Split(f"fold{k}", train, val, test)
 
 
 def _true(cell: str, path: Path) -> bool:

@@ -26,7 +26,8 @@ from selfvitmil.metrics import Interval
 from selfvitmil.outcomes import outcome_from_json
 from selfvitmil.pseudonyms import Names
 from selfvitmil.report.render import Picture, Shown, interval_in, is_finite, picture, picture_file
-from selfvitmil.report.results import Decision, HeatmapFolder, ResultsFolder, annotations_of, open_mapped
+from selfvitmil.report.results import ResultsFolder
+from selfvitmil.report.slide_sections import Decision, HeatmapFolder, annotations_of, open_mapped
 from selfvitmil.settings import StudySettings
 from selfvitmil.slides import Slide
 from selfvitmil.store.files import section

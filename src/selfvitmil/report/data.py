@@ -39,20 +39,22 @@ from selfvitmil.report.neighbors import (
 from selfvitmil.report.render import Shown, Table, picture_file, render_page
 from selfvitmil.report.results import (
     ComparisonData,
-    Decision,
     EvaluationData,
-    HeatmapFolder,
     LocalizationData,
-    Record,
     ResultsFolder,
-    SectionJob,
-    SlideData,
-    choose_slides,
     comparison_data,
     evaluation_data,
     localization_data,
-    order_of,
     read_results,
+)
+from selfvitmil.report.slide_sections import (
+    Decision,
+    HeatmapFolder,
+    Record,
+    SectionJob,
+    SlideData,
+    choose_slides,
+    order_of,
     slide_data,
 )
 from selfvitmil.runtime.training import read_metrics_and_damage

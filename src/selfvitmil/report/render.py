@@ -30,7 +30,7 @@ from selfvitmil.pseudonyms import Names
 
 if TYPE_CHECKING:
     from selfvitmil.report.data import ReportData
-    from selfvitmil.report.results import SlideData
+    from selfvitmil.report.slide_sections import SlideData
 
 NUMBER = re.compile(r"[-+−<>~≈]?[\d,.]+(?:\s?(?:%|s|min|h|MB|mm²|µm))?|[-–]|")
 """A cell of a column of numbers, which is set to the right."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from selfvitmil.errors import ArtefactError, SelfVitMilError
-from selfvitmil.store.guard import UnsafeFile, check_first, limited
+from selfvitmil.store.guard import UnsafeFile, check_first, helper, limited
 
 if TYPE_CHECKING:
     import h5py  # pyright: ignore[reportMissingTypeStubs]
@@ -281,6 +281,7 @@ def write_hdf5(path: Path) -> Generator[Any]:
 
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         yield file
+    helper.trust("hdf5", path)
 
 
 @contextmanager

@@ -48,18 +48,25 @@ class Helper:
 
     def check(self, kind: Kind, path: Path) -> None:
         """Raise UnsafeFile if opening the file kills the helper or does not end; other problems are not reported."""
-        try:
-            status = path.stat()
-        except OSError:
+        key = _identity(kind, path)
+        if key is None:
             return  # whoever opens it says what is wrong
-        key = kind, os.fspath(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         with self._lock:
-            if key in self._sound:
-                return
-            self._ask(kind, path)
-            if len(self._sound) >= MAX_REMEMBERED:
-                self._sound.clear()
-            self._sound.add(key)
+            if key not in self._sound:
+                self._ask(kind, path)
+                self._remember(key)
+
+    def trust(self, kind: Kind, path: Path) -> None:
+        """Take a file that this process has just written for sound."""
+        key = _identity(kind, path)
+        if key is not None:
+            with self._lock:
+                self._remember(key)
+
+    def _remember(self, key: Any) -> None:
+        if len(self._sound) >= MAX_REMEMBERED:
+            self._sound.clear()
+        self._sound.add(key)
 
     def _ask(self, kind: Kind, path: Path) -> None:
         process = self._running()
@@ -107,6 +114,15 @@ def _start() -> subprocess.Popen[bytes] | None:
     process.kill()
     process.communicate()
     return None
+
+
+def _identity(kind: Kind, path: Path) -> tuple[object, ...] | None:
+    """Return what changes with the content of a file; None where there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return kind, os.fspath(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 helper = Helper()
