@@ -440,6 +440,13 @@ def test_check_fits_says_both_values_and_the_flag():
 # ---------------------------------------------------------------------------------------------------- our folders
 
 
+def test_a_folder_of_ours_may_have_the_name_of_a_published_encoder(tmp_path):
+    encoder = tiny_encoder()
+    for name in ("conch", "uni"):
+        save_encoder(tmp_path / name, encoder)
+        assert load_encoder(tmp_path / name).identity() == encoder.identity()
+
+
 def test_folder_round_trip_to_the_byte(tmp_path):
     facts = {"mpp": 0.5, "stain": "slide", "trained_on": "train split of a", "layout": "cls4+clsmean"}
     encoder = tiny_encoder(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), provenance={"steps": 7}, **facts)
