@@ -155,10 +155,15 @@ def test_choices_of_several_splits_are_told_together():
 def test_a_stored_model_tells_the_choice(tmp_path):
     bags = planted("absence", 20, 3)
     trained = train("dsmil", bags[:14], bags[14:], 1, QUICK, 0)
+    assert trained.evidence is not None
     save_model(tmp_path / "model", trained, {})
     module, config = load_model(tmp_path / "model")
     assert config["evidence"]["evidence"] == module.config["evidence"] == "negative"
     assert set(config["evidence"]["brier"]) == set(BINARY_KINDS)
+    stored = EvidenceChoice(**config["evidence"])
+    assert stored == trained.evidence
+    assert stored.reason == trained.evidence.reason
+    assert tuple(stored.brier) == tuple(trained.evidence.brier) == BINARY_KINDS
 
 
 @pytest.mark.parametrize(

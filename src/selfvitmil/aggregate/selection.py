@@ -53,6 +53,12 @@ class EvidenceChoice:
     brier: Mapping[str, float]
     auc: Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        """Put the kinds into one order, also those of a stored choice, whose keys are sorted: results show it."""
+        for name in ("brier", "auc"):
+            values = getattr(self, name)
+            object.__setattr__(self, name, {kind: values[kind] for kind in EVIDENCE if kind in values})
+
     @property
     def reason(self) -> str:
         """The chosen kind and the reason, in one sentence."""
