@@ -580,6 +580,16 @@ def test_a_table_without_label_is_ambiguous_unless_it_has_a_target(tmp_path: Pat
     assert (row.label, row.value("age")) == ("1", "60")
 
 
+def test_a_table_that_contradicts_itself_or_the_cohort_says_which(tmp_path: Path):
+    source = table(tmp_path / "cohort.csv", "slide,path,label\na,a.svs,\nb,b.svs,0\n")
+    with pytest.raises(CohortError, match=r"contradicts itself: line 3: a \(label: 1 or 0\)") as caught:
+        read_cohort(source, table(tmp_path / "l.csv", "slide,label\na,1\na,0\n"))
+    assert "--replace-labels" not in str(caught.value)
+    with pytest.raises(CohortError, match=r"contradicts the cohort: line 2: b \(label: 0 or 1\)") as caught:
+        read_cohort(source, table(tmp_path / "l.csv", "slide,label\nb,1\n"))
+    assert "--replace-labels" in str(caught.value)
+
+
 def test_features_of_a_slide_are_no_other_place_of_its_file(tmp_path: Path):
     files(tmp_path, "a.svs", "uni/a.h5", "virchow/a.h5", "elsewhere/a.svs")
     slides = make_cohort([SlideRow("a", tmp_path / "a.svs", "1")])

@@ -325,6 +325,9 @@ def _with_labels(
     warnings = [*specific_warnings(cohort), *sheet.warnings, *chosen]
     conflicts: list[str] = []
     missing: list[str] = []
+    seen: set[str] = set()
+    with_cohort = False
+    """Whether a value contradicts the cohort, not just another line of the table."""
     replaced: dict[str, bool] = {}
     """Slides whose label is replaced -> whether it is another one."""
     for where, name, addition in additions:
@@ -336,6 +339,8 @@ def _with_labels(
             rows[name] = replace(rows[name], label=None)
         rows[name], disagreements = combine(rows[name], replace(addition, path=rows[name].path))
         conflicts += [f"{where}: {disagreement}" for disagreement in disagreements]
+        with_cohort |= bool(disagreements) and name not in seen
+        seen.add(name)
     if changed := sum(replaced.values()):
         warnings.append(f"{sheet.name}: {changed} labels were replaced by others.")
     if missing and by_slide:
@@ -344,9 +349,9 @@ def _with_labels(
     elif missing:
         warnings.append(f"{sheet.name}: {len(missing)} patients have no slide: {listing(missing)}.")
     if conflicts:
-        what = f"{sheet.name}: contradicts itself or the cohort: {listing(conflicts)}"
+        what = f"{sheet.name}: contradicts {'the cohort' if with_cohort else 'itself'}: {listing(conflicts)}"
         why, how = "the right value is ambiguous", "Correct one of the two"
-        if all("(label: " in each for each in conflicts):
+        if with_cohort and all("(label: " in each for each in conflicts):
             how += (
                 ", or replace the labels with --replace-labels; to predict another column beside the label, name it "
                 "with --train.target"
