@@ -159,7 +159,7 @@ def test_a_study_without_vectors_says_what_to_do(tmp_path: Path):
     assert done.returncode == 0
     done = selfvitmil("train", tmp_path / "study")
     assert done.returncode == 2
-    assert done.code == "no-features"
+    assert done.code == "ambiguous-features"
 
 
 # ---------------------------------------------------------------------------------------------------- with slides
