@@ -65,8 +65,10 @@ class EvidenceChoice:
         if not self.folds:
             return f"{EVIDENCE[self.evidence]} (assumed: too few patients of a class for cross-validation)"
         scores = ", ".join(f"{kind} {self.auc[kind]:.3f}" for kind in self.auc)
+        # With several outputs `free` stands for both kinds of few tiles.
+        why = "highest AUC" if self.evidence in self.auc else "few tiles have the highest AUC"
         return (
-            f"{EVIDENCE[self.evidence]} (highest AUC in {self.folds}-fold cross-validation on the {self.slides} slides "
+            f"{EVIDENCE[self.evidence]} ({why} in {self.folds}-fold cross-validation on the {self.slides} slides "
             f"of training and model selection: {scores})"
         )
 

@@ -217,7 +217,8 @@ def _with_evidence(
         kind = str(found.options["evidence"])
         if num_classes > 1 and kind in ("positive", "negative"):
             kind = "free"
-        return replace(recipe, options={**recipe.options, "evidence": kind}), choice
+        chosen = None if choice is None else replace(choice, evidence=kind)
+        return replace(recipe, options={**recipe.options, "evidence": kind}), chosen
     if known is not None:
         return replace(recipe, options={**recipe.options, "evidence": known.evidence}), known
     key = (num_classes, choice_numbers(recipe), tuple((each.patient, each.label, each.bag) for each in bags))
