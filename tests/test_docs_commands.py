@@ -91,6 +91,13 @@ STARTS = {
     "run-a-study.md": NEW,
     "run-on-a-cluster.md": NEW,
     "serve-predictions.md": Start(before=("package STUDY --out MODEL",)),
+    "train-several-targets.md": Start(
+        False,
+        before=(
+            "synth made --slides 40 --size-px 1024 --positives 0.8 --outcomes",
+            "run study --cohort made/cohort.csv --until embed",
+        ),
+    ),
     "train-an-encoder.md": Start(False, ("tile STUDY --cohort data/slides --labels labels.csv",)),
     "tune-settings.md": Start(),
     "use-foundation-model-features.md": MINE,

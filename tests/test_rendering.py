@@ -78,10 +78,10 @@ def test_a_run_says_how_each_stage_ended():
     words = render(RunResult(reports, {"tile": failed}))
     assert [row[1:] for row in words.table[1:]] == [
         ("up to date (3 slides)", ""),
-        ("done, 1 slides failed", "1.0 min"),
+        ("done, 1 slide failed", "1.0 min"),
         ("could not be done: see the message below", "2.0 s"),
     ]
-    assert words.lines[0].startswith("1 slides failed")
+    assert words.lines[0].startswith("1 slide failed")
 
 
 # ---------------------------------------------------------------------------------------------------- ends of runs
@@ -115,8 +115,18 @@ def test_a_run_ends_with_the_table_of_its_comparison(protocol: Any):
     assert words.lines[1:] == (f"report: {Path('study/report/index.html')}", "viewer: selfvitmil view study")
 
 
-def test_a_run_without_scored_heatmaps_shows_a_dash():
-    assert render(outcome(row("self-vit-mil", 0.7))).table[1][-1] == "-"
+def test_a_run_without_scored_heatmaps_has_no_column_for_them():
+    header, line = render(outcome(row("self-vit-mil", 0.7))).table
+    assert header[-1] == "spec."
+    assert len(line) == len(header)
+
+
+def test_a_method_without_scored_heatmaps_has_a_dash():
+    made = row("self-vit-mil", 0.7)
+    scored = outcome(made, hit_rate=0.75)
+    assert scored.lesions is not None and scored.lesions.comparison is not None
+    scored.lesions.comparison.scores.clear()
+    assert render(scored).table[1][-1] == "-"
 
 
 def test_a_run_on_three_classes_ends_with_the_macro_auc():

@@ -617,7 +617,8 @@ def _run(result: RunResult) -> Rendered:
     ]
     lines = list(result.notes)
     if slides := {failure.slide for each in result.results.values() for failure in each.failures}:
-        lines.append(f"{len(slides)} slides failed in one stage or another: failures.csv says why and what to do")
+        failed = f"{len(slides)} slide{'s' * (len(slides) > 1)} failed"
+        lines.append(f"{failed} in one stage or another: failures.csv says why and what to do")
     lines.append(f"all of it took {formatting.duration(result.seconds)}")
     if limits:
         lines.append(_planned_and_taken(limits, {name: each.seconds or 0.0 for name, each in result.stages.items()}))
@@ -657,7 +658,8 @@ def _stage_words(report: StageReport) -> str:
         return report.pending.line
     if report.state.name == "STOPPED":
         return f"{report.state.value}: see the message below"
-    return report.state.value + (f", {report.num_failed} slides failed" if report.num_failed else "")
+    failed = f", {report.num_failed} slide{'s' * (report.num_failed > 1)} failed"
+    return report.state.value + (failed if report.num_failed else "")
 
 
 BINARY = {"sensitivity": "sens.", "specificity": "spec."}
@@ -692,14 +694,20 @@ def _outcome_table(rows: Sequence[Row], lesions: LesionTable | None) -> Table:
     decided = SEVERAL if _auc_column(first) == "macro_auc" else BINARY
     auc = _auc_title(first)
     method = "method, OPTIMISTIC" if first["protocol"] == "optimistic" else "method"
-    header = (method, f"{auc} [{level}]", "of seeds", *decided.values(), "top tile\nin a lesion")
+    header = (
+        method,
+        f"{auc} [{level}]",
+        "of seeds",
+        *decided.values(),
+        *["top tile\nin a lesion"] * (lesions is not None),
+    )
     body = [
         (
             formatting.shorten(row["display_name"], 19) + " *" * _is_transductive(row),
             _interval(row),
             f"{_number(row, 'seed_auc_mean')} ± {_number(row, 'seed_auc_sd')}",
             *(_number(row, name) for name in decided),
-            _hit_rate(row["display_name"], lesions),
+            *([] if lesions is None else [_hit_rate(row["display_name"], lesions)]),
         )
         for row in rows
     ]
@@ -738,9 +746,9 @@ def _other_line(row: Row) -> str:
     )
 
 
-def _hit_rate(method: str, lesions: LesionTable | None) -> str:
+def _hit_rate(method: str, lesions: LesionTable) -> str:
     """Return how often the highest-scoring tile lies in a lesion, or a dash."""
-    found = lesions.scores.get(method) if lesions is not None else None
+    found = lesions.scores.get(method)
     hits = found.intervals.get("hit_rate") if found is not None else None
     return formatting.number(None if hits is None else hits.value, digits=2)
 

@@ -569,12 +569,12 @@ def test_nothing_of_single_tiles_is_kept_until_all_bags_are_scored(name: str, mo
     whole = base._fetch
 
     def fetch(summaries: Sequence[Any]) -> Any:
-        kept.extend(each for summary in summaries for each in summary if each is not None)
+        kept.extend(each for summary in summaries for each in summary if isinstance(each, torch.Tensor))
         return whole(summaries)
 
     monkeypatch.setattr(base, "_fetch", fetch)
     score(quick(name).module, [each.bag for each in cohort(90, 94, size=1000)])
-    assert len(kept) >= 4 * 3
+    assert len(kept) >= 4
     assert max(each.untyped_storage().nbytes() for each in kept) < 100
 
 

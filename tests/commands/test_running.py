@@ -207,7 +207,7 @@ def test_a_broken_slide_stops_no_other_and_ends_with_3(fresh: Path):
     write_rows(fresh, [*rows, {**rows[0], "slide": "broken", "path": "broken.svs", "patient": "p", "annotation": ""}])
     done = run(fresh, "--until", "embed")
     assert done.returncode == 3
-    assert "1 slides failed in one stage or another" in said(done)
+    assert "1 slide failed in one stage or another" in said(done)
     assert len(list((fresh / "bags" / TILING / "features_dino").glob("*.h5"))) == 10
     again = run(fresh, "--until", "embed")
     assert again.returncode == 3

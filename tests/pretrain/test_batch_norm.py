@@ -18,10 +18,11 @@ import torchvision
 from PIL import Image
 from torch import nn
 
+from helpers.error_codes import has_code
 from selfvitmil.data.loader import fit_tiles, read_plain_sample
 from selfvitmil.data.sources import ImageTiles, TensorTiles
 from selfvitmil.encoder import Encoder, load_encoder
-from selfvitmil.errors import EncoderError
+from selfvitmil.errors import ConfigError
 from selfvitmil.pretrain import learner as learning
 from selfvitmil.pretrain import train
 from selfvitmil.pretrain.learner import JointBatchNorm2d, batch_norms_of, recompute_statistics, statistics_of
@@ -304,7 +305,7 @@ def test_the_teacher_normalizes_by_its_own_batch():
 
 
 def test_shapes_of_a_vit_are_refused_for_a_resnet():
-    with pytest.raises(EncoderError, match=r"resnet18.*embed_dim"):
+    with pytest.raises(ConfigError, check=has_code("network-shape")):
         learning.start_encoder(settings_of("resnet18", "dino", width=64), 32, 0)
 
 
