@@ -63,6 +63,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("heatmaps", "end_to_end_cuda", "seconds.localize", "s", "", "<", aim=8),
         Row("lesions", "end_to_end_cuda", "seconds.lesions", "s", "", "<", aim=8),
         Row("report", "end_to_end_cuda", "seconds.report", "s", "", "<", aim=8),
+        Row("its size, with sections of 40 slides by 11 methods", "end_to_end_cuda", "report_mb", "MB", "", "<", 10),
+        Row("start of the process, with imports and checks", "end_to_end_cuda", "seconds.start", "s"),
     ],
     "Encoders, one H200": [
         Row("DINO, ViT-B/16, 2 x 224 + 8 x 96, end to end", "pretrain_cuda", "tiles_per_s", "tiles/s",
