@@ -369,6 +369,9 @@ def test_probes_change_nothing_in_training(images: Path, tmp_path: Path):
     assert [line["step"] for line in read_metrics(tmp_path / "shuffled") if "linear" in line] == [5]
     again = pretrain(source, tmp_path / "plain", settings, ORIGIN, device="cpu")
     assert again.note == "up to date", "asking for probes makes no other encoder"
+    assert any("probe.csv was not looked at" in warning for warning in again.warnings)
+    finished = pretrain(source, tmp_path / "probed", settings, ORIGIN, device="cpu")
+    assert not any("not looked at" in warning for warning in finished.warnings)
 
 
 def test_what_is_reported_is_what_the_encoder_gives(images: Path, tmp_path: Path):

@@ -152,6 +152,11 @@ def pretrain(
             lines, damaged = read_metrics_and_damage(out)
             if damaged:
                 run.warnings.append(f"{_damaged_lines(damaged)} left out of the report's curves; the encoder is whole")
+            if settings.probe_table is not None and not any("knn20" in line for line in lines):
+                run.warnings.append(
+                    f"{settings.probe_table.name} was not looked at: labelled tiles are tried out while an encoder is "
+                    "trained, and this one is finished. Give --name with a new name to train another"
+                )
             return run.result("up to date", True, lines[-1] if lines else {})
         note = run.prepare()
         finished = run.train(report or (lambda line: None), snapshots or {})
