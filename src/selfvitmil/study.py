@@ -30,7 +30,6 @@ from selfvitmil.cohort import (
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError
-from selfvitmil.outcomes import choose_joint, joint_place, joint_targets
 from selfvitmil.settings import (
     StudySettings,
     TileSettings,
@@ -173,10 +172,11 @@ class Study:
         targets, or where the settings name one of them.
         """
         train = self.settings.train
-        if not train.joint or joint_place(train) is not None:
+        targets, place = _joint_targets(train)
+        if not targets or place is not None:
             yield self, name
             return
-        for columns in joint_targets(train):
+        for columns in targets:
             own = self.settings.model_copy(update={"train": train.model_copy(update={"target": columns})})
             yield self.with_settings(own), None if name is None else encoder_name(f"{name}_{'-'.join(columns)}")
 
@@ -193,7 +193,7 @@ class Study:
             own = self.layout.cohort
             stored = read_cohort(own) if own.exists() else None
             train = self.settings.train
-            named = (*train.target, *(column for columns in joint_targets(train) for column in columns))
+            named = (*train.target, *(column for columns in _joint_targets(train)[0] for column in columns))
             cohort, notes = _find_cohort(self.root, self.source, stored, named)
             cohort, guess = with_guessed_patients(cohort)
             notes += [f"note: {guess}"] if guess is not None else []
@@ -432,10 +432,19 @@ def find_features(study: Path, choice: FeatureChoice, settings: StudySettings) -
     return replace(found, models=_of_target(found.models, settings.train))
 
 
+def _joint_targets(train: TrainSettings) -> tuple[tuple[tuple[str, ...], ...], int | None]:
+    """Return the columns of each of the targets that are trained jointly, and which of them `train.target` names."""
+    if not train.joint:
+        return (), None
+    from selfvitmil.outcomes import joint_place, joint_targets
+
+    return joint_targets(train), joint_place(train)
+
+
 def target_name(train: TrainSettings) -> str:
     """Name of what is predicted, for files; empty where the settings leave that to the cohort."""
     if train.joint:
-        targets, place = joint_targets(train), joint_place(train)
+        targets, place = _joint_targets(train)
         own, others = ("-".join(column for each in part for column in each) for part in (
             () if place is None else targets[place : place + 1],
             [each for number, each in enumerate(targets) if number != place],
@@ -614,6 +623,7 @@ def labelled_cases(cohort: Cohort, features: Features, stage: str, train: TrainS
 def _joint_cases(cohort: Cohort, features: Features, stage: str, train: TrainSettings) -> Cases:
     from selfvitmil.evaluate import find_cases
     from selfvitmil.evaluate.joint import target_cases
+    from selfvitmil.outcomes import choose_joint, joint_place
 
     if features.by_split:
         raise ConfigError(

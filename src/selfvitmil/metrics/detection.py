@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import ndimage  # pyright: ignore[reportMissingTypeStubs]
-from scipy.spatial import KDTree  # pyright: ignore[reportMissingTypeStubs]
 
 from selfvitmil.errors import MetricError
 from selfvitmil.metrics.classification import Floats, check_scores
@@ -147,6 +146,8 @@ def suppress_points(
             code="invalid-radius",
         )
     order = np.lexsort((position[:, 0], position[:, 1], -score))
+    from scipy.spatial import KDTree  # pyright: ignore[reportMissingTypeStubs]
+
     tree: Any = KDTree(position)
     left = score >= min_score
     kept: list[int] = []

@@ -103,11 +103,12 @@ def localize(
 ) -> LocalizeResult:
     """Draw heatmaps by trained models; writes `maps/<name>/`. `slides` names some, else those of `localize.parts`."""
     from selfvitmil.evaluate import hold_out_test_labels
-    from selfvitmil.localize.export import export_heatmap
 
     root = study.root
     with study.lock("localize"):
         notes, learning = prepare(study, choice, "localize")
+        from selfvitmil.localize.export import export_heatmap  # loads matplotlib: not before the first line of output
+
         cases, features = learning.cases, learning.features
         settings, staged = with_staging(study.settings, cases.cohort)
         notes += staged

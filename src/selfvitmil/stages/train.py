@@ -20,7 +20,6 @@ from selfvitmil.cohort import Cohort
 from selfvitmil.cohort.table import listing
 from selfvitmil.engine import Engine, announce
 from selfvitmil.errors import ArtefactError, ConfigError, MetricError
-from selfvitmil.outcomes import joint_place
 from selfvitmil.settings import LocalizeSettings, StudySettings, TrainSettings, to_toml
 from selfvitmil.stages.base import (
     Basis,
@@ -169,18 +168,26 @@ def announce_recipes(cases: Cases, rows: Mapping[str, TrainSettings]) -> None:
     announce(*lines)
 
 
+def _check_target_named(train: TrainSettings, stage: str) -> None:
+    """ConfigError where models are for several targets, and none is named."""
+    from selfvitmil.outcomes import joint_place
+
+    if joint_place(train) is None:
+        raise ConfigError(
+            f"{stage} with train.joint, and no train.target",
+            "models are for all targets, and results, heatmaps and packages for one of them",
+            f"Set train.target to one of {listing(train.joint)}",
+            code="target-needed",
+        )
+
+
 def prepare(study: Study, choice: FeatureChoice, stage: str) -> tuple[list[str], LearningSet]:
     """Return notes and what to learn from; slides that cannot be used are in failures.csv by then, under `stage`."""
     from selfvitmil.evaluate.dataset import find_transductive, site_words, transductive_words
 
     settings = study.settings
-    if settings.train.joint and joint_place(settings.train) is None and stage != "train":
-        raise ConfigError(
-            f"{stage} with train.joint, and no train.target",
-            "models are for all targets, and results, heatmaps and packages for one of them",
-            f"Set train.target to one of {listing(settings.train.joint)}",
-            code="target-needed",
-        )
+    if settings.train.joint and stage != "train":
+        _check_target_named(settings.train, stage)
     if settings.train.aggregator == TWO_SCALES and stage != "compare":
         choice = replace(choice, two_scales=True)
     cohort = study.store_cohort()
