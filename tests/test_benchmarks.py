@@ -332,6 +332,7 @@ def test_growth_is_the_slope_between_cohorts(tmp_path: Path, capsys: pytest.Capt
     assert result["exponent_mb"] == {"tile": [0, 0]}
 
 
+@pytest.mark.slow
 def test_too_few_slides_for_a_split_are_refused_with_a_message():
     end_to_end = load("end_to_end")
     with pytest.raises(SystemExit, match=r"^4 slides: .*patient"):

@@ -61,6 +61,7 @@ def test_links_and_pictures_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(file), target
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_asks_nobody_else(tmp_path: Path):
     """`--strict` makes errors of pages without a place in the menu, and of links and anchors that lead nowhere."""
     done = subprocess.run(

@@ -188,6 +188,7 @@ def test_a_study_cannot_say_which_machines_work(
     assert selfvitmil("check", study, "--cohort", slide.parent).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_users_own_file_says_where_work_runs(
     tmp_path: Path, model: Path, slide: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -358,6 +359,7 @@ def test_an_encoders_config_cannot_name_weights_elsewhere(
             load_encoder(encoder)
 
 
+@pytest.mark.slow
 def test_a_network_larger_than_its_weights_takes_no_memory(encoder: Path):
     """40,000 wide and 500 deep: 38 TB, of which a file of kilobytes has nothing."""
     config_of(encoder, model_args={"embed_dim": 40_000, "depth": 500, "num_heads": 100})

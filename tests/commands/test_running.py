@@ -613,6 +613,7 @@ def planned(study: Path) -> PlanResult:
     return plan(open_study(study), Request())
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_is_there_estimates_what_is_not_and_writes_nothing(study: Path, fresh: Path):
     before = snapshot(study), snapshot(fresh)
     counted, estimated = planned(study), planned(fresh)
@@ -648,6 +649,7 @@ def test_the_disk_of_a_plan_is_that_of_the_files(study: Path, fresh: Path):
     assert embed.disk == pytest.approx(true, abs=20_000 * 10)
 
 
+@pytest.mark.slow
 def test_a_plan_uses_the_logged_rate_of_unfinished_pretraining(study: Path):
     encoder = study / "encoders" / "dino"
     (encoder / "config.json").unlink()

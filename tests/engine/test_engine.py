@@ -607,6 +607,7 @@ def put_command(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_a_batch_system_runs_the_slides(slurm: Path, tmp_path: Path) -> None:
     # Slurm copies the script, runs it later in a session of its own and answers with a number.
     put_command(

@@ -333,6 +333,7 @@ def test_slides_without_a_value_train_the_other_targets(study: Path, made: Path)
     assert len(list(study.glob("models/**/model.safetensors"))) == 2  # one network per seed, whatever the target
 
 
+@pytest.mark.slow
 def test_heatmaps_and_report_are_of_each_target(study: Path, made: Path):
     before = {path: path.stat().st_mtime_ns for path in study.glob("models/**/model.safetensors")}
     learn("localize", study, made, *JOINT, "--localize.no-pictures")
@@ -368,6 +369,7 @@ def test_test_slides_have_no_say_in_joint_models(study: Path, made: Path, tmp_pa
     assert [path.read_bytes() for path in files] == [path.read_bytes() for path in others]
 
 
+@pytest.mark.slow
 def test_comparison_has_a_table_for_each_target(made: Path, tmp_path: Path):
     methods = [part for name in ("mean", "max") for part in ("--compare.methods", name)]
     learn("compare", tmp_path / "study", made, *JOINT[:4], *methods)

@@ -217,6 +217,7 @@ def test_planted_risk_is_found_and_permuted_risk_is_not(kind: str, made: Path, p
     assert metrics_of(tmp_path / "control")["c_index"] < 0.7
 
 
+@pytest.mark.slow
 def test_planted_value_is_found_and_permuted_value_is_not(made: Path, permuted: Path, tmp_path: Path):
     asked = ("--train.target", "value", "--train.aggregator", "mean")
     done = learn("evaluate", tmp_path / "study", made, *asked)
@@ -227,6 +228,7 @@ def test_planted_value_is_found_and_permuted_value_is_not(made: Path, permuted: 
     assert metrics_of(tmp_path / "control")["r2"] < 0.3
 
 
+@pytest.mark.slow
 def test_planted_grade_and_labels_are_found_and_permuted_ones_are_not(made: Path, permuted: Path, tmp_path: Path):
     wanted = {"ordinal": ("kappa", 0.6, 0.35), "multilabel": ("macro_auc", 0.9, 0.75)}
     for kind, (metric, least, most) in wanted.items():
@@ -238,6 +240,7 @@ def test_planted_grade_and_labels_are_found_and_permuted_ones_are_not(made: Path
         assert metrics_of(tmp_path / f"control_{kind}")[metric] < most
 
 
+@pytest.mark.slow
 def test_compare_writes_table_and_predictions_that_read_back(made: Path, tmp_path: Path):
     methods = [part for name in ("mean", "max", "dsmil") for part in ("--compare.methods", name)]
     done = learn("compare", tmp_path / "study", made, "--train.outcome", "survival", *methods)

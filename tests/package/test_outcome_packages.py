@@ -128,6 +128,7 @@ def test_predict_gives_the_scores_of_evaluate_to_the_bit(
     assert next(iter(package.outcome.shown_metrics.values())) in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_on_the_held_out_gives_the_metrics_of_evaluate(
     kind: str, study: Path, models: dict[str, Path], tmp_path: Path
@@ -157,6 +158,7 @@ def test_validation_on_the_held_out_gives_the_metrics_of_evaluate(
     assert set(outcome.plots) <= {path.stem for path in folder.glob("*.svg")}
 
 
+@pytest.mark.slow
 def test_c_index_of_a_validation_is_that_of_its_table(study: Path, models: dict[str, Path], tmp_path: Path):
     flags = ("--labels", study / "cohort.csv", "--workers", 0, "--no-maps", "--out", tmp_path)
     done(selfvitmil("predict", models["survival"], *held_out(study), *flags))
@@ -187,6 +189,7 @@ def test_a_package_names_no_slide_and_stays_the_same_by_labels(study: Path, mode
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_run_compares_methods_and_ends_with_their_table(study: Path, tmp_path: Path):
     """All stages after embedding by one command; the table at the end and `status` tell the outcome's own metric."""
     shutil.copytree(study, tmp_path / "study")
@@ -206,6 +209,7 @@ def test_run_compares_methods_and_ends_with_their_table(study: Path, tmp_path: P
     assert all("predicted value" in path.read_text() for path in (tmp_path / "viewer" / "data").glob("s*.js"))
 
 
+@pytest.mark.slow
 def test_labels_of_classes_are_refused(study: Path, models: dict[str, Path]):
     outcome = open_package(models["survival"]).outcome
     how: dict[str, Any] = {"outcome": outcome}
@@ -215,12 +219,14 @@ def test_labels_of_classes_are_refused(study: Path, models: dict[str, Path]):
         read_labels(study / "cohort.csv", (), {}, label_map={"a": "b"}, **how)
 
 
+@pytest.mark.slow
 def test_models_of_different_outcomes_are_not_compared(study: Path, models: dict[str, Path], tmp_path: Path):
     flags = ("--labels", study / "cohort.csv", "--against", models["continuous"], "--workers", 0, "--out", tmp_path)
     said = done(selfvitmil("predict", models["survival"], *held_out(study), *flags), 2)
     assert said.code == "classes-differ"
 
 
+@pytest.mark.slow
 def test_a_package_of_a_joint_training_predicts_one_target(study: Path, tmp_path: Path):
     joint = ("--train.joint", "mutated", "--train.joint", "value")
     done(selfvitmil("evaluate", study, *joint))

@@ -228,6 +228,7 @@ def test_worker_processes_change_nothing(slides: list[TrainSlide]):
         assert a.transforms_B33 is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tiles_that_are_kept_are_read_once(slides: list[TrainSlide], workers: int, monkeypatch: pytest.MonkeyPatch):
     source = SlideTiles(slides, stain_method="none")
@@ -506,6 +507,7 @@ def test_a_part_that_fails_in_a_thread_is_the_error(images: Path, tmp_path: Path
         pretrain(ImageTiles(images), tmp_path / "run", settings, ORIGIN, device="cpu")
 
 
+@pytest.mark.slow
 def test_parts_side_by_side_give_what_they_give_one_by_one(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

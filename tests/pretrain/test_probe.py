@@ -570,6 +570,7 @@ def test_breakhis_is_laid_out_by_patient(tmp_path: Path, capsys: pytest.CaptureF
         layout.main([str(source), str(tmp_path / "out")])
 
 
+@pytest.mark.slow
 def test_quality_benchmark_ends_in_its_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for k in range(48):
         place = tmp_path / ("test" if k % 8 >= 4 else "train") / f"kind{k % 4}" / f"{k:02}.png"

@@ -208,6 +208,7 @@ def test_compare_with_all_kinds_of_rows(embedded: Path):
     assert joined.dim == 2 * fine.dim
 
 
+@pytest.mark.slow
 def test_layouts_of_one_encoder_are_kept_apart(embedded: Path):
     one = ("--tile.mpp", 1.0, "--tile.size-px", 64, "--workers", 0)
     bags, layout = embedded / "bags" / "1mpp_64px_0px", ("--embed.layout", "cls4+clsmean")
@@ -353,6 +354,7 @@ def test_a_guessed_positive_class_is_told_before_training_and_stored(study: Path
     assert "--train.positive 'luad'" in told["positive_from"]
 
 
+@pytest.mark.slow
 def test_every_row_of_a_comparison_tells_its_recipe(study: Path):
     methods = ("--compare.methods", "dsmil", "--compare.methods", "dsmil:published", "--compare.methods", "mean")
     done = learn("compare", study, *methods, "--train.options.top", 2, "--train.aggregator", "dsmil")

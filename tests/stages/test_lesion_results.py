@@ -118,6 +118,7 @@ def slow_average_precision(tumour: np.ndarray, scores: np.ndarray) -> float:
     return float(np.mean([ranked[: place + 1].mean() for place in np.flatnonzero(ranked)]))
 
 
+@pytest.mark.slow
 def test_validation_annotations_choose_what_heatmaps_show_and_those_of_test_slides_do_not(study: Path, tmp_path: Path):
     shutil.copytree(study.parent, tmp_path / "copy")
     copy, settings = tmp_path / "copy" / "study", settings_of()
@@ -189,6 +190,7 @@ def test_an_older_map_of_a_slide_that_fails_now_is_not_judged(study: Path, tmp_p
     assert [(row["slide"], row["stage"]) for row in rows_of(copy / "failures.csv")] == [("tumor_12_0", "lesions")]
 
 
+@pytest.mark.slow
 def test_results_keep_nothing_of_earlier_ones_and_all_that_is_the_users(study: Path, tmp_path: Path):
     shutil.copytree(study.parent, tmp_path / "copy")
     copy, settings = tmp_path / "copy" / "study", settings_of(epochs=2)
