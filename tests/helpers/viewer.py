@@ -44,7 +44,7 @@ def packaged_files() -> dict[str, StaticFile]:
     try:
         return static_files()
     except SelfVitMilError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"the viewer was built without a network, and lacks its files: {error}")
 
 
 def make_slide_file(path: Path) -> Path:

@@ -508,6 +508,9 @@ class TrainingOptimizer:
             self._update = DirectAdam(self._optimizer).step
         self._lookahead = Lookahead(self._parameters) if recipe.optimizer == "lookahead-radam" else None
         self._lr = recipe.lr
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        # Groups may share one tensor, which is filled once.
+        self._lr_on_gpu = list({id(rate): rate for rate in rates if isinstance(rate, Tensor)}.values())
 
     def step(self) -> None:
         """Clip the gradients, update the weights, zero the gradients."""
@@ -524,10 +527,9 @@ class TrainingOptimizer:
         if value == self._lr:
             return
         self._lr = value
-        if isinstance(lr := self._optimizer.param_groups[0]["lr"], Tensor):
-            lr.fill_(value)  # one tensor for all groups
-            return
-        for group in self._optimizer.param_groups:
+        for rate in self._lr_on_gpu:
+            rate.fill_(value)
+        for group in self._optimizer.param_groups if not self._lr_on_gpu else ():
             group["lr"] = value
 
     @torch.no_grad()

@@ -170,8 +170,7 @@ def read_report_data(
     """Read a study, with pseudonyms in place of names where asked for; these are then stored in the study's key.
 
     `results` are the names of the results to show, all where it is empty. `engine`: its workers read the sections of
-    slides. Raises ConfigError where the folder is no
-    study, or has no such results.
+    slides. Raises ConfigError where the folder is no study, or has no such results.
     """
     files = StudyFiles.read(study, results)
     names = names_of(study, files.cohort, pseudonyms=pseudonyms, slides=files.slides, patients=files.patients)
@@ -211,35 +210,46 @@ def read_report_data(
         slides=tuple(_slide_entries(files, decisions, anchors, names)),
         decided_by=_decided_by(files) if decisions else "",
         has_heatmaps=bool(files.heatmaps),
-        slide_sections=_sections(
-            {
-                slide: SectionJob(
-                    slide,
-                    anchors[slide],
-                    tuple(folder.only(slide) for folder in files.heatmaps if slide in folder.files),
-                    files.row(slide),
-                    decisions.get(slide),
-                    {one.name: one.lesion_slides[slide] for one in files.results if slide in one.lesion_slides},
-                    settings,
-                    names,
-                )
-                for slide in chosen
-            },
-            engine,
-        ),
+        slide_sections=_sections(_section_jobs(files, anchors, decisions, settings, names), engine),
         num_mapped=len(mapped),
-        failures=Table.of(
-            ("slide", "stage", "reason", "what to do", "so also missing in"),
-            sorted(
-                (names.slide(one.slide), one.stage, one.reason, one.remedy, ", ".join(later))
-                for one, later in fold_failures(files.failures)
-            ),
-        ),
+        failures=_failures(files, names),
         timings=Table.of(("what", "time"), _timings(files)),
         versions=Table.of(("", "version"), _versions()),
         problems=files.problems,
     )
     return names.apply(data)
+
+
+def _failures(files: StudyFiles, names: Names) -> Table:
+    """Return one row for each cause."""
+    rows = sorted(
+        (names.slide(one.slide), one.stage, one.reason, one.remedy, ", ".join(later))
+        for one, later in fold_failures(files.failures)
+    )
+    return Table.of(("slide", "stage", "reason", "what to do", "so also missing in"), rows)
+
+
+def _section_jobs(
+    files: StudyFiles,
+    anchors: Mapping[str, str],
+    decisions: Mapping[str, Decision],
+    settings: StudySettings,
+    names: Names,
+) -> dict[str, SectionJob]:
+    """Return what is needed to read the section of each slide that has an anchor."""
+    return {
+        slide: SectionJob(
+            slide,
+            anchor,
+            tuple(folder.only(slide) for folder in files.heatmaps if slide in folder.files),
+            files.row(slide),
+            decisions.get(slide),
+            {one.name: one.lesion_slides[slide] for one in files.results if slide in one.lesion_slides},
+            settings,
+            names,
+        )
+        for slide, anchor in anchors.items()
+    }
 
 
 def _sections(jobs: Mapping[str, SectionJob], engine: Engine | None) -> tuple[SlideData, ...]:
